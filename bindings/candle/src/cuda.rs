@@ -1,4 +1,4 @@
-//! Packed weights on a GPU, in candle's memory and on candle's stream. Compiled; not run on a GPU yet.
+//! Packed weights on a GPU, in candle's memory and on candle's stream. Compiled, but not yet tested on a GPU.
 
 use std::{
     collections::BTreeMap,
@@ -23,12 +23,12 @@ use unweight_rt::{
 
 use crate::Error;
 
-/// Sections begin at multiples of this, and as much is readable behind each.
+/// Alignment of sections in bytes, and the number of readable bytes that kernels need after each.
 const ALIGN: usize = 256;
-/// The largest batch of a launch; larger ones take several.
+/// The maximum batch of a launch; larger batches need several.
 const MAX_BATCH: u32 = 4096;
 
-/// Kernels and counters of each GPU, as long as the process.
+/// Kernels and counters of each GPU, by ordinal; never freed.
 static INTEROPS: Mutex<BTreeMap<usize, Arc<Interop>>> = Mutex::new(BTreeMap::new());
 
 fn runtime(error: impl std::error::Error + Send + Sync + 'static) -> Error {
@@ -50,11 +50,11 @@ fn interop(ordinal: usize) -> Result<Arc<Interop>, Error> {
 
 /// A layer's weights on a GPU.
 pub struct OnGpu {
-    /// Goes before its memory.
+    /// Declared before `_memory`, so that it is dropped first.
     linear: Linear,
     interop: Arc<Interop>,
     device: CudaDevice,
-    /// `packed | escape heads | escapes`, each from a multiple of [`ALIGN`] and with as much behind it.
+    /// `packed | escape heads | escapes`, each at a multiple of [`ALIGN`] and followed by at least [`ALIGN`] bytes.
     _memory: CudaSlice<u8>,
 }
 
@@ -71,7 +71,7 @@ impl OnGpu {
             at as u64
         });
         let memory = stream.clone_htod(&bytes).map_err(candle_core::Error::wrap)?;
-        // Another stream reads it below.
+        // The runtime may read it on another stream.
         stream.synchronize().map_err(candle_core::Error::wrap)?;
         let address = memory.device_ptr(&stream).0;
         let at = PackedAt {
@@ -81,19 +81,19 @@ impl OnGpu {
             escape_words: packed.escapes().len() / 4,
         };
         let shape = (packed.grid().rows() as u32, packed.grid().cols() as u32);
-        // SAFETY: the sections are those of a checked tensor of this shape, with what may be read behind them; `memory`
-        // outlives the layer, and is freed in the order of candle's stream, on which alone the layer works.
+        // SAFETY: the sections belong to a checked tensor of this shape, each with its padding. `memory` outlives the
+        // layer, and is freed in the order of candle's stream, the only stream that the layer runs on.
         let linear = unsafe { interop.layer(shape, packed.window(), at) }.map_err(runtime)?;
         Ok(Self { linear, interop, device: device.clone(), _memory: memory })
     }
 
     pub fn unpacked(&self, shape: (usize, usize)) -> Result<Tensor, Error> {
         let stream = self.device.cuda_stream();
-        // SAFETY: written below, before anything reads it.
+        // SAFETY: `unpack_at` writes all of it before anything reads it.
         let mut out = unsafe { self.device.alloc::<bf16>(shape.0 * shape.1) }?;
         stream.synchronize().map_err(candle_core::Error::wrap)?;
         let address = out.device_ptr_mut(&stream).0;
-        // SAFETY: so many BF16 on this device, which nobody else has.
+        // SAFETY: `out` has as many BF16 as the layer, on this device, and nothing else uses it.
         unsafe { self.interop.unpack_at(&self.linear, address) }.map_err(runtime)?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, self.device.clone()));
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
@@ -101,7 +101,7 @@ impl OnGpu {
         Ok(tensor)
     }
 
-    /// `rows` of the input from element `start` on, without gaps.
+    /// Multiplies `rows` contiguous rows of the input, from element `start` on, by the weight.
     pub fn product(&self, storage: &CudaStorage, rows: usize, start: usize) -> candle_core::Result<CudaStorage> {
         let device = storage.device();
         let (n, k) = (self.linear.n() as usize, self.linear.k() as usize);
@@ -110,11 +110,11 @@ impl OnGpu {
             bail!("unweight: the weight is on another GPU than the input");
         }
         if device.id() != self.device.id() {
-            // Its stream is another: the weight's memory would not be freed in the order of this launch.
+            // It has another stream: the weight's memory would not be freed in the order of this launch.
             bail!("unweight: the input is of another CudaDevice than the weight; give both the same one (clone it)");
         }
         let Ok(m) = u32::try_from(rows) else { bail!("unweight: {rows} rows are more than a product takes") };
-        // SAFETY: all of it is written by the product, before anything reads it.
+        // SAFETY: the product writes all of it before anything reads it.
         let mut y = unsafe { device.alloc::<bf16>(rows * n) }?;
         if rows == 0 {
             return Ok(CudaStorage::wrap_cuda_slice(y, device.clone()));
@@ -126,7 +126,7 @@ impl OnGpu {
             false => Some(stream.clone_dtod(&x).map_err(candle_core::Error::wrap)?),
         };
         let bytes = self.interop.scratch_bytes(&self.linear, m, Epilogue::Store).map_err(candle_core::Error::wrap)?;
-        // SAFETY: what is in a scratch before does not matter.
+        // SAFETY: the kernels do not depend on the initial contents of the scratch.
         let mut scratch = unsafe { device.alloc::<u8>(bytes.max(1) as usize) }?;
         {
             let (x_at, _x) = match &aligned {
@@ -136,8 +136,8 @@ impl OnGpu {
             let (y_at, _y) = y.device_ptr_mut(&stream);
             let (scratch_at, _scratch) = scratch.device_ptr_mut(&stream);
             let scratch = Scratch { address: scratch_at, bytes };
-            // SAFETY: candle's stream of this device's primary context; x, y and the scratch have these sizes, are
-            // apart, and are freed in the order of this stream.
+            // SAFETY: candle's stream belongs to this device's primary context. x, y and the scratch have these sizes,
+            // do not overlap, and are freed in the order of this stream.
             unsafe {
                 self.interop.enqueue(&self.linear, stream.cu_stream().cast(), (x_at, m, y_at), scratch, Epilogue::Store)
             }

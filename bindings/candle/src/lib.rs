@@ -1,4 +1,4 @@
-//! Linear layers of candle on packed BF16 weights: 12.03 bits a weight, every bit of which comes back.
+//! Linear layers for candle on packed BF16 weights: lossless, at 12.03 bits per weight.
 //!
 //! ```no_run
 //! use candle_core::{Device, Module, Tensor};
@@ -13,10 +13,10 @@
 //! # Ok(())
 //! # }
 //! ```
-//! On the CPU a layer unpacks its weights and multiplies in F32, as candle has no product of BF16 there: the same bits
-//! as candle's own product of the same weights in F32. On a GPU (feature `cuda`) the kernels of `unweight-rt` multiply
-//! by the packed weights, on candle's stream and in memory that candle allocates. That part is compiled, and has not
-//! run on a GPU yet.
+//! On the CPU, a layer unpacks its weights and multiplies in F32, because candle has no BF16 matmul there. The result
+//! is bit for bit that of candle's F32 matmul with the same weights. On a GPU (feature `cuda`), the kernels of
+//! `unweight-rt` multiply by the packed weights, on candle's stream and in memory that candle allocates. The GPU code
+//! is compiled but not yet tested on a GPU.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -34,65 +34,65 @@ use unweight_format::{
     },
 };
 
-/// Why a layer cannot be made.
+/// An error of building, loading or unpacking a layer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The bundle does not have the weight, or it cannot be read.
+    /// The bundle does not contain the weight, or the weight cannot be read.
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// The weight cannot be packed.
     #[error("weight '{name}' cannot be packed ({reason}); use candle_nn::Linear for it")]
     Unpackable {
-        /// Which.
+        /// Name of the weight.
         name: String,
-        /// Why.
+        /// The condition that the weight violates.
         reason: Unpackable,
     },
-    /// It is not a BF16 matrix.
+    /// The weight is not a BF16 matrix.
     #[error("weight '{name}' is {dtype} {shape:?}; only BF16 matrices are packed")]
     NoMatrix {
-        /// Which.
+        /// Name of the weight.
         name: String,
-        /// Its type.
+        /// Its dtype.
         dtype: String,
         /// Its shape.
         shape: Vec<usize>,
     },
-    /// It has no elements, or too many.
+    /// The weight has no elements, or too many.
     #[error("weight '{name}': {source}")]
     Codec {
-        /// Which.
+        /// Name of the weight.
         name: String,
-        /// What is wrong.
+        /// The violated limit.
         source: CodecError,
     },
-    /// The bias is not one number for each row of the weight.
+    /// The bias does not have the shape `[n]` of a weight `[n, k]`.
     #[error("the bias of '{name}' is {got:?}, but the weight has {rows} rows")]
     Bias {
-        /// Of which weight.
+        /// Name of the weight.
         name: String,
-        /// The bias's shape.
+        /// Shape of the bias.
         got: Vec<usize>,
-        /// The weight's rows.
+        /// Rows of the weight.
         rows: usize,
     },
-    /// There is nothing to run packed weights on such a device.
+    /// Packed weights cannot run on this device.
     #[error("packed weights cannot be on {device}; use the CPU, or build with the feature `cuda` for an NVIDIA GPU")]
     Device {
-        /// What it is.
+        /// The device.
         device: String,
     },
-    /// The runtime's.
+    /// The GPU runtime failed.
     #[cfg(feature = "cuda")]
     #[error("putting packed weights on the GPU")]
     Runtime(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// candle's.
+    /// candle failed.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
 
-/// Where packed weights are.
+/// Packed weights, in CPU or GPU memory.
 enum Held {
     Cpu(PackedTensor<Vec<u8>>),
     #[cfg(feature = "cuda")]
@@ -123,10 +123,11 @@ struct Weight {
 }
 
 impl UnweightLinear {
-    /// A layer out of a bundle, whatever the encoding that its weight is stored in.
+    /// Loads a layer from a bundle. The weight `[n, k]` is BF16 in any encoding, `bias` has the shape `[n]`.
     ///
     /// # Errors
-    /// The bundle does not have it or is damaged, it cannot be packed, or there is nothing to run it on the device.
+    /// [`Error`]: the bundle lacks the weight or is damaged, the weight is not a BF16 matrix or cannot be packed, the
+    /// bias has another shape, or the device is not supported.
     pub fn of_bundle(bundle: &Bundle, name: &str, bias: Option<Tensor>, device: &Device) -> Result<Self, Error> {
         let tensor = bundle.tensor(name)?;
         let (&[n, k], "BF16") = (tensor.shape(), &*tensor.dtype().to_string()) else {
@@ -140,10 +141,10 @@ impl UnweightLinear {
         Self::of_packed(name, packed, bias, device)
     }
 
-    /// A layer of a BF16 weight `[n, k]`, packed on the CPU, for the device that the weight is on.
+    /// Packs a BF16 weight `[n, k]` on the CPU, and builds a layer on the weight's device. `bias` has the shape `[n]`.
     ///
     /// # Errors
-    /// As [`UnweightLinear::of_bundle`].
+    /// [`Error`], as for [`UnweightLinear::of_bundle`].
     pub fn of_weight(weight: &Tensor, bias: Option<Tensor>) -> Result<Self, Error> {
         let name = "of a tensor";
         let (DType::BF16, &[n, k]) = (weight.dtype(), weight.dims()) else {
@@ -177,25 +178,25 @@ impl UnweightLinear {
         Ok(Self { weight: Arc::new(Weight { held, n, k }), bias })
     }
 
-    /// Rows of the weight: what comes out.
+    /// The number of output features: rows of the weight.
     pub fn n(&self) -> usize {
         self.weight.n
     }
 
-    /// Columns of the weight: what goes in.
+    /// The number of input features: columns of the weight.
     pub fn k(&self) -> usize {
         self.weight.k
     }
 
-    /// The bias.
+    /// The bias `[n]`, if the layer has one.
     pub fn bias(&self) -> Option<&Tensor> {
         self.bias.as_ref()
     }
 
-    /// The weight in BF16, bit for bit, where the layer is.
+    /// Returns the weight as BF16 `[n, k]`, bit for bit, on the layer's device.
     ///
     /// # Errors
-    /// candle's, or the runtime's.
+    /// [`Error::Candle`], or `Error::Runtime` on a GPU.
     pub fn unpacked(&self) -> Result<Tensor, Error> {
         let shape = (self.n(), self.k());
         match &self.weight.held {
@@ -218,7 +219,7 @@ fn weights(packed: &PackedTensor<Vec<u8>>) -> impl Iterator<Item = bf16> {
 }
 
 impl Module for UnweightLinear {
-    /// Of F32 or BF16 on the CPU, of BF16 on a GPU.
+    /// Returns `x * weight^T + bias`, in the dtype of `x`: F32 or BF16 on the CPU, BF16 on a GPU.
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let y = x.contiguous()?.apply_op1(Product(self.weight.clone()))?;
         match &self.bias {
@@ -228,11 +229,11 @@ impl Module for UnweightLinear {
     }
 }
 
-/// The product without a bias.
+/// The operator `x * weight^T`, without the bias.
 struct Product(Arc<Weight>);
 
 impl Product {
-    /// Rows of the input, where it begins, and the output's shape.
+    /// Returns the number of input rows, the offset of the input in its storage, and the output's shape.
     fn rows(&self, layout: &Layout) -> candle_core::Result<(usize, usize, Shape)> {
         let Weight { n, k, .. } = *self.0;
         let Some((&columns, leading)) = layout.dims().split_last() else { bail!("unweight: the input has no columns") };

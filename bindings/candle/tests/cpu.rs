@@ -1,4 +1,4 @@
-//! Layers on the CPU, beside candle's own products of the same weights.
+//! Compares layers on the CPU with candle's matmul of the same weights.
 
 use std::{collections::HashMap, path::Path};
 
@@ -9,7 +9,7 @@ use unweight_format::bundle::{Bundle, CompressOptions, Profile, Silent, compress
 
 const CPU: Device = Device::Cpu;
 
-/// Weights as models have them, and a few far from the others.
+/// Weights in a bell curve, as in trained models, of which one in 1000 is an outlier near zero.
 fn weights(n: usize, k: usize) -> Tensor {
     let mut state = 7u64;
     let mut next = || {
@@ -34,7 +34,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// candle's product of the same weights, in F32.
+/// candle's F32 matmul with the same weights.
 fn stock(x: &Tensor, weight: &Tensor) -> Tensor {
     let weight = weight.to_dtype(DType::F32).unwrap().t().unwrap();
     x.to_dtype(DType::F32).unwrap().broadcast_matmul(&weight).unwrap()
@@ -70,7 +70,7 @@ fn inputs_of_any_rank_and_stride() {
     assert!(!strided.is_contiguous());
     let expected = stock(&strided.contiguous().unwrap(), &weight).broadcast_add(&bias).unwrap();
     assert_eq!(bits(&layer.forward(&strided).unwrap()), bits(&expected));
-    // Contiguous, and not from the beginning.
+    // A contiguous view with an offset.
     let part = inputs(&[9, 128]).narrow(0, 4, 3).unwrap();
     let expected = stock(&part, &weight).broadcast_add(&bias).unwrap();
     assert_eq!(bits(&layer.forward(&part).unwrap()), bits(&expected));

@@ -1,4 +1,4 @@
-//! Bundles, read.
+//! Reading of bundles: the base class of `unweight.Bundle`.
 
 use std::path::PathBuf;
 
@@ -11,12 +11,12 @@ use unweight_format::bundle::{self, BundleError, TensorHandle};
 
 use crate::{error::raised, packed::at_mut, pool::on_pool, report::to_python};
 
-/// What Python's `unweight.Bundle` is made of. Thread safe: it is never changed.
+/// The base class of `unweight.Bundle`. Immutable, so several threads may use it at once.
 #[pyclass(frozen, subclass, module = "unweight._native")]
 pub struct Bundle {
     bundle: bundle::Bundle,
     path: PathBuf,
-    /// The same, wherever the process goes.
+    /// The absolute form of `path`, which stays valid when the process changes its directory.
     folder: PathBuf,
 }
 
@@ -24,7 +24,8 @@ pub struct Bundle {
 impl Bundle {
     #[new]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
-        // Files beside the weights are opened when they are asked for. An empty path stays one, and is no folder.
+        // The path is made absolute because files next to the weights are opened later. An empty path cannot be, and
+        // stays an error.
         let folder = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
         let bundle = on_pool(py, || bundle::Bundle::open_weights(&folder))?.map_err(|error| raised(py, &error))?;
         Ok(Self { bundle, path, folder })
@@ -55,23 +56,23 @@ impl Bundle {
         self.bundle.weights_digest().to_string()
     }
 
-    /// One dict a tensor, in the order of files and of their data.
+    /// Returns one dict per tensor, in the order of files and of the data in each file.
     fn _rows<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         self.bundle.tensors().map(|tensor| row(py, tensor)).collect()
     }
 
-    /// The same of one tensor.
+    /// Returns the dict of one tensor.
     #[pyo3(signature = (name, *, file=None))]
     fn _row<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyDict>> {
         row(py, self.tensor(py, name, file)?)
     }
 
-    /// Whether a model is loaded from a file: earlier states of a training below it are none of the model's.
+    /// Returns whether the model is loaded from this file, and not, say, training checkpoints in a subdirectory.
     fn is_of_model(&self, file: &str) -> bool {
         self.bundle.is_of_model(file)
     }
 
-    /// As `inspect` of the command line.
+    /// Returns the report of `unweight inspect --json`.
     fn _inspect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let manifest = self.bundle.manifest();
         let report = PyDict::new(py);
@@ -83,7 +84,7 @@ impl Bundle {
         let sum = |bytes: fn(TensorHandle<'_>) -> u64| self.bundle.tensors().map(bytes).sum::<u64>();
         report.set_item("original_bytes", sum(|tensor| tensor.original_bytes()))?;
         report.set_item("stored_bytes", sum(|tensor| tensor.entry().stored_bytes()))?;
-        // Damage to them is no damage to the weights: `verify` says it.
+        // Damage to attachments does not damage the weights, so it is left to `verify`.
         let attached = self.bundle.attached().ok().flatten();
         let kernels = attached.as_ref().map_or_else(Vec::new, |attached| attached.kernels().to_vec());
         report.set_item("attached_kernels", to_python(py, &kernels)?)?;
@@ -91,16 +92,16 @@ impl Bundle {
         Ok(report.into_any())
     }
 
-    /// The original bytes of a tensor, compared with their digest.
+    /// Returns the original bytes of a tensor, checked against their digest.
     #[pyo3(signature = (name, *, file=None))]
     fn read<'py>(&self, py: Python<'py>, name: &str, file: Option<&str>) -> PyResult<Bound<'py, PyBytes>> {
         let tensor = self.tensor(py, name, file)?;
         let bytes = usize::try_from(tensor.original_bytes())?;
-        // Made by Python first: where there is no memory for it, that is an error.
+        // Python allocates the bytes, so that a lack of memory raises an exception.
         PyBytes::new_with(py, bytes, |out| decode(py, tensor, out))
     }
 
-    /// As `read`, into memory that is the caller's.
+    /// Decodes a tensor into the caller's memory, as `read`.
     #[pyo3(signature = (name, address, nbytes, *, file=None))]
     fn decode_into(
         &self,
@@ -118,20 +119,20 @@ impl Bundle {
         if nbytes > 0 && address == 0 {
             return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
         }
-        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
-        // documents it).
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nothing else uses (contract in
+        // `_native.pyi`).
         decode(py, tensor, unsafe { at_mut(address, nbytes) })
     }
 
-    /// Whether a part of a tensor can be read by itself; otherwise `decode_part_into` reads all of it.
+    /// Returns whether a part of a tensor can be read without the rest; otherwise `decode_part_into` reads all of it.
     #[pyo3(signature = (name, *, file=None))]
     fn reads_parts(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<bool> {
         let entry = self.tensor(py, name, file)?.entry();
         Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
     }
 
-    /// Rows and columns of a matrix, into memory that is the caller's: address and bytes. Returns the stored bytes that
-    /// were read for it.
+    /// Decodes ranges of rows and columns of a matrix into `memory`, the address and size of a buffer. Returns the
+    /// number of stored bytes that were read.
     #[pyo3(signature = (name, rows, cols, memory, *, file=None))]
     fn decode_part_into(
         &self,
@@ -157,13 +158,14 @@ impl Bundle {
                 format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
             return Err(PyValueError::new_err(message));
         }
-        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nobody else uses (stated where Python
-        // documents it); the source has as many, and is of this function.
+        // SAFETY: the caller promises `nbytes` writable bytes at `address` that nothing else uses (contract in
+        // `_native.pyi`); `part.bytes` has the same size and is local to this function.
         py.detach(|| unsafe { std::ptr::copy_nonoverlapping(part.bytes.as_ptr(), address as *mut u8, nbytes) });
         Ok(part.read_bytes)
     }
 
-    /// A file beside the weights, compared with its digest; `None` if the bundle has none of this name.
+    /// Returns the bytes of a file next to the weights, checked against their digest; `None` if the bundle has no such
+    /// file. Raises an error above `limit` bytes.
     #[pyo3(signature = (name, *, limit=64 << 20))]
     fn copied<'py>(&self, py: Python<'py>, name: &str, limit: u64) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let bytes = on_pool(py, || self.bundle.copied(name, limit))?.map_err(|error| raised(py, &error))?;
@@ -185,7 +187,7 @@ fn decode(py: Python<'_>, tensor: TensorHandle<'_>, out: &mut [u8]) -> PyResult<
     on_pool(py, || tensor.decode_into(out))?.map_err(|error| raised(py, &error))
 }
 
-/// The keys that the command line's reports have.
+/// Returns a tensor's dict, with the keys of the command line's reports.
 fn row<'py>(py: Python<'py>, tensor: TensorHandle<'_>) -> PyResult<Bound<'py, PyDict>> {
     let entry = tensor.entry();
     let elements: u64 = entry.shape.iter().map(|&extent| extent as u64).product();
@@ -200,7 +202,7 @@ fn row<'py>(py: Python<'py>, tensor: TensorHandle<'_>) -> PyResult<Bound<'py, Py
     row.set_item("encoding", entry.encoding.to_string())?;
     row.set_item("reason", &entry.reason)?;
     row.set_item("elements", elements)?;
-    // Known: opening the bundle has checked the shapes.
+    // Never 0 by overflow: opening the bundle has checked the shapes.
     row.set_item("original_bytes", entry.original_bytes().unwrap_or(0))?;
     row.set_item("stored_bytes", stored)?;
     row.set_item("bits_per_element", if elements == 0 { 0.0 } else { stored as f64 * 8.0 / elements as f64 })?;

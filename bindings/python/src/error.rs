@@ -1,4 +1,4 @@
-//! The library's errors as exceptions of `unweight.errors`.
+//! Converts errors of `unweight-format` to the exceptions of `unweight.errors`.
 
 use std::{error::Error, path::Path};
 
@@ -9,7 +9,7 @@ use pyo3::{
 };
 use unweight_format::bundle::{BundleError, ErrorClass, Remedy};
 
-/// What an exception says beside its message.
+/// The attributes of an exception next to its message.
 #[derive(Default)]
 struct Place {
     file: Option<String>,
@@ -18,7 +18,7 @@ struct Place {
     errno: Option<i32>,
 }
 
-/// The exception for an error of the library.
+/// Returns the exception for an error; its message includes the causes and the remedy.
 pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
     let mut message = error.to_string();
     let mut cause = error.source();
@@ -34,7 +34,7 @@ pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
     new(py, class(error), &message, &place(error)).unwrap_or_else(|error| error)
 }
 
-/// An exception of `unweight.errors` that only has a message.
+/// Returns an exception of the class `class` of `unweight.errors`, with a message and no attributes.
 pub fn plain(py: Python<'_>, class: &str, message: &str) -> PyErr {
     new(py, class, message, &Place::default()).unwrap_or_else(|error| error)
 }
@@ -52,7 +52,7 @@ fn new(py: Python<'_>, class: &str, message: &str, place: &Place) -> PyResult<Py
     Ok(PyErr::from_value(exception))
 }
 
-/// The exception's class: what a caller would tell apart.
+/// The name of the exception's class. Callers distinguish errors by what they would do about them.
 fn class(error: &BundleError) -> &'static str {
     match error {
         BundleError::NotABundle { .. } | BundleError::Unfinished { .. } => "NotABundleError",
@@ -159,7 +159,7 @@ fn place(error: &BundleError) -> Place {
     }
 }
 
-/// A remedy in words of this package.
+/// A remedy in terms of this package's arguments; `None` for one that does not apply in Python.
 fn worded(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with force=True",
@@ -171,12 +171,13 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
     })
 }
 
-/// Where the system makes no threads. Of `std` and `rayon` those ways are taken that say so; the others panic.
+/// The exception for a failure to start threads. To get this error, threads are started by those functions of `std` and
+/// `rayon` that do not panic.
 pub fn no_threads(py: Python<'_>, error: &dyn Error) -> PyErr {
     plain(py, "UnweightError", &format!("no threads can be made: {error}; allow more processes (ulimit -u)"))
 }
 
-/// For what cannot happen.
+/// The exception for a worker that panicked, which is a bug.
 pub fn panicked() -> PyErr {
     PyRuntimeError::new_err("unweight came to no answer; this is a bug in it, please report it")
 }

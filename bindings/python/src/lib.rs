@@ -1,4 +1,6 @@
-//! The Python package `unweight`: what of it is written in Rust. Python's side is in `python/unweight`.
+//! The extension module `unweight._native`: the Rust part of the Python package `unweight`.
+//!
+//! The Python part in `python/unweight` wraps it; `_native.pyi` documents it for Python.
 
 mod bundle;
 mod error;

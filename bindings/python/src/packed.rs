@@ -1,7 +1,7 @@
-//! Packed weights in memory that torch owns.
+//! Packing and unpacking on the CPU, in memory that torch owns.
 //!
-//! An arena is `packed | escape heads | zeros to a multiple of 256 | a head of 256 bytes`: its size follows from the
-//! shape alone. The lists of escapes, whose size does not, lie elsewhere; the head has their digest.
+//! An arena is one buffer: `packed | escape heads | zeros to a multiple of 256 | head of 256 bytes`. Its size depends
+//! on the shape alone. The escape lists vary in size, so they are a second buffer; the head contains their digest.
 
 use std::{ops::Range, slice};
 
@@ -17,7 +17,7 @@ use unweight_format::{
 
 use crate::pool::on_pool;
 
-/// Sections and the arena's size are multiples of this.
+/// Alignment of the head and of the arena's size, in bytes.
 pub const ALIGN: usize = 256;
 const MAGIC: &[u8; 8] = b"UWARENA1";
 const ROWS: Range<usize> = 8..16;
@@ -26,7 +26,7 @@ const ESCAPE_BYTES: Range<usize> = 24..32;
 const DIGEST: Range<usize> = 32..64;
 const WINDOW: Range<usize> = 64..64 + PACKED_WINDOW_BYTES;
 
-/// Where the parts of an arena are.
+/// Byte ranges of the sections of an arena; the packed tiles begin at 0.
 pub struct Layout {
     pub heads: Range<usize>,
     pub head: Range<usize>,
@@ -54,17 +54,17 @@ fn no_arena() -> PyErr {
     value_error("not an arena of packed weights; unweight.ops.pack makes one")
 }
 
-/// What the head of an arena says.
+/// The last [`ALIGN`] bytes of an arena: magic, shape, window, and the size and digest of the escape lists.
 pub struct Head<'a>(&'a [u8]);
 
 impl<'a> Head<'a> {
-    /// The head of an arena whose layout fits its size.
+    /// Reads the head of a whole arena, whose size must match the shape in the head.
     fn of(arena: &'a [u8]) -> PyResult<(Self, TileGrid, Layout)> {
         let at = arena.len().checked_sub(ALIGN).ok_or_else(no_arena)?;
         Self::of_bytes(&arena[at..], arena.len())
     }
 
-    /// The last [`ALIGN`] bytes of an arena of so many.
+    /// Reads the head from its [`ALIGN`] bytes; `arena_bytes` is the size of the whole arena.
     pub fn of_bytes(head: &'a [u8], arena_bytes: usize) -> PyResult<(Self, TileGrid, Layout)> {
         let head = Self(head);
         if head.0.len() != ALIGN || &head.0[..8] != MAGIC {
@@ -78,7 +78,7 @@ impl<'a> Head<'a> {
         Ok((head, grid, layout))
     }
 
-    /// Bytes of the lists of escapes.
+    /// The size of the escape lists in bytes.
     pub fn escapes(&self) -> usize {
         self.number(ESCAPE_BYTES)
     }
@@ -87,7 +87,7 @@ impl<'a> Head<'a> {
         u64::from_le_bytes(self.0[at].try_into().expect("8 bytes")) as usize
     }
 
-    /// Of the lists of escapes.
+    /// The digest of the escape lists.
     pub fn digest(&self) -> String {
         String::from_utf8_lossy(&self.0[DIGEST]).into_owned()
     }
@@ -97,7 +97,7 @@ impl<'a> Head<'a> {
     }
 }
 
-/// Writes the head of an arena, whose bytes are zeros.
+/// Writes the head of an arena to `head`, which must be zeroed.
 pub fn write_head(head: &mut [u8], grid: TileGrid, window: Window, lists: &[u8]) {
     head[..8].copy_from_slice(MAGIC);
     head[ROWS].copy_from_slice(&(grid.rows() as u64).to_le_bytes());
@@ -107,10 +107,10 @@ pub fn write_head(head: &mut [u8], grid: TileGrid, window: Window, lists: &[u8])
     head[WINDOW].copy_from_slice(&window.stored());
 }
 
-/// The memory at an address.
+/// Returns the memory at an address as a slice.
 ///
 /// # Safety
-/// `bytes` readable bytes lie there for as long as `'a`, and nobody writes them.
+/// `bytes` bytes at `address` are readable for `'a`, and nothing writes them meanwhile.
 unsafe fn at<'a>(address: usize, bytes: usize) -> &'a [u8] {
     if bytes == 0 {
         return &[];
@@ -119,10 +119,10 @@ unsafe fn at<'a>(address: usize, bytes: usize) -> &'a [u8] {
     unsafe { slice::from_raw_parts(address as *const u8, bytes) }
 }
 
-/// As [`at`], to write.
+/// Returns the memory at an address as a mutable slice.
 ///
 /// # Safety
-/// `bytes` writable bytes lie there for as long as `'a`, and nobody else reads or writes them.
+/// `bytes` bytes at `address` are writable for `'a`, and nothing else reads or writes them meanwhile.
 pub unsafe fn at_mut<'a>(address: usize, bytes: usize) -> &'a mut [u8] {
     if bytes == 0 {
         return &mut [];
@@ -138,7 +138,7 @@ fn present(addresses: &[(usize, usize)]) -> PyResult<()> {
     }
 }
 
-/// Packed weights that have no place yet.
+/// A packed matrix in Rust's memory, before `store` copies it to the caller's buffers.
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Packed(PackedTensor<Vec<u8>>);
 
@@ -154,7 +154,7 @@ impl Packed {
         self.0.escapes().len()
     }
 
-    /// Writes arena and escapes to memory of just these sizes.
+    /// Writes the arena and the escape lists to buffers of exactly `arena_nbytes` and `escapes_nbytes` bytes.
     fn store(&self, py: Python<'_>, arena: (usize, usize), escapes: (usize, usize)) -> PyResult<()> {
         let layout = Layout::new(self.0.grid())?;
         if (arena.1, escapes.1) != (layout.bytes(), self.0.escapes().len()) {
@@ -167,7 +167,7 @@ impl Packed {
             )));
         }
         present(&[arena, escapes])?;
-        // SAFETY: the caller's tensors, of these sizes, which it holds during the call (stated in `_native.pyi`).
+        // SAFETY: the caller's tensors have these sizes and live during the call (contract in `_native.pyi`).
         let (out, lists) = unsafe { (at_mut(arena.0, arena.1), at_mut(escapes.0, escapes.1)) };
         py.detach(|| {
             out[..layout.heads.start].copy_from_slice(self.0.packed());
@@ -180,7 +180,7 @@ impl Packed {
     }
 }
 
-/// BF16 `[rows, cols]`, contiguous, to packed weights; `None` if they cannot be packed.
+/// Packs a contiguous BF16 matrix `[rows, cols]`; returns `None` if it cannot be packed.
 #[pyfunction]
 pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResult<Option<Packed>> {
     let Ok(grid) = TileGrid::new(rows, cols) else { return Ok(None) };
@@ -189,7 +189,7 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
     }
     let bytes = grid.elements().checked_mul(2).ok_or_else(|| PyValueError::new_err("the matrix is too large"))?;
     present(&[(address, bytes)])?;
-    // SAFETY: the caller's tensor of this shape, which it holds during the call (stated in `_native.pyi`).
+    // SAFETY: the caller's tensor has this shape and lives during the call (contract in `_native.pyi`).
     let weights = unsafe { at(address, bytes) };
     on_pool(py, || {
         let matrix = Matrix::new(weights, rows, cols).map_err(value_error)?;
@@ -197,21 +197,21 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
     })?
 }
 
-/// Rows, columns, bytes of the lists of escapes, and their digest.
+/// Returns rows, columns, the size of the escape lists in bytes, and their digest, from the head of an arena.
 #[pyfunction]
 pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usize, String)> {
     present(&[(address, nbytes)])?;
-    // SAFETY: the caller's tensor of this size, which it holds during the call (stated in `_native.pyi`).
+    // SAFETY: the caller's tensor has this size and lives during the call (contract in `_native.pyi`).
     let (head, grid, _) = Head::of(unsafe { at(address, nbytes) })?;
     Ok((grid.rows(), grid.cols(), head.escapes(), head.digest()))
 }
 
-/// The weights of an arena, bit for bit. What memory is read and written follows from what is checked; the weights
-/// themselves have no digest here.
+/// Unpacks an arena bit for bit into BF16 `[rows, cols]`. Checks all sizes before it reads or writes. The packed
+/// weights have no digest, so damage to them is not found.
 #[pyfunction]
 pub fn unpack(py: Python<'_>, arena: (usize, usize), escapes: (usize, usize), out: (usize, usize)) -> PyResult<()> {
     present(&[arena, escapes, out])?;
-    // SAFETY: the caller's tensors, of these sizes, which it holds during the call (stated in `_native.pyi`).
+    // SAFETY: the caller's tensors have these sizes and live during the call (contract in `_native.pyi`).
     let (arena, escapes, out) = unsafe { (at(arena.0, arena.1), at(escapes.0, escapes.1), at_mut(out.0, out.1)) };
     on_pool(py, || {
         let (head, grid, layout) = Head::of(arena)?;

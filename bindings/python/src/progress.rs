@@ -1,4 +1,4 @@
-//! Long work: on another thread, with the interpreter free, while this one reports and looks for signals.
+//! Runs long work on another thread with the GIL released; the calling thread reports progress and handles signals.
 
 use std::{
     io,
@@ -16,10 +16,10 @@ use unweight_format::bundle::{BundleError, Progress};
 
 use crate::error::{no_threads, panicked, raised};
 
-/// How often signals are looked for and a callback is called.
+/// The interval of checks for signals and of calls of the callback.
 const PERIOD: Duration = Duration::from_millis(100);
 
-/// What the work has told so far.
+/// The progress that the work has reported so far.
 #[derive(Default)]
 struct State {
     total: AtomicU64,
@@ -64,8 +64,8 @@ impl State {
     }
 }
 
-/// Does the work. A signal or an exception of the callback stops it; that exception is raised once it has stopped, with
-/// what the work says about it (what is kept, and where) as its cause.
+/// Runs `work` to its end. A signal or an exception in the callback cancels it. That exception is raised once the work
+/// has stopped; its `__cause__` is the error of the work, which says what is kept, and where.
 pub fn watched<T: Send>(
     py: Python<'_>,
     callback: Option<&Py<PyAny>>,
@@ -82,7 +82,7 @@ pub fn watched<T: Send>(
                 match receive.recv_timeout(PERIOD) {
                     Ok(result) => return Ok((Some(result), exception)),
                     Err(RecvTimeoutError::Disconnected) => {
-                        // It panicked; joined, it does not end this thread, too.
+                        // The worker panicked. Joining it here keeps the scope from panicking as well.
                         let _ = worker.join();
                         return Ok((None, exception));
                     }

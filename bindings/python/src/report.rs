@@ -1,4 +1,4 @@
-//! Reports as dicts, with the keys that `--json` of the command line has.
+//! Converts reports to Python dicts, with the keys of the command line's `--json`.
 
 use pyo3::{
     prelude::*,
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::error::plain;
 
-/// A report as Python has it.
+/// Converts a report to dicts, lists, strings, numbers, bools and `None`.
 pub fn to_python<'py>(py: Python<'py>, report: &impl Serialize) -> PyResult<Bound<'py, PyAny>> {
     let value = serde_json::to_value(report).map_err(|error| plain(py, "UnweightError", &error.to_string()))?;
     object(py, &value)

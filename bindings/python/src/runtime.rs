@@ -1,7 +1,7 @@
 //! Packed weights on a GPU, in memory that torch owns.
 //!
-//! What this trusts is said in `_native.pyi`: addresses are those of tensors on the runtime's device, and of streams of
-//! its primary context.
+//! [`Runtime`] packs, registers, multiplies and unpacks arenas by device address. The caller's obligations are in
+//! `_native.pyi`: addresses belong to tensors on the runtime's device, streams to its primary context.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -32,14 +32,14 @@ use crate::{
     packed::{ALIGN, Head, Layout, value_error, write_head},
 };
 
-/// Address and bytes.
+/// Device address and size in bytes.
 type Memory = (u64, usize);
 
 type Registered<T> = Vec<(u64, Arc<T>)>;
 
-/// What is known by the address of an arena. One that is made known twice is so until both are forgotten.
+/// Values registered under the address of an arena. An arena registered twice stays known until both are forgotten.
 struct Known<T> {
-    /// By the number of each registration: an address may be another arena's later.
+    /// Per address, pairs of registration id and value. The allocator may reuse an address, so `forget` needs the id.
     by_address: RwLock<HashMap<u64, Registered<T>>>,
     next: AtomicU64,
 }
@@ -51,7 +51,7 @@ impl<T> Default for Known<T> {
 }
 
 impl<T> Known<T> {
-    /// Returns what `forget` takes.
+    /// Registers a value and returns the id for `forget`.
     fn add(&self, address: u64, one: T) -> u64 {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut known = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
@@ -75,25 +75,25 @@ impl<T> Known<T> {
     }
 }
 
-/// Whether there are kernels for GPUs of a compute capability.
+/// Returns whether there are kernels for GPUs of a compute capability.
 #[pyfunction]
 pub fn has_kernels(major: i32, minor: i32) -> bool {
     Arch::of_capability(major, minor).is_some()
 }
 
-/// Kernels and known arenas of one GPU.
+/// The kernels and registered arenas of one GPU.
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Runtime {
     interop: Interop,
     linears: Known<Linear>,
-    /// By the address of the gate and up, with that of the down.
+    /// Keyed by the address of the gate-up arena; the value includes the address of the down arena.
     experts: Known<(Experts, u64)>,
 }
 
 #[pymethods]
 impl Runtime {
-    /// Opens a GPU; finds libcuda and the compiler first. Above a batch of `expand_above` weights are expanded to BF16
-    /// for cuBLAS; by default where the model of the machine says that this is faster.
+    /// Opens a GPU and loads the kernels that pack; NVRTC is needed only to compile them. Batches above `expand_above`
+    /// expand weights to BF16 for cuBLAS; by default, batches for which the GPU model predicts that this is faster.
     #[new]
     #[pyo3(signature = (ordinal, max_batch, expand_above=None))]
     fn new(py: Python<'_>, ordinal: usize, max_batch: u32, expand_above: Option<u32>) -> PyResult<Self> {
@@ -112,7 +112,8 @@ impl Runtime {
         Ok(Self { interop, linears: Known::default(), experts: Known::default() })
     }
 
-    /// Bytes of an arena for a shape, and the room for lists that packing takes; `None` for a shape that is not packed.
+    /// Returns the bytes of an arena of this shape and the bytes of `escapes` that `pack` needs; `None` if the shape
+    /// cannot be packed.
     #[staticmethod]
     fn room(rows: usize, cols: usize) -> Option<(usize, usize)> {
         let grid = TileGrid::new(rows, cols).ok()?;
@@ -120,8 +121,8 @@ impl Runtime {
         Some((layout.bytes(), Packer::escape_words_max(grid) * 4))
     }
 
-    /// Packs BF16 `[rows, cols]`, and writes the arena; returns the bytes of `escapes` that count. `None`: they cannot
-    /// be packed.
+    /// Packs BF16 `[rows, cols]` into `arena` and `escapes`. Returns the used bytes of `escapes`, or `None` if the
+    /// matrix cannot be packed.
     fn pack(
         &self,
         py: Python<'_>,
@@ -139,42 +140,42 @@ impl Runtime {
         }
         let to = place(&layout, arena.0, escapes);
         py.detach(|| {
-            // SAFETY: the caller's tensors, of these sizes, that nobody uses meanwhile (`_native.pyi`).
+            // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
             let (window, words) = match unsafe { self.interop.pack_at(weights, (rows, cols), to) } {
                 Ok(packed) => packed,
                 Err(PackError::Unpackable(_)) => return Ok(None),
                 Err(error) => return Err(error),
             };
-            // SAFETY: as above; so many words have been written.
+            // SAFETY: as above; the packer has written `words` words.
             let lists = unsafe { self.interop.read(escapes.0, words * 4) }?;
             let mut rest = vec![0; layout.head.end - layout.heads.end];
             let head = rest.len() - ALIGN;
             write_head(&mut rest[head..], grid, window, &lists);
-            // SAFETY: as above; what is behind the heads of escapes.
+            // SAFETY: as above; this is the rest of the arena, after the escape heads.
             unsafe { self.interop.write(arena.0 + layout.heads.end as u64, &rest) }?;
             Ok(Some(lists.len()))
         })
         .map_err(|error| raised(py, &error))
     }
 
-    /// Compiles what `register` asks for of a shape.
+    /// Compiles and loads the kernels that `register` needs for a shape.
     fn prepare(&self, py: Python<'_>, rows: u32, cols: u32) -> PyResult<()> {
         py.detach(|| self.interop.prepare((rows, cols))).map_err(|error| raised(py, &error))
     }
 
-    /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
-    /// for.
+    /// Registers an arena, and compiles the kernels of its shape. Returns the id for `forget` and the digest of the
+    /// escape lists.
     fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
         let PackedState { shape, window, at, digest } = self.stored(py, arena, escapes)?;
-        // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind
-        // each section of an arena is another or its head, behind the lists what the caller allocated for it.
+        // SAFETY: the caller holds its tensors until `forget` and until all work is done (`_native.pyi`). The 256
+        // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
         let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?);
         Ok((id, digest))
     }
 
-    /// Makes the experts of a mixture known by their two arenas, each with its escapes: of the gates and ups, 8 rows in
-    /// turns, and of the downs, of all experts one below the other. Returns what `forget_experts` takes.
+    /// Registers the experts of a mixture: one arena with its escapes for all gates and ups, one for all downs. Experts
+    /// are stacked by rows; 8 rows of a gate alternate with 8 of its up. Returns the id for `forget_experts`.
     fn register_experts(
         &self,
         py: Python<'_>,
@@ -191,12 +192,12 @@ impl Runtime {
         Ok(self.experts.add(gate_up.0.0, (experts, down.0.0)))
     }
 
-    /// Forgets experts that were registered so.
+    /// Forgets the registration `id` of experts.
     fn forget_experts(&self, gate_up: u64, id: u64) {
         self.experts.forget(gate_up, id);
     }
 
-    /// Bytes of scratch of known experts for so many tokens `[m, hidden]` that chose `top_k` each.
+    /// Returns the scratch bytes that registered experts need for `m` tokens `[m, hidden]` with `top_k` experts each.
     fn experts_scratch_nbytes(
         &self,
         py: Python<'_>,
@@ -218,8 +219,8 @@ impl Runtime {
         Ok(shape.scratch_bytes(m, top_k))
     }
 
-    /// Enqueues the experts of tokens: `rows` is x, its rows and y; `routed` is ids, weights and how many of them a
-    /// token has.
+    /// Enqueues the products of tokens with their experts. `rows` is (address of x, rows of x, address of y), `routed`
+    /// is (address of ids, address of weights, `top_k`).
     fn experts(
         &self,
         py: Python<'_>,
@@ -233,34 +234,34 @@ impl Runtime {
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
-        // SAFETY: the caller's tensors and its stream (`_native.pyi`).
+        // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
         unsafe { self.interop.enqueue_experts(&known.0, stream, rows, routed, scratch, false) }
             .map_err(|error| raised(py, &error))
     }
 
-    /// Whether an arena is known by this address.
+    /// Returns whether an arena is registered under this address.
     fn knows(&self, arena: u64) -> bool {
         self.linears.get(arena).is_some()
     }
 
-    /// The digest of the lists of an arena, known or not.
+    /// Returns the digest of the escape lists, read from the head of an arena; it need not be registered.
     fn digest(&self, py: Python<'_>, arena: Memory) -> PyResult<String> {
         let bytes = self.head(py, arena)?;
         Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
     }
 
-    /// Forgets an arena that was registered so.
+    /// Forgets the registration `id` of an arena.
     fn forget(&self, arena: u64, id: u64) {
         self.linears.forget(arena, id);
     }
 
-    /// Rows and columns of a known arena.
+    /// Returns the rows and columns of a registered arena.
     fn shape(&self, py: Python<'_>, arena: u64) -> PyResult<(u32, u32)> {
         let linear = self.of(py, arena)?;
         Ok((linear.n(), linear.k()))
     }
 
-    /// Bytes of scratch for a batch of a known arena `[n, k]`.
+    /// Returns the scratch bytes that a registered arena of shape `[n, k]` needs for a batch of `m`.
     fn scratch_nbytes(&self, py: Python<'_>, arena: u64, m: u32, shape: (u32, u32), add: bool) -> PyResult<u64> {
         let linear = self.of(py, arena)?;
         let (rows, cols) = (linear.n(), linear.k());
@@ -272,7 +273,7 @@ impl Runtime {
         self.interop.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
     }
 
-    /// Enqueues the product; `rows` is x, its rows and y; `add`: to what is in y.
+    /// Enqueues `y = x * weight^T`, or `y +=` with `add`. `rows` is (address of x, rows of x, address of y).
     fn linear(
         &self,
         py: Python<'_>,
@@ -285,24 +286,24 @@ impl Runtime {
         let linear = self.of(py, arena)?;
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
-        // SAFETY: the caller's tensors and its stream (`_native.pyi`).
+        // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
         unsafe { self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
     }
 
-    /// Writes the weights of a known arena as BF16.
+    /// Unpacks a registered arena to `out` as BF16 `[n, k]`.
     fn unpack(&self, py: Python<'_>, arena: u64, out: Memory) -> PyResult<()> {
         let linear = self.of(py, arena)?;
         let wanted = linear.n() as usize * linear.k() as usize * 2;
         if out.1 != wanted {
             return Err(PyValueError::new_err(format!("the weights have {wanted} bytes, the buffer {}", out.1)));
         }
-        // SAFETY: the caller's tensor, of this size, that nobody uses meanwhile (`_native.pyi`).
+        // SAFETY: the caller's tensor has this size, and nothing else uses it meanwhile (`_native.pyi`).
         py.detach(|| unsafe { self.interop.unpack_at(&linear, out.0) }).map_err(|error| raised(py, &error))
     }
 }
 
-/// A packed matrix in an arena, whose escapes were compared with their digest.
+/// A packed matrix in an arena, whose escape lists match their digest.
 struct PackedState {
     shape: (u32, u32),
     window: Window,
@@ -321,13 +322,13 @@ impl Runtime {
                 escapes.1
             )));
         }
-        // SAFETY: the caller's tensor, which nobody writes (`_native.pyi`).
+        // SAFETY: the caller's tensor has this size, and nothing writes it (`_native.pyi`).
         let lists = py.detach(|| unsafe { self.interop.read(escapes.0, escapes.1) });
         let digest = head.digest();
         if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != digest {
             return Err(PyValueError::new_err("these are not the escapes of this arena"));
         }
-        // The dimensions of a packed grid fit 32 bits.
+        // The dimensions of a packed grid fit in 32 bits.
         let shape = (grid.rows() as u32, grid.cols() as u32);
         Ok(PackedState { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
     }
@@ -350,7 +351,7 @@ impl Runtime {
 
     fn head(&self, py: Python<'_>, arena: Memory) -> PyResult<Vec<u8>> {
         let at = arena.1.checked_sub(ALIGN).ok_or_else(|| value_error("an arena of less than its head"))?;
-        // SAFETY: the caller's tensor, of this size (`_native.pyi`).
+        // SAFETY: the caller's tensor has this size (`_native.pyi`).
         py.detach(|| unsafe { self.interop.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
     }
 }
@@ -368,7 +369,7 @@ fn epilogue(add: bool) -> Epilogue {
     if add { Epilogue::StoreAdd } else { Epilogue::Store }
 }
 
-/// An error of the runtime, with all that led to it.
+/// Converts a runtime error and its chain of causes to a `DeviceError`.
 fn raised(py: Python<'_>, error: &(dyn Error + Send + Sync + 'static)) -> PyErr {
     let mut message = error.to_string();
     let mut cause = error.source();

@@ -1,4 +1,6 @@
-//! Models to bundles and back.
+//! `compress`, `plan`, `decompress` and `verify`.
+//!
+//! `_work.py` passes their options as dicts with the field names of the structs here.
 
 use std::{fmt::Display, path::PathBuf, str::FromStr};
 
@@ -10,7 +12,7 @@ use unweight_format::{
 
 use crate::{pool::processors, progress::watched, report::to_python};
 
-/// What `compress` and `plan` share, as a dict.
+/// The options that `compress` and `plan` share.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct SharedOptions {
@@ -24,7 +26,7 @@ pub struct SharedOptions {
     threads: Option<usize>,
 }
 
-/// What else `compress` takes.
+/// The other options of `compress`.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct Compress {
@@ -35,7 +37,7 @@ pub struct Compress {
     sha256: bool,
 }
 
-/// What `decompress` takes.
+/// The options of `decompress`.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct Decompress {
@@ -45,7 +47,7 @@ pub struct Decompress {
     force: bool,
 }
 
-/// What `verify` takes.
+/// The options of `verify`.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
 pub struct Verify {
@@ -57,12 +59,12 @@ pub struct Verify {
     key: Option<String>,
 }
 
-/// A value of an enum by its name; the message lists the known ones.
+/// Parses the name of an enum's value; the error lists the valid names.
 fn named<T: FromStr<Err: Display>>(name: &str) -> PyResult<T> {
     name.parse().map_err(|error: T::Err| PyValueError::new_err(error.to_string()))
 }
 
-/// More than any machine has: threads are made before anything can be cancelled.
+/// The maximum of `threads`, more than any machine has. Starting threads cannot be cancelled, so a limit is needed.
 const THREADS_MAX: usize = 1024;
 
 fn threads(threads: Option<usize>) -> PyResult<Option<usize>> {
@@ -72,7 +74,7 @@ fn threads(threads: Option<usize>) -> PyResult<Option<usize>> {
             let message = format!("threads is {more}; give {THREADS_MAX} or fewer, or None for all processors");
             Err(PyValueError::new_err(message))
         }
-        // Of its own, rather than those that all calls share: a forked child has none of its parent's.
+        // A count makes the call start its own threads. A forked child does not have the threads of a shared pool.
         other => Ok(Some(other.unwrap_or_else(processors))),
     }
 }

@@ -1,13 +1,13 @@
-"""All that the Python side has to show on GPUs, one check after the other, the most wanted first, within a time.
+"""Runs all GPU checks of the Python package within a time limit, one after the other, the most important first.
 
-    python gpu_checks.py --out results --seconds 1500          # what there is time for, and GPUs
-    python gpu_checks.py --out results --seconds 540 --only vllm --only operator       # as many calls as it takes
-    python gpu_checks.py --plan                                # what each would start; needs no GPU
+    python gpu_checks.py --out results --seconds 1500          # the checks for which there are time and GPUs
+    python gpu_checks.py --out results --seconds 540 --only vllm --only operator       # repeat until all have passed
+    python gpu_checks.py --plan                                # list the commands; needs no GPU
 
-A check is one of the programs beside this one, in a process of its own. What is done is in `results/checks.json` after
-each of them, and a later call goes on there: a check that passed is not run again. The programs write a JSON file of
-their own as they go, so a call that is cut off loses no figure. Two calls may run at once, each with GPUs
-(`CUDA_VISIBLE_DEVICES`) and a folder of its own. Exit status 1: a check did not hold, or was not run.
+Each check is another program in this directory, run in its own process. `results/checks.json` is updated after each; a
+later call skips checks that have passed. The programs write their own JSON files as they run, so an interrupted call
+loses no figures. Two calls may run at once, each with its own GPUs (`CUDA_VISIBLE_DEVICES`) and directory. Exit status
+1: a check failed or was not run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 
 class Check(NamedTuple):
-    """A program with its arguments, and what it takes."""
+    """A program with its arguments, and the number of GPUs and seconds that it needs."""
 
     arguments: str
     gpus: int
     seconds: int
-    """About what it takes on H200s, loading and compiling included; it is not begun with less than half of that."""
+    """Typical time on H200s, with loading and compiling. The check is not started with less than half of that left."""
 
 
-# In order of worth.
+# In order of importance.
 CHECKS = {
     "operator": Check("-m unittest -v gpu_ops", 1, 40),
     "vllm": Check("vllm_gpu.py --bundle", 1, 390),
@@ -62,23 +62,23 @@ CHECKS = {
 
 
 def command(check: Check, out: pathlib.Path, seconds: float) -> list[str]:
-    """What is run beside this file."""
+    """Returns the command line of a check, to be run in this directory."""
     told = [sys.executable, *check.arguments.split()]
     if told[1].endswith(".py"):
-        # It ends by itself before it is ended.
+        # The program stops before `run` kills it.
         told += ["--out", str(out), "--seconds", f"{max(1.0, seconds - 10):.0f}"]
     return told
 
 
 def gpus() -> int:
-    """How many there are for this process."""
+    """Returns the number of GPUs that this process sees."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """Asked first: it ends what it has started in groups of their own."""
+    """Ends a check: SIGTERM first, so that it can end children in other process groups, then SIGKILL to its group."""
     child.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(10)
@@ -88,15 +88,15 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def run(name: str, check: Check, out: pathlib.Path, seconds: float) -> dict[str, Any]:
-    """What came of a check."""
+    """Runs a check and returns its result for `checks.json`."""
     begin = time.monotonic()
     figures = out / f"{name}.json"
     if figures.exists():
-        # Of a call that was cut off: no figure is lost, and none is taken for this one's.
+        # Keep the figures of an interrupted call, separate from those of this call.
         figures.replace(out / f"{name}.before.json")
     told = command(check, figures, seconds)
     with open(out / f"{name}.log", "w") as log:
-        # Of its own group, which goes with it.
+        # In its own process group, which `end` kills as a whole.
         child = subprocess.Popen(told, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -154,9 +154,9 @@ def main() -> None:
         if why is None:
             results[name] = run(name, check, out, left)
         elif "rc" not in results.get(name, {}):
-            # What came of an earlier call stays.
+            # Only if there is no result of an earlier call, which is kept.
             results[name] = {"passed": False, "not_run": why}
-        # Whole or as before, whenever this is stopped.
+        # Replaced atomically, so that an interruption leaves a complete file.
         partial = told.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1))
         partial.replace(told)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from unweight.ops import Experts, Linear, linear, pack, pack_experts, place, unpack
 
 DEVICE = torch.device("cuda", 0)
-# A layer of the least shape, and some like those of real models; of the largest, some batches share tiles out.
+# The minimum shape, and some of real models. Some batches of the largest use stream-K.
 SHAPES = ((64, 64), (192, 320), (1024, 4096), (4096, 4096), (6144, 4096), (4096, 14336))
 BATCHES = (
     1,
@@ -48,7 +48,7 @@ BATCHES = (
 
 
 def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
-    """Weights as models have them, and some far from the others."""
+    """Normally distributed weights, of which one in 1000 is scaled by 2**-20 to be an escape."""
     random = torch.Generator(DEVICE).manual_seed(seed)
     weight = torch.randn(n, k, generator=random, device=DEVICE) * 0.02
     wide = torch.rand(n, k, generator=random, device=DEVICE) < 0.001
@@ -61,7 +61,8 @@ def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def hold(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:
-    """`y` is the product but for the order of fp32 sums and one rounding, held to float64 in pieces."""
+    """Asserts that `y` is the product, up to the order of float32 sums and one rounding. Compares with float64, 512
+    rows at a time."""
     case.assertEqual((y.dtype, y.shape), (torch.bfloat16, (*x.shape[:-1], weight.shape[0])))
     k = x.shape[-1]
     w = weight.double()
@@ -70,10 +71,10 @@ def hold(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torc
         magnitude = rows.double().abs() @ w.abs().T
         if bias is not None:
             exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-        # Half a unit of BF16's last place, and sums of fp32.
+        # Half an ulp of BF16, and the error of float32 sums.
         bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-20 + 1e-30
         if isinstance(case, Expanded) and rows.numel() > 0:
-            # cuBLAS may round parts of a sum: ours no worse than torch's own.
+            # cuBLAS may round partial sums, so the bound includes the error of torch's own product.
             beside = nn.functional.linear(rows, weight, bias).double()
             bound = bound + 2 * (beside - exact).abs().amax()
         wrong = ((got.double() - exact).abs() > bound).sum().item()
@@ -124,7 +125,7 @@ class Packing(Gpu):
 
 
 class Grouped(Gpu):
-    """The experts of a mixture by one operator."""
+    """The operator for experts of a mixture."""
 
     def made(self, experts: int, hidden: int, intermediate: int):
         gate_up = weights(experts * 2 * intermediate, hidden, seed=5).view(experts, 2 * intermediate, hidden)
@@ -148,11 +149,11 @@ class Grouped(Gpu):
             part = share[tokens, places, None].double()
             exact.index_add_(0, tokens, gated @ down[expert].double().T * part)
             magnitude.index_add_(0, tokens, gated.abs() @ down[expert].double().abs().T * part.abs())
-        # Half a unit of BF16's last place of the result, of the gated columns, and of each expert's row.
+        # Half an ulp of BF16 for the result, for the gated columns, and for the row of each expert.
         bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-8 + 1e-30
         wrong = ((y.double() - exact).abs() > bound).sum().item()
         self.assertEqual((wrong, y.dtype, y.shape), (0, torch.bfloat16, x.shape))
-        # The bound is far from what another expert would give.
+        # The bound is tight enough to detect the output of a wrong expert.
         self.assertGreater((exact.abs() > 4 * bound).double().mean().item(), 0.5)
 
     def test_products_are_held_to_float64(self):
@@ -189,7 +190,7 @@ class Grouped(Gpu):
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):
             out.copy_(self.asked(packed, x, ids, share))
-        # A replay goes by the choice that is there then.
+        # A replay uses the current contents of ids and weights.
         for seed in range(20):
             for held, new in zip((ids, share), self.chosen(64, 4, 32, seed=seed)):
                 held.copy_(new)
@@ -287,7 +288,7 @@ class Operator(Gpu):
             with self.assertWarnsRegex(UserWarning, "place does it once"):
                 self.assertTrue(torch.equal(op(x, packed.arena.clone(), 192), expected))
         self.assertTrue(torch.equal(unpack(packed.arena.clone()), weight))
-        # What was made known for a call is forgotten with it, and takes nobody else's escapes along.
+        # A registration made for one call ends with it, and does not release the escapes of other arenas.
         copied = packed.arena.clone()
         kept = place(copied, packed.escapes.data)
         del packed
@@ -307,7 +308,7 @@ class Operator(Gpu):
         packed, op, x = pack(weights(192, 320)), torch.ops.unweight.linear, inputs(33, 320)
         arena, lists, expected = packed.arena, packed.escapes.data, linear(x, packed)
         with warnings.catch_warnings():
-            # Of what is not known a copy would be made known, with a warning.
+            # If the arena were not registered, the operator would register it as a copy, with a warning.
             warnings.simplefilter("error")
             again = place(arena, lists)
             del again
@@ -395,13 +396,13 @@ class Operator(Gpu):
 
 
 class Expanded(Operator):
-    """The same above batch 64 with weights that are expanded for cuBLAS, as other GPUs do where it is faster."""
+    """The same tests with weights expanded for cuBLAS above batch 64, as GPUs other than Hopper do if it is faster."""
 
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
         cls.before = unweight.ops._runtimes
-        # Arenas are known to the runtime that they were made with.
+        # An arena is registered with the runtime that packed it, so these tests need new runtimes.
         unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = {}, 64
 
     @classmethod
@@ -417,7 +418,7 @@ class Expanded(Operator):
 
 
 class Seen(TorchDispatchMode):
-    """The operations that go past."""
+    """Records the names of dispatched operators."""
 
     def __enter__(self):
         self.names = []
@@ -435,7 +436,7 @@ class Module(Gpu):
         packed = Linear(stock)
         self.assertTrue(packed.pack())
         x = inputs(7, 512)
-        # Before the bias moves, which both have.
+        # Computed before `packed.to` moves the bias, which both layers share.
         on_cpu = stock(x.cpu())
         packed.to(DEVICE)
         expected = packed(x)

@@ -1,11 +1,11 @@
-"""Small models for tests; but for `of_transformers`, by the standard library alone."""
+"""Small models for tests. All but `of_transformers` need only the standard library."""
 
 import json
 import pathlib
 import random
 import struct
 
-# A model of transformers in which every kind of linear layer can be packed.
+# A configuration of transformers in which every kind of linear layer can be packed.
 SMALL = dict(
     hidden_size=256,
     intermediate_size=512,
@@ -23,7 +23,7 @@ MOE = dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, 
 def of_transformers(
     home: pathlib.Path, config: str, deviation: float, options: dict[str, object], **more: object
 ) -> pathlib.Path:
-    """A model directory of transformers with random weights; `more` is for `save_pretrained`."""
+    """Writes a model directory of transformers with random weights; `more` is passed to `save_pretrained`."""
     import torch
     import transformers
 
@@ -31,7 +31,8 @@ def of_transformers(
     made = getattr(transformers, config)(**{**SMALL, **options})
     model = transformers.AutoModelForCausalLM.from_config(made).to(torch.bfloat16)
     for parameter in model.parameters():
-        # torch draws BF16 with many zeros, as no trained model has; biases and norms that do nothing hide mistakes.
+        # Drawn in float32, because torch draws many zeros in BF16, unlike trained models. Biases and norms are changed,
+        # because neutral ones would hide mistakes.
         drawn = torch.randn(parameter.shape).mul(deviation).to(torch.bfloat16)
         parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
     model.save_pretrained(home, **more)
@@ -39,13 +40,13 @@ def of_transformers(
 
 
 def bf16(count: int, seed: int) -> bytes:
-    """Weights as models have them: a bell curve, rounded to BF16 by cutting."""
+    """Returns the bytes of normally distributed weights, truncated to BF16."""
     chance = random.Random(seed)
     return b"".join(struct.pack("<f", chance.gauss(0.0, 0.02))[2:] for _ in range(count))
 
 
 def safetensors(path: pathlib.Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """Writes one file: names to (dtype, shape, bytes)."""
+    """Writes a safetensors file from a dict of names to (dtype, shape, bytes)."""
     header, at = {}, 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
@@ -56,7 +57,7 @@ def safetensors(path: pathlib.Path, tensors: dict[str, tuple[str, list[int], byt
 
 
 def small(home: pathlib.Path, layers: int = 2) -> dict[str, tuple[str, list[int], bytes]]:
-    """A model directory; returns its tensors."""
+    """Writes a model directory; returns its tensors as for `safetensors`."""
     home.mkdir(parents=True)
     tensors = {}
     for layer in range(layers):

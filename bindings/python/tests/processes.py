@@ -1,4 +1,4 @@
-"""Processes that tests start."""
+"""Helpers for tests that start processes."""
 
 import contextlib
 import os
@@ -9,14 +9,14 @@ import warnings
 
 
 def forked(work, seconds):
-    """How a fork of this process ends that does `work`: with 0 if that is true, else 1, and 2 if it raises; -9: killed
-    after so long."""
+    """Runs `work` in a fork of this process and returns the exit code: 0 if it returns true, else 1; 2 if it raises; -9
+    if it is killed after `seconds`."""
     with warnings.catch_warnings():
-        # That there are threads is the point.
+        # Python warns about forking with threads, which is what these tests are about.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        # No exit handlers of the parent's, whatever comes.
+        # Skips the parent's exit handlers in any case.
         try:
             os._exit(0 if work() else 1)
         finally:
@@ -32,10 +32,10 @@ def forked(work, seconds):
 
 
 def running(command):
-    """The processes that run this command."""
+    """Returns the pids of processes with this command line, its arguments ended by NUL."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        # Others end meanwhile.
+        # A process may end meanwhile.
         with contextlib.suppress(OSError):
             if path.read_bytes() == command:
                 found.append(path.parent.name)

@@ -1,4 +1,4 @@
-"""Bundles as numpy arrays, beside the stock reader of safetensors."""
+"""Compares numpy arrays of bundles with those of safetensors."""
 
 import pathlib
 import sys

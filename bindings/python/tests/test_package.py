@@ -1,4 +1,4 @@
-"""The installed package in a Python that has nothing else."""
+"""Tests of the installed package in a Python without other packages."""
 
 import ctypes
 import errno
@@ -168,7 +168,7 @@ class Work(Case):
 
 
 class Stopped(Case):
-    """A model that takes long enough: one thread, many tensors."""
+    """Cancellation of work on a model with many tensors, which takes long enough on one thread."""
 
     def model(self):
         (self.home / "model").mkdir()
@@ -198,7 +198,7 @@ class Stopped(Case):
     def test_ctrl_c_stops_the_work(self):
         program = (
             "import signal, sys, unweight\n"
-            # Ignored where a shell started this in the background.
+            # A shell that starts this in the background sets SIGINT to be ignored.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "try:\n"
             "    unweight.compress(*sys.argv[1:], threads=1, progress=lambda at: print(at.done_bytes, flush=True))\n"
@@ -301,7 +301,7 @@ class Read(Case):
         self.assertEqual(refused.exception.file, str(config))
         told = f"the weights {named}, and those of unweight.json are {bundle.weights_digest}"
         self.assertIn(told, str(refused.exception))
-        # One from elsewhere, as engines take it.
+        # Configurations from elsewhere, as engines pass them.
         bundle.refuse_other(bundle.weights_digest)
         bundle.refuse_other(None)
         with self.assertRaisesRegex(unweight.DamagedError, named):
@@ -325,7 +325,7 @@ class Read(Case):
             self.assertEqual(again.manifest_digest, bundle.manifest_digest)
             self.assertEqual(again.names(), bundle.names())
         name = "model.layers.2.mlp.up_proj.weight"
-        # So does the one that is open.
+        # The open bundle keeps working, too.
         self.assertEqual(bundle.read(name), copy.copy(bundle).read(name))
         os.chdir(self.home)
         self.assertEqual(bundle.copied("config.json"), (self.home / "here" / "model" / "config.json").read_bytes())
@@ -352,7 +352,7 @@ class Read(Case):
             subprocess.run([*own, "true"], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as why:
             self.skipTest(f"namespaces cannot be made here: {why}")
-        # The first process of its namespace reads, and its child is the first of another.
+        # Process 1 of a pid namespace reads, and its forked child is process 1 of another namespace.
         text = """
 import ctypes, os, sys, unweight
 bundle = unweight.Bundle(sys.argv[1])
@@ -439,7 +439,7 @@ class Errors(Case):
             "        sys.exit('it made threads')\n"
         )
         folders = [str(self.home / name) for name in ("model", "bundle", "out")]
-        # Stacks that no address space holds.
+        # Stacks larger than the address space, so that no thread can start.
         environment = {**os.environ, "RUST_MIN_STACK": str(1 << 46)}
         command = [sys.executable, "-c", program, *folders]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The operator `unweight::linear`, and tensors of bundles as torch has them. Needs torch."""
+"""Tests of the operator `unweight::linear` and of torch tensors from bundles. Needs torch."""
 
 import copy
 import gc
@@ -20,7 +20,7 @@ from unweight.ops import Experts, Linear, linear, pack, pack_experts, unpack, un
 
 
 def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
-    """Weights of a bell curve, with as many outside of every window as `wide` says."""
+    """Returns normally distributed weights, of which `wide` are outside of every window."""
     chance = torch.Generator().manual_seed(seed)
     weight = torch.randn(n, k, generator=chance).mul(0.02).to(torch.bfloat16)
     for place in torch.randperm(n * k, generator=chance)[:wide].tolist():
@@ -33,7 +33,7 @@ def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 class Parts(unittest.TestCase):
-    """Of a matrix of 3 x 2 blocks of 512 x 512, as processes of several read them."""
+    """Parts of a matrix of 3 x 2 blocks of 512 x 512, as processes of tensor parallelism read them."""
 
     def setUp(self):
         from safetensors.torch import save_file
@@ -62,7 +62,7 @@ class Parts(unittest.TestCase):
         self.assertTrue(self.bundle.reads_parts("large"))
         self.assertFalse(self.bundle.reads_parts("small"))
         self.same(self.bundle.torch("small", rows=(64, 65)), self.weight[64:65, :512])
-        # The last would be two petabytes, if there were memory for it before it is looked at.
+        # The last needs petabytes, so this fails if memory is allocated before the range is checked.
         for rows in ((0, 0), (5, 4), (0, 1153), (-2, 5), (0, -1), (0, 2**40)):
             with self.assertRaisesRegex(ValueError, "tensor 'large' has 1152 rows, and no part"):
                 self.bundle.torch("large", rows=rows)
@@ -77,7 +77,7 @@ class Parts(unittest.TestCase):
             lambda part: part.copy_(torch.zeros_like(self.weight)),
             lambda part: part.__setitem__(slice(5), 0),
             lambda part: torch.add(self.weight, 1, out=part),
-            # Views, of which some have read it,
+            # Views, some of which have read the contents:
             lambda part: part[5:].zero_(),
             lambda part: part.t().zero_(),
             lambda part: part.view(-1).zero_(),
@@ -86,7 +86,7 @@ class Parts(unittest.TestCase):
             lambda part: part.chunk(2)[0].zero_(),
             lambda part: part.unbind()[7].mul_(2),
             lambda part: part[7].__setitem__(5, 0),
-            # and lists.
+            # Lists of tensors, and `data`:
             lambda part: torch._foreach_mul_([part], 2.0),
             lambda part: torch._foreach_copy_([part.t()], [self.weight.t()]),
             lambda part: setattr(part, "data", self.weight),
@@ -115,7 +115,7 @@ class Parts(unittest.TestCase):
         room = torch.zeros(576, 480, dtype=torch.bfloat16)
         room.copy_(part)
         self.same(room, self.weight[576:, 480:])
-        # Two rows of blocks of three; both columns of them.
+        # It needs two of the three rows of blocks, and both columns.
         self.assertEqual(len(self.read), 1)
         self.assertLess(self.read[0], self.info.stored_bytes * 0.6)
 
@@ -135,12 +135,12 @@ class Parts(unittest.TestCase):
             lambda matrix: torch.empty(960, 1152, dtype=torch.bfloat16).copy_(matrix.t()),
         ):
             self.same(ask(self.part), ask(self.weight))
-        # There is no memory that could be taken for numbers.
+        # It has no memory that could be mistaken for the contents.
         self.assertEqual(self.part.data_ptr(), 0)
 
 
 class Grouped(unittest.TestCase):
-    """The experts of a mixture by one operator."""
+    """The operator for experts of a mixture."""
 
     def setUp(self):
         self.gate_up = weights(3 * 128, 192, wide=90).view(3, 128, 192)
@@ -306,7 +306,7 @@ class Operator(unittest.TestCase):
 
         packed, x = pack(weights(64, 64)), inputs(2, 64)
         with warnings.catch_warnings(), forward_ad.dual_level():
-            # torch warns of itself when the first one is made.
+            # torch raises a DeprecationWarning in its own code for the first dual tensor.
             warnings.simplefilter("ignore", DeprecationWarning)
             forward_ad.make_dual(x, x)
         with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
@@ -321,7 +321,7 @@ class Operator(unittest.TestCase):
         with forward_ad.dual_level():
             with self.assertRaisesRegex(NotImplementedError, "no backward"):
                 linear(forward_ad.make_dual(x, x), packed)
-            # Without a tangent there is nothing to be lost.
+            # Without a tangent, no derivative is lost.
             self.assertEqual(linear(x, packed).shape, (2, 64))
 
     def test_whoever_watches_operations_sees_it(self):
@@ -345,7 +345,7 @@ class Operator(unittest.TestCase):
             torch.func.vmap(watched)(x)
             torch.func.functionalize(watched)(x)
             with warnings.catch_warnings():
-                # torch warns of itself.
+                # torch raises a DeprecationWarning in its own code.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 torch.jit.trace(watched, x, check_trace=False)
             for context in (TorchDispatchMode(), TorchFunctionMode(), forward_ad.dual_level(), profiler.profile()):
@@ -395,7 +395,7 @@ class Operator(unittest.TestCase):
         self.assertIn("not on meta", unweight.ops.why_not(torch.device("meta")))
         with self.assertRaisesRegex(ValueError, "NVIDIA's GPUs, not on meta; give weight.cpu"):
             pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
-        # The operator is there for GPUs, too.
+        # The operator is also registered for CUDA.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
 
     def test_every_gpu_from_ampere_on_has_kernels(self):
@@ -412,7 +412,7 @@ class Operator(unittest.TestCase):
         self.assertEqual(unweight._native.Runtime.room(64, 65), None)
         arena, escapes = unweight._native.Runtime.room(256, 512)
         self.assertEqual(arena, pack(weights(256, 512)).arena.nbytes)
-        # A weight in 256, and 6 bytes for each.
+        # One weight in 256 may be an escape, with 6 bytes each.
         self.assertEqual(escapes, 256 * 512 // 256 * 6)
 
 
@@ -447,7 +447,7 @@ class Module(unittest.TestCase):
             with self.assertRaisesRegex(NotImplementedError, "packed weights have no state_dict"):
                 layer.load_state_dict(state, strict=False)
         self.assertTrue(torch.equal(packed(x), expected))
-        # One that is not packed is as any other.
+        # A layer that is not packed has a normal state_dict.
         plain = Linear(nn.Linear(128, 192).to(torch.bfloat16))
         plain.load_state_dict(stock.state_dict())
         self.assertEqual(set(plain.state_dict()), {"weight", "bias"})
@@ -476,7 +476,7 @@ class Module(unittest.TestCase):
 
 class Mixture(unittest.TestCase):
     def test_each_expert_has_a_window_of_its_own(self):
-        # The third has no weight in the window of the others.
+        # No weight of the third is in the window of the others.
         matrices = torch.stack([weights(128, 64, seed=1, wide=9), weights(128, 64, seed=2), weights(128, 64) * 2.0**40])
         experts = Experts.of(matrices)
         self.assertEqual((len(experts), experts.arenas.shape[0]), (3, 3))

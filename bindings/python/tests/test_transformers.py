@@ -1,6 +1,6 @@
-"""Models of transformers from bundles and packed on the way, beside the same models in BF16. Needs transformers.
+"""Compares models in transformers, loaded from bundles or packed while loading, with BF16. Needs transformers.
 
-As a program: one process of tensor parallelism, under torchrun.
+Run as a program under torchrun, it is one process of tensor parallelism.
 """
 
 import json
@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 from unweight.ops import Experts, Linear
 from unweight.transformers import UnweightConfig
 
-# Two layers of experts: gates and ups, and downs.
+# Packed `Experts` modules of a mixture: gate-up and down, in each of 2 layers.
 EXPERTS = 4
-# Configuration, options, and how much is packed.
+# Configuration class, options, and the number of packed modules.
 KINDS = {
     "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 15),
     "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 14),
@@ -38,14 +38,14 @@ KINDS = {
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 9),
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 9 + EXPERTS),
     "mixtral": ("MixtralConfig", dict(tie_word_embeddings=False, num_local_experts=4), 9 + EXPERTS),
-    # Its gates and ups only: 96 columns stay as they are.
+    # Only gates and ups are packed: downs have 96 columns, not a multiple of 64.
     "qwen3 moe, odd": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 96}, 9 + 2),
 }
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3))
 
 
 def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
-    """A model directory with random weights."""
+    """Writes a model directory with random weights."""
     config, options, _ = KINDS[kind]
     return of_transformers(home, config, 0.02, options, **more)
 
@@ -154,7 +154,7 @@ class Models(unittest.TestCase):
             ):
                 with self.subTest(name, bundle=source == bundle), self.assertRaisesRegex(ValueError, told):
                     AutoModelForCausalLM.from_pretrained(source, device_map=device_map, **more)
-            # It is known only when transformers has placed all.
+            # The offloading is known only after transformers has computed the device map.
             with self.subTest("auto"), self.assertRaisesRegex(ValueError, "offloads .* on 'disk'"):
                 AutoModelForCausalLM.from_pretrained(source, device_map="auto", max_memory={"cpu": "1MB"}, **more)
             with self.subTest("cpu"):
@@ -189,24 +189,24 @@ class Models(unittest.TestCase):
 
     def test_a_configuration_of_another_bundle_is_refused(self):
         model, bundle = self.bundle()
-        # The same model, and other digests: with equal shapes nothing else would tell them apart.
+        # Another bundle of the same model. Shapes are equal, so only the digests differ.
         other = self.home / "other"
         unweight.compress(model, other, profile="distribution")
         config = transformers.AutoConfig.from_pretrained(other)
         with self.assertRaisesRegex(unweight.DamagedError, "the configuration of the model is of another bundle"):
             AutoModelForCausalLM.from_pretrained(bundle, config=config)
-        # What was refused is not held against the next.
+        # The refusal does not affect the next load.
         self.assertEqual(packed(AutoModelForCausalLM.from_pretrained(bundle)), 15)
         shutil.copy(other / "config.json", bundle / "config.json")
         with self.assertRaisesRegex(unweight.DamagedError, "config.json: it is of another bundle"):
             AutoModelForCausalLM.from_pretrained(bundle)
 
     def test_without_unweight_transformers_refuses(self):
-        """Stock transformers would return random weights; the bundle's config.json makes it stop."""
+        """The bundle's `config.json` makes stock transformers fail instead of returning random weights."""
         model, bundle = self.bundle()
         config = json.loads((model / "config.json").read_text())
         null = self.home / "null"
-        # As tools write it; the key is there, and says nothing.
+        # Some tools write the key with the value null, which means unset.
         (model / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
         unweight.compress(model, null, profile="packed")
         program = (
@@ -256,7 +256,7 @@ class Models(unittest.TestCase):
             self.home = home / name
             models[name], _ = self.bundle("llama" if name == "here" else "qwen2")
         os.chdir(home / "here")
-        # As the traceback of a load that failed does.
+        # Keeps the bundle open, as the traceback of a failed load does.
         held = unweight.transformers._Shard(pathlib.Path("bundle/model.safetensors"), "cpu")
         os.chdir(home / "there")
         got, expected = (AutoModelForCausalLM.from_pretrained(path) for path in ("bundle", models["there"]))
@@ -273,13 +273,13 @@ class Models(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, "bundles are loaded by transformers 5.17, this is 5.18.0"):
                 AutoModelForCausalLM.from_pretrained(bundle)
             AutoModelForCausalLM.from_pretrained(model)
-        # One that reads shards from another place.
+        # A version that opens shards by another function.
         with mock.patch.object(modeling_utils, "safe_open", unweight.transformers._safe_open):
             with self.assertRaisesRegex(ValueError, "has read a bundle without unweight"):
                 AutoModelForCausalLM.from_pretrained(bundle)
 
     def test_two_threads_load_one_bundle(self):
-        """The second begins when the first has read all, and opens no shard until the first is done."""
+        """The second load starts when the first has read all shards, and opens one only after the first has ended."""
         import threading
         from unittest import mock
 
@@ -323,7 +323,7 @@ class Models(unittest.TestCase):
         self.assertFalse([name for name, one in got.named_parameters() if one.requires_grad])
         torch._dynamo.reset()
         self.assertTrue(torch.is_grad_enabled())
-        # It traces a backward, if anything wants one.
+        # torch.compile would trace a backward if a parameter required gradients.
         compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
         self.assertTrue(torch.equal(compiled(TOKENS).logits, logits(expected)))
 
@@ -336,13 +336,13 @@ class Models(unittest.TestCase):
         self.assertEqual(planned.returncode, 0, planned.stderr)
         for name in (*gpu_checks.CHECKS, "bundle with an adapter, beside bf16 with an adapter", "dfloat11, logits"):
             self.assertIn(f"\n{name}", "\n" + planned.stdout)
-        # What runs too long is ended with what it has started, and what failed stays known.
+        # A check that runs too long is killed with its children; a failure is recorded.
         slow = "-c __import__('subprocess').run(['sleep','60.125'])"
         for arguments, seconds, passed in (("-c pass", 60, True), ("-c 1/0", 60, False), (slow, 2, False)):
             told = gpu_checks.run("one", gpu_checks.Check(arguments, 0, 1), self.home, seconds)
             self.assertEqual((told["passed"], told["rc"] == 0), (passed, passed), told)
             self.assertLess(told["seconds"], 50)
-        # Who is killed is gone a moment later.
+        # A killed process may exist a moment longer.
         until = time.monotonic() + 20
         while (left := running(b"sleep\x0060.125\x00")) and time.monotonic() < until:
             time.sleep(0.05)
@@ -403,7 +403,7 @@ class Models(unittest.TestCase):
 
 
 def shared(model: str, bundle: str) -> None:
-    """One process of two: the same logits from a bundle and from BF16, each sharded by transformers."""
+    """Runs one of two processes: compares logits of a bundle with those of BF16, both sharded by transformers."""
     from transformers.distributed import DistributedConfig
 
     def load(path):
@@ -421,8 +421,8 @@ def shared(model: str, bundle: str) -> None:
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         print("equal", flush=True)
-    # Not by the interpreter's own end: a thread of gloo may still hold a tensor of the last sum, and wants the GIL to
-    # let go of it. That ends the thread then, and torch makes an abort of it, of a model in BF16 as well.
+    # Skips the interpreter's shutdown, during which a gloo thread may still need the GIL to free a tensor of the last
+    # all-reduce. Python would end that thread, and torch would abort, for BF16 models as well.
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""Models in the real vLLM from bundles and packed on the way, beside the same models in BF16. Needs vLLM for the CPU.
+"""Compares models in vLLM, loaded from bundles or packed while loading, with BF16. Needs vLLM for the CPU.
 
-As a program: one engine after the other in one process, whose tokens and logprobs it prints as JSON.
+Run as a program, it runs engines one after the other in one process, and prints their tokens and logprobs as JSON.
 """
 
 import json
@@ -33,14 +33,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# Configuration, options, and the layers that are packed: q, k and v are one, and so are a gate and an up.
+# Configuration class, options, and the number of packed layers: q, k and v are one layer, and so are gate and up.
 KINDS = {
     "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 9),
-    # Biases, and an embedding of which 12 rows are padding.
+    # Has biases, and an embedding with 12 rows of padding.
     "qwen2, tied": ("Qwen2Config", dict(tie_word_embeddings=True, vocab_size=500), 8),
-    # Rows of zeros are packed as well, as long as they are few.
+    # A few padding rows of zeros can be packed, too.
     "llama, padded head": ("LlamaConfig", dict(tie_word_embeddings=False, vocab_size=511), 9),
-    # Matrices of several blocks, of which two processes read their own.
+    # Matrices have several blocks, so two processes can read different ones.
     "llama, wide": (
         "LlamaConfig",
         dict(
@@ -52,16 +52,16 @@ KINDS = {
         ),
         9,
     ),
-    # 500 columns stay as they are.
+    # 500 is not a multiple of 64, so MLPs are not packed.
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
     "qwen3": ("Qwen3Config", dict(tie_word_embeddings=False), 9),
     "mistral": ("MistralConfig", dict(tie_word_embeddings=False), 9),
     "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
-    # The head is a module of its own, with the embedding's weight; here it is tied by a method,
+    # The head is a module of its own with the embedding's weight. Here, `tie_weights` ties it.
     "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 8),
-    # The experts of a layer are one, too.
+    # The experts of a layer count as one layer.
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 7),
-    # and here by setting it.
+    # Here, an assignment ties the head.
     "mixtral, tied": (
         "MixtralConfig",
         dict(tie_word_embeddings=True, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
@@ -70,7 +70,7 @@ KINDS = {
 }
 
 
-# What two processes share: how, a model, and whether it has an adapter.
+# Models split over two processes: the option, the model, and whether it has a LoRA adapter.
 SHARED = (
     ("tensor_parallel_size", "llama, padded head", False),
     ("tensor_parallel_size", "llama, wide", False),
@@ -81,7 +81,7 @@ SHARED = (
 
 
 def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
-    """A model directory with random weights, and a tokenizer of words."""
+    """Writes a model directory with random weights and a word-level tokenizer."""
     import tokenizers
     import transformers
 
@@ -103,7 +103,7 @@ def bundle_of(model: pathlib.Path, profile: str = "packed") -> pathlib.Path:
 
 
 def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
-    """A model that lacks a tensor."""
+    """Copies a model without the tensor `name`."""
     import safetensors.torch
 
     shutil.copytree(model, copy)
@@ -114,7 +114,7 @@ def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
 
 
 def adapter(home: pathlib.Path) -> pathlib.Path:
-    """A low-rank adapter of all linear layers but the head, as PEFT saves it, that changes what a model says."""
+    """Writes a LoRA adapter in PEFT's format for all linear layers but the head, large enough to change the output."""
     import safetensors.torch
     import torch
 
@@ -143,7 +143,7 @@ def adapter(home: pathlib.Path) -> pathlib.Path:
 
 
 def engines(runs: list[dict]) -> tuple[list, str]:
-    """What engines with these options say, each after the other in one new process; and what was logged."""
+    """Runs engines with these options one after the other in a new process; returns their outputs and the log."""
     done = subprocess.run(
         [sys.executable, __file__, json.dumps(runs)],
         capture_output=True,
@@ -164,7 +164,7 @@ class Case(unittest.TestCase):
         self.home = pathlib.Path(folder.name)
 
     def hold_equal(self, runs: list[dict], **more) -> str:
-        """All of these say the same, bit for bit; the first is BF16."""
+        """Asserts that all runs have bit-identical outputs; the first is BF16. Returns the log."""
         answers, log = engines([{**run, **more} for run in runs])
         self.assertEqual(len(answers), len(runs))
         for run, answer in zip(runs, answers):
@@ -172,7 +172,7 @@ class Case(unittest.TestCase):
             for one in answer:
                 self.assertEqual((len(one["tokens"]), len(one["logprobs"])), (TOKENS, TOKENS))
             self.assertEqual(answer, answers[0], run)
-        # They do not say the same whatever they are asked.
+        # The output depends on the prompt.
         self.assertNotEqual(answers[0][0]["tokens"], answers[0][1]["tokens"])
         return log
 
@@ -211,7 +211,7 @@ class Engine(Case):
         runs.append(dict(model=str(model), quantization="unweight", adapter=beside))
         log = self.hold_equal(runs, enforce_eager=True)
         self.assertEqual(log.count("unweight: 9 layers packed"), 2, log[-4000:])
-        # The adapter is not left out on all sides.
+        # The adapter changes the output, so no engine ignores it.
         (without,), _ = engines([dict(model=str(model), enforce_eager=True)])
         (with_adapter,), _ = engines([dict(runs[0], enforce_eager=True)])
         self.assertNotEqual(without, with_adapter)
@@ -222,20 +222,20 @@ class Engine(Case):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                 model = make(self.home / "model", kind)
                 more = {"adapter": str(adapter(self.home / "adapter"))} if adapted else {}
-                # Processes of one engine stay until its process ends.
+                # An engine's worker processes live until the main process ends, so each engine gets its own.
                 answers = []
                 for path in (model, bundle_of(model)):
                     answer, log = engines([{"model": str(path), "enforce_eager": True, option: 2, **more}])
                     answers += answer
                     self.assertEqual("layers packed" in log, path != model)
                 if option == "pipeline_parallel_size":
-                    # Each stage reads its own layers: together the bundle, once.
+                    # Each stage reads its own layers; together they read the bundle once.
                     read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
                     (whole,) = {stored for _, stored in read}
                     self.assertEqual((len(read), sum(part for part, _ in read)), (2, whole))
                     self.assertTrue(all(part < whole * 2 / 3 for part, _ in read), read)
                 elif kind == "llama, wide":
-                    # The linear layers are halved, in rows or in columns; of the rest both read all.
+                    # Each process reads half of the linear layers, by rows or columns, and all of the rest.
                     read = [tuple(map(int, pair)) for pair in re.findall(READ, log)]
                     self.assertEqual(len(read), 2)
                     self.assertTrue(all(part < whole * 0.6 for part, whole in read), read)
@@ -255,7 +255,7 @@ class Engine(Case):
             return [digest(torch.cat([gate, up])), digest(down)]
 
         for options in (dict(model=str(model), quantization="unweight"), dict(model=str(bundle_of(model)))):
-            # Of the first process the experts come before those of the other, of the second behind them.
+            # Experts arrive in order: those of rank 0 before the other's, those of rank 1 after them.
             for rank in (0, 1):
                 with self.subTest(rank=rank, **options):
                     [layers], log = engines([dict(options, rank=rank)])
@@ -264,7 +264,7 @@ class Engine(Case):
                         expected = [digests(layer, expert) for expert in (2 * rank, 2 * rank + 1)]
                         self.assertEqual([list(pair) for pair in zip(gate_up, down)], expected)
                     if "quantization" not in options:
-                        # The other process's experts are not read.
+                        # Experts of the other process are not read.
                         others = re.compile(rf"\.experts\.[{2 - 2 * rank}{3 - 2 * rank}]\.")
                         infos = unweight.Bundle(options["model"]).tensors()
                         own = sum(info.stored_bytes for info in infos if not others.search(info.name))
@@ -272,7 +272,7 @@ class Engine(Case):
                         self.assertEqual((int(read), int(whole)), (own, sum(info.stored_bytes for info in infos)))
 
     def test_a_bundle_of_the_hub(self):
-        """As the hub's own client keeps it: the name is all that vLLM is given."""
+        """vLLM gets only the name of a bundle in the hub's cache, laid out as the hub's client does."""
         model = make(self.home / "model", "llama", max_shard_size="400KB")
         bundle = bundle_of(model)
         cache, revision = self.home / "hub", "0" * 40
@@ -296,7 +296,7 @@ class Engine(Case):
         shard.write_bytes(data)
         shutil.copytree(bundle, partial)
         (partial / "unweight.json").unlink()
-        # The same model, and other digests: with equal shapes nothing else would tell them apart.
+        # Another bundle of the same model. Shapes are equal, so only the digests differ.
         other, mixed = bundle_of(self.home / "model", "distribution"), self.home / "mixed"
         shutil.copytree(bundle, mixed)
         shutil.copy(other / "config.json", mixed / "config.json")
@@ -351,7 +351,7 @@ class Engine(Case):
             shutil.copytree(model, path)
         (below / "checkpoint-500").mkdir()
         safetensors.torch.save_file(others, below / "checkpoint-500" / "model.safetensors")
-        # Only the index says which of these files are the model.
+        # Only the index tells which of these files belong to the model.
         names = sorted(tensors)
         parts = {"weights-1.safetensors": names[:5], "weights-2.safetensors": names[5:]}
         (beside / "model.safetensors").unlink()
@@ -363,7 +363,7 @@ class Engine(Case):
         runs = [dict(model=str(model)), dict(model=str(bundle_of(below))), dict(model=str(bundle_of(beside)))]
         self.hold_equal(runs, enforce_eager=True)
 
-        # Without an index nobody knows which of two is meant.
+        # Without an index, two tensors with one name are ambiguous.
         name = "model.layers.0.mlp.down_proj.weight"
         safetensors.torch.save_file({name: others[name]}, twice / "other.safetensors")
         stray = bundle_of(model)
@@ -391,7 +391,7 @@ class Engine(Case):
         (both / "model.safetensors.index.json").write_text(json.dumps(index))
         bundle = str(bundle_of(both))
         runs = [dict(model=str(both)), dict(model=bundle), dict(model=str(model))]
-        # The others can be asked for.
+        # `load_format` selects the other files.
         runs.append(dict(model=bundle, load_format="safetensors"))
         said, _ = engines([dict(run, enforce_eager=True) for run in runs])
         self.assertEqual(said[0], said[1])
@@ -404,7 +404,8 @@ class Engine(Case):
         shutil.copy(model / "config.json", bundle / "config.json")
         log = self.hold_equal([dict(model=str(model)), dict(model=str(bundle))], enforce_eager=True)
         self.assertIn("its config.json does not say so: the weights are served in BF16, exact and not smaller;", log)
-        # As another quantization's it is not said to be exact; nor does every vLLM for the CPU have one.
+        # With another quantization, the log does not claim exactness. Not every CPU build of vLLM supports fp8, so the
+        # engine may fail.
         config = json.loads((model / "config.json").read_text())
         other = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
         (bundle / "config.json").write_text(json.dumps({**config, **other}))
@@ -429,7 +430,7 @@ class Engine(Case):
             "assert loader._LOAD_FORMAT_TO_MODEL_LOADER['auto'] is not before['auto']\n"
             "assert 'unweight' in QUANTIZATION_METHODS\n"
         )
-        # Not as a plugin: it would be there already.
+        # Disables plugins, because vLLM would load this package before the program does.
         environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         self.assertEqual(done.returncode, 0, done.stderr[-4000:])
@@ -484,7 +485,7 @@ def answers(
     adapter: Optional[str] = None,
     **options: object,
 ) -> list[dict]:
-    """What an engine says to a few prompts, greedily."""
+    """Returns the greedy tokens and logprobs of an engine for a few prompts."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -515,9 +516,9 @@ def answers(
 
 
 def experts_of_one_of_two(rank: int, **options: object) -> list[list[list[str]]]:
-    """Digests of gate and up and of down of each expert that this process, one of two that share a mixture's, has
-    packed in each layer. vLLM's processes do not share experts on the CPU, so it is told that it is one of them while
-    it loads; nothing is multiplied.
+    """Loads a mixture as rank `rank` of two, and returns, per layer, the digests of its experts' gate-up and down.
+
+    vLLM has no expert parallelism on the CPU, so its configuration is patched during loading; nothing is multiplied.
     """
     import dataclasses
     from unittest import mock
@@ -545,7 +546,7 @@ def experts_of_one_of_two(rank: int, **options: object) -> list[list[list[str]]]
     layers = []
     for layer in model.modules():
         if isinstance(layer, RoutedExperts):
-            # What stood for them while others' came has gone.
+            # The stand-ins for experts of other processes have been removed.
             assert not hasattr(layer, "w13_weight") and not hasattr(layer, "w2_weight")
             weights = unpack_experts(layer.w13_weight_packed, layer.w2_weight_packed, layer.unweight_packed.experts)
             layers.append([[digest(one) for one in experts] for experts in weights])
@@ -553,7 +554,7 @@ def experts_of_one_of_two(rank: int, **options: object) -> list[list[list[str]]]
 
 
 def digest(tensor: object) -> str:
-    """Of its bits."""
+    """Returns the SHA-256 of a tensor's bits."""
     import hashlib
 
     import torch
@@ -562,7 +563,7 @@ def digest(tensor: object) -> str:
 
 
 def configured(**options: object) -> None:
-    """What an engine's processes are told before there are any."""
+    """Builds an engine's configuration and runs the quantization's checks, without starting processes."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

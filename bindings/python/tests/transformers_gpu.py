@@ -1,14 +1,14 @@
-"""transformers' `generate` at batch 1 with packed weights beside the same in BF16, on one GPU: tokens per second with a
-growing and with a static, compiled cache; logits beside BF16 and float32; every weight bit for bit.
+"""Compares transformers with packed weights to BF16 on one GPU: tokens per second of `generate` at batch 1, with a
+dynamic cache and with a static, compiled one; logits against BF16 and float32; and every weight bit for bit.
 
     python transformers_gpu.py --out transformers.json               # Llama-3.1-8B's shapes: under four minutes
-    python transformers_gpu.py --out transformers.json --bundle      # the packed model from a bundle made on the spot
-    python transformers_gpu.py --out transformers.json --dfloat11    # and DFloat11's package with the same weights
+    python transformers_gpu.py --out transformers.json --bundle      # load the packed model from a bundle
+    python transformers_gpu.py --out transformers.json --dfloat11    # also run the package dfloat11 on the same weights
 
-Weights are random. Exit status 1: a weight differs, or logits are further from float32 than BF16's are by more than a
-quarter. `--seconds` bounds the whole; what it left no time for is named in the result. `--dfloat11` needs that package
-and cupy: it loads what `unweight convert --to dfloat11` made of the model, and its logits have to be BF16's, bit for
-bit.
+Weights are random. Exit status 1: a weight differs, or the error of logits against float32 is more than 1.25 times that
+of BF16. `--seconds` limits the whole run; the result names the steps left out. `--dfloat11` needs the packages dfloat11
+and cupy. It loads the model as converted by `unweight convert --to dfloat11`, and its logits must be bit-identical to
+those of BF16.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from unweight.ops import Linear
 from vllm_gpu import GEOMETRIES, make
 
 ROUNDS = 3
-# What is held against float32; BF16's own error is 1.
+# The maximum error of logits against float32, in units of the error of BF16.
 BOUND = 1.25
 
 
 def load(folder: pathlib.Path, device: torch.device, **more: Any) -> tuple[nn.Module, float]:
-    """A model on a device, and the seconds that this took."""
+    """Loads a model to a device; returns it and the seconds of loading."""
     start = time.monotonic()
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -59,13 +59,13 @@ def load(folder: pathlib.Path, device: torch.device, **more: Any) -> tuple[nn.Mo
 
 
 def generated(model: nn.Module, ids: Tensor, tokens: int, cache: Optional[transformers.StaticCache]) -> Tensor:
-    """Greedy tokens behind a prompt. With a static cache transformers compiles the decoding on a GPU, by itself."""
+    """Returns greedy tokens after a prompt. With a static cache on a GPU, transformers compiles the decoding."""
     more = {}
     if cache is not None:
         cache.reset()
         more["past_key_values"] = cache
     with torch.no_grad():
-        # Nothing ends a text here, and the prompt has no padding.
+        # Random weights have no meaningful end token, so the length is fixed. The prompt has no padding.
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -79,9 +79,9 @@ def generated(model: nn.Module, ids: Tensor, tokens: int, cache: Optional[transf
 
 
 def rates(model: nn.Module, ids: Tensor, tokens: int, static: bool) -> dict[str, Any]:
-    """Tokens per second of decoding, from runs of two lengths: what both have in common is not in it."""
+    """Measures tokens per second of decoding. The difference of runs of two lengths excludes their common overhead."""
     short = max(2, tokens // 8)
-    # One for all runs: it is a part of what is compiled.
+    # All runs use one cache, because the compiled code depends on its size.
     cache = transformers.StaticCache(config=model.config, max_cache_len=ids.shape[1] + tokens) if static else None
     start = time.monotonic()
     said = generated(model, ids, tokens, cache)
@@ -106,7 +106,7 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def differing(packed: nn.Module, model: nn.Module) -> tuple[int, list[str]]:
-    """How many layers are packed, and the names of those of which a bit differs."""
+    """Returns the number of packed layers, and the names of those with a bit that differs from the model."""
     layers, wrong = 0, []
     for name, layer in packed.named_modules():
         if isinstance(layer, Linear) and layer.is_packed:
@@ -148,7 +148,7 @@ def main() -> None:
         return given.seconds - (time.monotonic() - begin)
 
     def step(name: str, least: float, work: Callable[[], object]) -> None:
-        """Does it, if there is time for it; writes what there is."""
+        """Runs a step if `least` seconds are left, and writes the report so far."""
         if given.plan:
             print(f"{name}, with {least:.0f} s left")
             return
@@ -157,7 +157,7 @@ def main() -> None:
             try:
                 work()
             except Exception as error:
-                # The others are worth having without it.
+                # The other steps still give results.
                 traceback.print_exc()
                 report["faults"].append(f"{name}: {type(error).__name__}: {error}")
                 said = f"{name}: failed"
@@ -197,7 +197,7 @@ def main() -> None:
         command = [sys.executable, "-m", "unweight", "convert", str(folder), "-o", str(converted), "--to", "dfloat11"]
         subprocess.run(command, check=True)
         report["dfloat11_convert_seconds"] = time.monotonic() - start
-        # Of its own way to make the model transformers has moved a part; the package fills one that it is given.
+        # The package's own model construction uses a function that transformers has moved, so it gets a model to fill.
         config = transformers.AutoConfig.from_pretrained(folder)
         with no_init_weights():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -213,7 +213,7 @@ def main() -> None:
             report["faults"].append("dfloat11: its logits are not those of the BF16 model")
 
     def held() -> None:
-        """BF16 becomes float32 here: it is the last that is done with it."""
+        """Compares logits with float32. Converts the BF16 model in place, so this is the last step."""
         ours = {name: logits(model, batch) for name, model in models.items() if name in ("bf16", "packed")}
         exact = logits(models["bf16"].float(), batch)
         errors = {name: (one - exact).pow(2).mean().sqrt().item() for name, one in ours.items()}
@@ -227,7 +227,7 @@ def main() -> None:
             "argmax_agrees": (ours["packed"].argmax(-1) == ours["bf16"].argmax(-1)).float().mean().item(),
         }
         print(f"  logits: {report['logits']}")
-        # Not a number is no bound.
+        # `not <=` also catches NaN.
         if not report["logits"]["ratio"] <= BOUND:
             report["faults"].append(f"logits are {report['logits']['ratio']:.3f} times as far from float32 as BF16's")
 

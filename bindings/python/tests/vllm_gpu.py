@@ -1,20 +1,20 @@
-"""vLLM with packed weights beside the same vLLM in BF16: tokens, logprobs, tokens per second, time to the first token,
-and tokens of KV cache. Needs vLLM and this package; each engine runs in a process of its own, BF16 first.
+"""Compares vLLM with packed weights to vLLM in BF16: tokens, logprobs, tokens per second, time to the first token, and
+tokens of KV cache. Needs vLLM and this package. Each engine runs in its own process, BF16 first.
 
     python vllm_gpu.py --out vllm.json                       # a model with random weights of Llama-3.1-8B's shapes
     python vllm_gpu.py --out vllm.json --model DIR --tp 2
-    python vllm_gpu.py --out bundle.json --quick             # a bundle, and an adapter beside it: under four minutes
+    python vllm_gpu.py --out bundle.json --quick             # a bundle with a LoRA adapter: under four minutes
     python vllm_gpu.py --out mixture.json --geometry qwen3-30b-a3b --layers 4 --bundle
 
-On two GPUs `--tp 2` (with `--expert-parallel` for a mixture) or `--pp 2`, and with `--quick` an adapter in each
-process. `--no-packed` and `--few-graphs` save time where a bundle is what is to be seen. `--plan` says which engines
-would be started, with what, and starts none: it needs neither vLLM nor a GPU.
+Use two GPUs with `--tp 2` (and `--expert-parallel` for a mixture) or `--pp 2`; with `--quick`, each process has the
+adapter. `--no-packed` and `--few-graphs` save time if only the bundle matters. `--plan` lists the engines and their
+options and starts none; it needs neither vLLM nor a GPU.
 
-`--quick` takes 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`; what each
-says without the adapter is compared, too. Greedy tokens part at the first near tie, so logprobs are held to BF16's
-where the engine is forced to say a token; those with an adapter have to differ from those without. Exit status 1: they
-do not hold. `--seconds` bounds the whole; what it left no time for is named in the result. Goals of speed, memory and
-loading are told as met or missed, and change no exit status.
+`--quick` uses 4 of the 32 layers, compresses the model, and runs BF16 and the bundle with `--enable-lora`. Outputs
+without the adapter are compared as well. Greedy tokens diverge at the first near tie, so the check compares logprobs of
+forced tokens with those of BF16. Logprobs with the adapter must differ from those without. Exit status 1: a check
+failed. `--seconds` limits the whole run; the result names the engines left out. Goals of speed, memory and loading are
+reported as met or missed, and do not affect the exit status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import tempfile
 import time
 from typing import Any
 
-# hidden, intermediate, layers, heads, heads of keys and values, head, vocabulary
+# hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary size
 GEOMETRIES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256),
     "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
@@ -44,7 +44,7 @@ GEOMETRIES = {
     "tiny-mixtral": (256, 512, 2, 4, 2, 64, 512),
     "tiny-qwen3-moe": (256, 128, 2, 4, 2, 64, 512),
 }
-# Those that are mixtures: the type of model, experts of a layer, and how many a token has.
+# The mixtures of experts: model type, experts per layer, experts per token.
 MIXTURES = {
     "mixtral-8x7b": ("mixtral", 8, 2),
     "qwen3-30b-a3b": ("qwen3_moe", 128, 8),
@@ -54,17 +54,17 @@ MIXTURES = {
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 ROUNDS = 3
 RANK = 16
-# An engine is on its way for some 45 seconds on a GPU before it says anything.
+# The minimum time to start an engine with: it needs about 45 seconds on a GPU before its first result.
 LEAST_SECONDS = 60
-# Tokens per second over BF16's, by sequences; and the same of tokens of KV cache in twice the memory of the weights.
+# Goals as ratios to BF16: tokens per second by batch, and tokens of KV cache in twice the memory of the weights.
 GOALS = {"1": 1.25, "8": 1.25, "16": 1.25, "64": 1.1, "256": 1.0}
 KV_GOAL = 1.3
-# Of logprobs, on average. Random weights give tokens some -12 +- 1, and wrong ones would move that by about 1; an
-# adapter is to move it, too.
+# Mean differences of logprobs: the maximum from BF16, and the minimum due to the adapter. With random weights, logprobs
+# are about -12 +- 1, and wrong weights would move them by about 1.
 MEAN_DIFFERENCE, LEAST_MOVED = 0.1, 0.2
-# Begins the lines in which an engine tells.
+# The prefix of an engine's result lines.
 SAID = "RESULT "
-# What vLLM logs of loading.
+# Patterns of what vLLM and this package log about loading.
 LOADED = {
     "read_seconds": r"Loading weights took ([\d.]+) seconds",
     "gpu_gib": r"Model loading took ([\d.]+) GiB",
@@ -74,7 +74,7 @@ LOADED = {
 
 
 def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
-    """A model with random weights: a bell curve, as trained ones are. Made on the GPU, if there is one."""
+    """Writes a model with normally distributed random weights, generated on the GPU if there is one."""
     import torch
     from safetensors.torch import save_file
 
@@ -150,13 +150,13 @@ def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
         config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     (home / "config.json").write_text(json.dumps(config, indent=1))
     if device == "cuda":
-        # The engines are other processes.
+        # Free the memory for the engines, which are other processes.
         torch.cuda.empty_cache()
 
 
 def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
-    """A low-rank adapter of all linear layers but the head and the experts, as PEFT saves it, that changes what a model
-    says."""
+    """Writes a LoRA adapter in PEFT's format for all linear layers but the head and the experts. It is large enough to
+    change the output."""
     import torch
     from safetensors.torch import save_file
 
@@ -180,7 +180,7 @@ def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
         for name, (n, k) in shapes.items():
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             for part, shape in (("lora_A", (RANK, k)), ("lora_B", (n, RANK))):
-                # The product is half as large as a weight.
+                # The product of both parts is half as large as a weight.
                 drawn = torch.randn(shape, generator=random) * (0.01 / RANK**0.5) ** 0.5
                 tensors[f"{prefix}.{part}.weight"] = drawn.to(torch.bfloat16)
     home.mkdir()
@@ -191,7 +191,7 @@ def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
 
 
 def engine(options: dict[str, Any]) -> None:
-    """Tells what one engine says and how fast it is."""
+    """Runs one engine in this process, and prints its outputs and timings."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -200,7 +200,7 @@ def engine(options: dict[str, Any]) -> None:
     llm = LLM(
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        # A prompt that came before is to be read again.
+        # A repeated prompt must be processed again.
         enable_prefix_caching=False,
         seed=0,
         **options["llm"],
@@ -228,7 +228,7 @@ def engine(options: dict[str, Any]) -> None:
 
     free = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False)
     asked, forced_on = prompts(8, 64), prompts(16, 64)
-    # The one token that may be said, another for each prompt; its logprob is that of before the others were forbidden.
+    # Each prompt allows one token, a different one per prompt. Its logprob is computed before the others are masked.
     forced = [
         SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, allowed_token_ids=[2 + 7 * index])
         for index in range(len(forced_on))
@@ -269,12 +269,13 @@ def engine(options: dict[str, Any]) -> None:
 
 
 def tell(result: dict[str, Any]) -> None:
-    """What there is so far: an engine that is stopped has not run in vain."""
+    """Prints the results so far, so that an engine that is stopped early still has results."""
     print(SAID + json.dumps(result), flush=True)
 
 
 def compared(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How far two engines agree: greedy tokens up to the first that differs, and the logprobs of those."""
+    """Compares two engines: the number of equal greedy tokens, the difference of their logprobs, and that of forced
+    tokens."""
     agreed, difference = [], 0.0
     for tokens, expected, logprobs, expected_logprobs in zip(
         other["tokens"], bf16["tokens"], other["logprobs"], bf16["logprobs"]
@@ -293,14 +294,14 @@ def compared(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def apart(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:
-    """How far the logprobs of forced tokens are from each other: on average, and at most."""
+    """Returns the mean and maximum difference of the logprobs of forced tokens."""
     pairs = zip(sum(one["forced_logprobs"], []), sum(other["forced_logprobs"], []))
     differences = [abs(left - right) for left, right in pairs]
     return statistics.fmean(differences), max(differences)
 
 
 def over_bf16(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """An engine's figures over those of BF16: medians, and of the processes that read weights the slowest."""
+    """Returns ratios of an engine's figures to those of BF16: medians, and the reading time of the slowest process."""
     over: dict[str, Any] = {
         what: {
             of: statistics.median(values) / statistics.median(bf16[what][of])
@@ -316,7 +317,7 @@ def over_bf16(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def goals(over: dict[str, Any], is_dense: bool) -> dict[str, bool]:
-    """Which are met. They are for whole dense models; of others the figures stand for themselves."""
+    """Returns whether each goal is met. Goals apply to complete dense models; for others, returns none."""
     if not is_dense:
         return {}
     rates = over["tokens_per_second"]
@@ -328,7 +329,7 @@ def goals(over: dict[str, Any], is_dense: bool) -> dict[str, bool]:
 
 
 def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]:
-    """What should not be."""
+    """Returns the failed checks of an engine."""
     found = []
     pairs = [(name, result, bf16)]
     if result["without_adapter"] is not None:
@@ -338,18 +339,18 @@ def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]
             found.append(f"{name}: the adapter moves logprobs by {moved:.4f} only")
     for what, one, expected in pairs:
         mean, _ = apart(expected, one)
-        # Not a number is no bound.
+        # `not <` also catches NaN.
         if not mean < MEAN_DIFFERENCE:
             found.append(f"{what}: logprobs of forced tokens are {mean:.4f} from BF16's on average")
     return found
 
 
 def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> tuple[dict[str, Any] | None, str | None]:
-    """What an engine in a process of its own has told in this time, and what went wrong."""
+    """Runs an engine in its own process for at most `seconds`; returns its last results and an error, or `None`s."""
     fault = None
     with open(log, "w") as output:
         command = [sys.executable, __file__, "--engine", json.dumps(options)]
-        # Of its own group: an engine has processes, which are to go with it.
+        # In its own process group, because an engine starts processes that must end with it.
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -357,7 +358,7 @@ def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> tuple[dic
         finally:
             if child.poll():
                 fault = f"the engine failed (rc {child.returncode}); see {log}"
-            # Whatever became of it: the next one needs the memory.
+            # In any case, because the next engine needs the memory.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -368,7 +369,7 @@ def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> tuple[dic
     if not told:
         return None, fault
     said = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
-    # One of each process.
+    # Each process logs one line.
     loading = {what: found for what, found in said.items() if found}
     return {**json.loads(told[-1].removeprefix(SAID)), "loading": loading}, fault
 
@@ -381,7 +382,7 @@ def numbers(parser: argparse.ArgumentParser, option: str, told: str) -> list[int
 
 
 def engines_of(given: argparse.Namespace, home: pathlib.Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """Options of each engine, and the engine in BF16 that it is beside, in the order in which they run."""
+    """Returns the options of each engine and the name of its BF16 baseline, in the order in which they run."""
     model = str(given.model or home / "model")
     engines: dict[str, tuple[dict[str, Any], str]] = {"bf16": ({"model": model}, "bf16")}
     if not given.no_packed:
@@ -425,7 +426,7 @@ def main() -> None:
     if given.engine:
         engine(json.loads(given.engine))
         return
-    # As an error: engines are processes of their own, and go with this one.
+    # As an exception, so that `run` kills the engine's processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
     if given.quick:
@@ -447,7 +448,7 @@ def main() -> None:
         "max_model_len": given.max_model_len,
     }
     if given.few_graphs and not given.eager:
-        # Of the sizes that are measured: capturing all takes longer than measuring.
+        # Only for the measured sizes: capturing all takes longer than measuring.
         llm["compilation_config"] = {"cudagraph_capture_sizes": common["batches"]}
     if given.plan:
         for name, (own, beside) in engines_of(given, pathlib.Path("SCRATCH")).items():

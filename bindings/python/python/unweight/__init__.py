@@ -1,6 +1,7 @@
-"""Lossless BF16 weight compression: models to bundles and back, and bundles read tensor by tensor.
+"""Lossless BF16 weight compression: compress models to bundles, restore them, and read bundles tensor by tensor.
 
-Importing this package needs neither numpy nor torch, no CUDA and no GPU.
+Importing this package needs neither numpy, torch, CUDA nor a GPU. `unweight.ops` multiplies by packed weights in torch;
+`unweight.transformers` and `unweight.vllm` run models on them.
 """
 
 from ._bundle import Bundle, TensorInfo

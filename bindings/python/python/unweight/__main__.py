@@ -1,4 +1,4 @@
-"""`python -m unweight`: the `unweight` command that came with this package."""
+"""`python -m unweight` runs the `unweight` command installed with this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sysconfig
 
 
 def _command() -> pathlib.Path:
-    """Where pip put it: beside this Python, in the user's folder, or in `bin` beside the package (`--target`)."""
+    """Returns the path of the command: in the scripts of this Python, the user's scripts, or, after `pip --target`, in
+    `bin` next to the package. Exits with a message if it is in none of them."""
     schemes = [sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")]
     places = [pathlib.Path(sysconfig.get_path("scripts", scheme)) for scheme in schemes]
     places.append(pathlib.Path(__file__).resolve().parent.parent / "bin")
@@ -22,7 +23,7 @@ def _command() -> pathlib.Path:
 
 
 def main() -> None:
-    """Becomes the command."""
+    """Replaces this process with the command."""
     command = str(_command())
     os.execv(command, [command, *sys.argv[1:]])
 

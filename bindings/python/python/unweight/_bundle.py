@@ -1,4 +1,4 @@
-"""Bundles, read tensor by tensor."""
+"""Reading of bundles, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-# Names as safetensors has them, to numpy's and torch's.
+# From the dtype names of safetensors to those of numpy and of torch.
 _NUMPY = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -42,14 +42,14 @@ _TORCH = {
 
 
 class TensorInfo(NamedTuple):
-    """What a bundle says about a tensor."""
+    """The metadata of a tensor in a bundle."""
 
     name: str
     dtype: str
-    """As safetensors names it: `"BF16"`, `"F32"`, ..."""
+    """The dtype as safetensors names it: `"BF16"`, `"F32"`, ..."""
     shape: tuple[int, ...]
     encoding: str
-    """How it is stored: `"raw"`, `"huffman"`, `"palette"`, `"packed"`, `"compact"` or `"exponents"`."""
+    """How the tensor is stored: `"raw"`, `"huffman"`, `"palette"`, `"packed"`, `"compact"` or `"exponents"`."""
     file: str
     role: str
     layer: Optional[int]
@@ -58,14 +58,18 @@ class TensorInfo(NamedTuple):
 
 
 class Bundle(_native.Bundle):
-    """An open bundle.
+    """An open bundle: a read-only mapping of tensor names that decodes tensors on access.
 
-    Opening checks the manifest and the header of every shard; other files may be missing or edited. Weights are read,
-    decoded and compared with their digests when they are asked for. May be used from several threads at once; the
-    interpreter is free while it decodes.
+    `Bundle(path)` checks the manifest and the header of every shard; other files may be missing or edited. A tensor is
+    read, decoded and checked against its digest when a method requests it. Several threads may use a bundle at once;
+    decoding releases the GIL. Pickling or copying keeps only the absolute path, and opens the bundle again.
 
-    A name that several files have needs `file=`, too. A bundle that is pickled or copied is its path, as it was when
-    this one was opened, and is opened again.
+    Methods that take a tensor `name` also take `file`, the name of the source file, needed if several files contain the
+    name. They raise `UnknownNameError` for an unknown name, and those that read raise `DamagedError` or `StorageError`.
+
+    Raises:
+        NotABundleError: there is no bundle at `path`.
+        DamagedError, NewerVersionError, OldVersionError, StorageError: the bundle cannot be opened.
     """
 
     def __new__(cls, path: Union[str, bytes, os.PathLike[str]]) -> Bundle:
@@ -75,9 +79,13 @@ class Bundle(_native.Bundle):
         return type(self), (self._folder,)
 
     def refuse_other(self, named: Optional[str]) -> None:
-        """Refuses a configuration that is not this bundle's: one that names the weights of another.
+        """Checks that a model configuration belongs to this bundle.
 
-        The one in the folder was compared when the bundle was opened; engines take one from elsewhere, too.
+        `named` is `manifest` in its `quantization_config`, or `None`. Opening the bundle checks the `config.json` in
+        its folder; this checks a configuration that an engine got from elsewhere.
+
+        Raises:
+            DamagedError: the configuration names the weights of another bundle.
         """
         if named is not None and named != self.weights_digest:
             raise DamagedError(
@@ -87,17 +95,17 @@ class Bundle(_native.Bundle):
             )
 
     def tensors(self) -> list[TensorInfo]:
-        """Every tensor, in the order of files and of their data."""
+        """Returns the metadata of every tensor, in the order of files and of the data in each file."""
         return list(self._tensors)
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Returns the names of all tensors, in the order of `tensors()`."""
         return [info.name for info in self._tensors]
 
     def info(self, name: str, *, file: Optional[str] = None) -> TensorInfo:
-        """What the bundle says about one tensor."""
+        """Returns the metadata of one tensor; raises `UnknownNameError` for an unknown or ambiguous name."""
         only = self._by_name.get(name, ()) if file is None else ()
-        # A name that there is once is found here; of the others the bundle knows which is meant.
+        # A unique name is found here; the bundle resolves or refuses the others.
         return only[0] if len(only) == 1 else _info(self._row(name, file=file))
 
     # A bundle never changes while it is open.
@@ -129,7 +137,11 @@ class Bundle(_native.Bundle):
         return f"Bundle({str(self.path)!r}, profile={self.profile!r}, tensors={len(self)})"
 
     def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
-        """Decodes a tensor into `nbytes` writable bytes of CPU memory at `address` that nothing else uses."""
+        """Decodes a tensor into the caller's CPU memory, as little-endian elements.
+
+        `address` is that of `nbytes` writable bytes that nothing else uses; a wrong address is undefined behaviour.
+        After an error their contents are unspecified. Raises `ValueError` if `nbytes` is not the tensor's size.
+        """
         super().decode_into(name, _unsigned("address", address), _unsigned("nbytes", nbytes), file=file)
 
     def numpy(
@@ -141,12 +153,18 @@ class Bundle(_native.Bundle):
         rows: Optional[tuple[int, int]] = None,
         cols: Optional[tuple[int, int]] = None,
     ) -> numpy.ndarray[Any, Any]:
-        """A tensor as a new array.
+        """Returns a tensor as a new array of its shape.
 
-        `rows` and `cols` select a part of a matrix: the first index, and the one after the last.
+        `rows` and `cols` are pairs `(start, end)` that select a part of a matrix; the end is exclusive.
 
-        numpy has no BF16. `bf16` says what comes instead: `"float32"` has the same values, `"uint16"` the same bits,
-        and `"ml_dtypes"` is `ml_dtypes.bfloat16`, for which that package must be installed.
+        numpy has no BF16, so `bf16` is the dtype of BF16 tensors: `"float32"` has the same values, `"uint16"` the same
+        bits, and `"ml_dtypes"` is `ml_dtypes.bfloat16`, which needs the package `ml_dtypes`.
+
+        Raises:
+            TypeError: numpy lacks the tensor's dtype, or `rows` or `cols` is not a pair of integers.
+            ValueError: `bf16` is unknown, the range is out of bounds or empty, or the tensor with `rows` or `cols` is
+                not a matrix.
+            ModuleNotFoundError: numpy or ml_dtypes is not installed.
         """
         np = require("numpy", "numpy")
 
@@ -167,7 +185,7 @@ class Bundle(_native.Bundle):
     def _numpy_part(
         self, info: TensorInfo, dtype: str, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
     ) -> numpy.ndarray[Any, Any]:
-        """A tensor, or these rows and columns of it, as an array of `dtype`."""
+        """Returns a tensor, or a part of a matrix, as an array of `dtype`."""
         np = require("numpy", "numpy")
         if rows is None and cols is None:
             array = np.empty(info.shape, dtype=dtype)
@@ -187,10 +205,15 @@ class Bundle(_native.Bundle):
         rows: Optional[tuple[int, int]] = None,
         cols: Optional[tuple[int, int]] = None,
     ) -> torch.Tensor:
-        """A tensor as torch has it, BF16 as `torch.bfloat16`; on the CPU, or on `device`.
+        """Returns a tensor as a new `torch.Tensor` of its shape and dtype, on the CPU or on `device`.
 
-        `rows` and `cols`: these of a matrix, the first and the one after the last. The rest is not read, where
-        `reads_parts` says so.
+        `rows` and `cols` are pairs `(start, end)` that select a part of a matrix; the end is exclusive. Only that part
+        is read from disk if `reads_parts(name)` is true.
+
+        Raises:
+            TypeError: torch lacks the tensor's dtype, or `rows` or `cols` is not a pair of integers.
+            ValueError: the range is out of bounds or empty, or the tensor with `rows` or `cols` is not a matrix.
+            ModuleNotFoundError: torch is not installed.
         """
         torch = require("torch", "torch")
 
@@ -200,20 +223,20 @@ class Bundle(_native.Bundle):
         else:
             to = torch.device("cpu" if device is None else device)
             pin = to.type == "cuda" and torch.cuda.is_available()
-            # Torch locks pages by whatever device has a context already: there would be one on the first GPU, too.
+            # Torch pins memory with a device that already has a context; without this, the first GPU would get one.
             with torch.cuda.device(to) if pin else nullcontext():
                 tensor = self._torch_whole(info, pin=pin)
         return tensor if device is None else tensor.to(device)
 
     def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
-        """A tensor on the CPU; with `pin` in page-locked memory, which a GPU reads without a copy, if there is some."""
+        """Returns a tensor on the CPU; with `pin`, in pinned memory if possible, which a GPU reads without a copy."""
         torch = require("torch", "torch")
 
         empty = partial(torch.empty, info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         try:
             tensor = empty(pin_memory=pin)
         except RuntimeError:
-            # The system may lock less than there is.
+            # The system may limit pinned memory.
             if not pin:
                 raise
             tensor = empty()
@@ -223,10 +246,10 @@ class Bundle(_native.Bundle):
     def _torch_part(
         self, info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
     ) -> tuple[torch.Tensor, int]:
-        """These rows and columns on the CPU, and the stored bytes that were read for them."""
+        """Returns a part of a matrix on the CPU, and the number of stored bytes that were read."""
         torch = require("torch", "torch")
 
-        # Before there is memory for them.
+        # Checked before memory is allocated.
         rows, cols = _part(info, rows, cols)
         shape = tuple(end - start for start, end in (rows, cols))
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
@@ -245,7 +268,7 @@ def _unsigned(name: str, given: int) -> int:
 def _part(
     info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The rows and columns of a matrix that are asked for, checked."""
+    """Returns the checked ranges of rows and columns of a matrix; `None` means all."""
     if len(info.shape) != 2:
         raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is not a matrix; read all of it")
     return _range("rows", rows, info, 0), _range("cols", cols, info, 1)

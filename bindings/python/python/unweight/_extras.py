@@ -1,4 +1,4 @@
-"""Packages that only some features need."""
+"""Imports of optional dependencies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def _install(extra: str) -> str:
-    """The pip command for the requirements of an extra. It names them instead of `unweight[extra]`, because the wheel
-    may come from a file and not from a package index."""
+    """Returns the pip command that installs the requirements of an extra. It lists them instead of `unweight[extra]`,
+    because the wheel may come from a file and not from a package index."""
     try:
         declared = metadata.requires("unweight") or []
     except metadata.PackageNotFoundError:
@@ -20,13 +20,14 @@ def _install(extra: str) -> str:
 
 
 def require(extra: str, *modules: str) -> Any:
-    """Imports the modules of an extra and returns the last one; says how to install a missing one."""
+    """Imports the modules of an extra and returns the last one. Raises `ModuleNotFoundError` with the pip command if
+    one is not installed."""
     imported = None
     for module in modules:
         try:
             imported = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            # A module that is there may lack one of its own.
+            # An installed module may fail to import a dependency of its own.
             if error.name != module:
                 raise
             message = f"{module} is not installed; {_install(extra)}"

@@ -1,7 +1,7 @@
-"""What of the package is written in Rust. `Bundle` and the functions of `unweight` are made of it.
+"""The Rust part of the package, on which `Bundle` and the functions of `unweight` are built.
 
-An address is that of memory on the CPU that the caller holds during the call, and that nobody else uses meanwhile; a
-pair is an address and the number of bytes there. A wrong one is undefined behaviour, as everywhere.
+An address is that of CPU memory that the caller keeps allocated during the call and that nothing else uses meanwhile.
+`_Memory` is an address and a number of bytes. A wrong address or size is undefined behaviour.
 """
 
 import os
@@ -18,33 +18,39 @@ class Bundle:
     def __new__(cls, path: _Path) -> Bundle: ...
     @property
     def path(self) -> pathlib.Path:
-        """As it was given."""
+        """The path as passed to the constructor."""
     @property
     def _folder(self) -> pathlib.Path:
-        """The same, wherever the process goes."""
+        """The absolute path, which stays valid when the process changes its directory."""
     @property
     def profile(self) -> str:
-        """What the bundle was made for."""
+        """The profile that the bundle was compressed with, such as `"packed"`."""
     @property
     def manifest_digest(self) -> str:
-        """Of everything in it: two bundles with the same digest are the same."""
+        """The digest of the manifest, which has a digest of every file: equal digests mean equal bundles."""
     @property
     def weights_digest(self) -> str:
-        """Of its weights: what `config.json` calls the bundle by, as `manifest` in `quantization_config`."""
+        """The digest of the weights. `config.json` names it as `manifest` in `quantization_config`."""
     def _rows(self) -> list[dict[str, Any]]: ...
     def _row(self, name: str, *, file: Optional[str] = None) -> dict[str, Any]: ...
     def is_of_model(self, file: str) -> bool:
-        """Whether a model is loaded from a file: `model.safetensors`, else `model-*-of-*.safetensors`, else any."""
+        """Returns whether the model is loaded from this file.
+
+        It is `model.safetensors` if the bundle has it, else each `model-*-of-*.safetensors`, else every file.
+        """
     def _inspect(self) -> dict[str, Any]: ...
     def read(self, name: str, *, file: Optional[str] = None) -> bytes:
-        """The original bytes of a tensor, little-endian, compared with their digest."""
-    def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
-        """As `read`, into `nbytes` writable bytes at `address`; `nbytes` must be the tensor's.
+        """Returns the original little-endian bytes of a tensor, checked against their digest.
 
-        After an error what is there means nothing: it may be another's, or in part the tensor's.
+        `file` is the source file, needed if several files contain the name.
+        """
+    def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
+        """Decodes a tensor into `nbytes` writable bytes at `address`; `nbytes` must be the size of the tensor.
+
+        After an error, the contents of that memory are unspecified.
         """
     def reads_parts(self, name: str, *, file: Optional[str] = None) -> bool:
-        """Whether a part of a tensor can be read without the rest: large packed matrices, of bundles from 1.3 on."""
+        """Returns whether a part of a tensor can be read alone: large packed matrices, from format version 1.3 on."""
     def decode_part_into(
         self,
         name: str,
@@ -54,15 +60,18 @@ class Bundle:
         *,
         file: Optional[str] = None,
     ) -> int:
-        """Rows and columns (first, and the one after the last) of a matrix, into `memory`: address and writable bytes.
+        """Decodes a part of a matrix into writable `memory`; `rows` and `cols` are ranges with an exclusive end.
 
-        Returns how many stored bytes were read for them. Those are compared with their digests.
+        Returns the number of stored bytes that were read, which are checked against their digests.
         """
     def copied(self, name: str, *, limit: int = ...) -> Optional[bytes]:
-        """A file beside the weights, such as tokenizer.json; `None` if the bundle has none of this name."""
+        """Returns the bytes of a file next to the weights, such as `tokenizer.json`, checked against their digest.
+
+        Returns `None` if the bundle has no such file. A file of more than `limit` bytes is an error.
+        """
 
 class Packed:
-    """Packed weights that have no place yet."""
+    """A packed matrix in Rust's memory. `store` copies it to an arena and escape lists of the caller."""
 
     @property
     def arena_nbytes(self) -> int: ...
@@ -71,16 +80,16 @@ class Packed:
     def store(self, arena: _Memory, escapes: _Memory) -> None: ...
 
 def has_kernels(major: int, minor: int) -> bool:
-    """Whether there are kernels for GPUs of a compute capability."""
+    """Returns whether there are kernels for GPUs of a compute capability."""
 
 class Runtime:
-    """Kernels and known arenas of one GPU, `ordinal` as torch counts them; one a process and GPU.
+    """The kernels and registered arenas of one GPU. Make one per process and GPU; `ordinal` is torch's device index.
 
-    Above a batch of `expand_above` weights are expanded to BF16 for cuBLAS; `None`: where that is faster.
+    Batches above `expand_above` expand weights to BF16 for cuBLAS; `None` does so where it is predicted to be faster.
 
-    Addresses are those of memory on this GPU; arenas and escapes begin at multiples of 256, and 256 more bytes behind
-    `escapes` may be read. All calls but `linear` wait for a stream of their own: what other streams do with the memory
-    is done before.
+    Addresses are those of memory on this GPU. Arenas and escapes are aligned to 256 bytes, and 256 bytes after
+    `escapes` are readable. `linear` and `experts` enqueue on the caller's stream. Other methods that access this
+    memory use a stream of their own and wait for it; the caller first waits for its streams that use the memory.
     """
 
     def __init__(self, ordinal: int, max_batch: int, expand_above: Optional[int] = None) -> None: ...
@@ -89,22 +98,26 @@ class Runtime:
     def room(rows: int, cols: int) -> Optional[tuple[int, int]]: ...
     def pack(self, weights: int, rows: int, cols: int, arena: _Memory, escapes: _Memory) -> Optional[int]: ...
     def prepare(self, rows: int, cols: int) -> None:
-        """Makes the kernels that `register` asks for of a shape."""
+        """Compiles and loads the kernels that `register` needs for a shape."""
     def register(self, arena: _Memory, escapes: _Memory) -> tuple[int, str]:
-        """The caller holds both until `forget`, unchanged, and until all work with them is done. What `forget` takes,
-        and the digest of the escapes."""
+        """Registers an arena; returns the id for `forget` and the digest of the escapes. The caller keeps both buffers
+        unchanged until `forget` is called and all work with them is done."""
     def knows(self, arena: int) -> bool: ...
     def digest(self, arena: _Memory) -> str: ...
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
     def linear(self, arena: int, rows: tuple[int, int, int], scratch: _Memory, stream: int, add: bool) -> None:
-        """`rows`: address of x, its rows, address of y. Enqueues on `stream`, a CUDA stream of this GPU. The caller holds all of it until the work is done."""
+        """Enqueues `y = x @ weight.T` (`y +=` with `add`) on `stream`, a CUDA stream of this GPU.
+
+        `rows` is the address of x, its number of rows, and the address of y. The caller keeps all buffers allocated
+        until the work is done.
+        """
     def unpack(self, arena: int, out: _Memory) -> None: ...
     def register_experts(
         self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
     ) -> int:
-        """Each arena with its escapes, held as for `register`. What `forget_experts` takes."""
+        """Registers two arenas, each with its escapes, kept as for `register`; returns the id for `forget_experts`."""
     def forget_experts(self, gate_up: int, id: int) -> None: ...
     def experts_scratch_nbytes(
         self, arenas: tuple[int, int], m: int, hidden: int, top_k: int, experts: int
@@ -117,8 +130,11 @@ class Runtime:
         scratch: _Memory,
         stream: int,
     ) -> None:
-        """As `linear`. `routed`: int32 ids and float32 weights `[m, top_k]`, and `top_k`; an id that is no expert's is
-        no work."""
+        """Enqueues the products of `m` tokens with their experts; `rows` and `stream` are as for `linear`.
+
+        `routed` is the addresses of int32 ids and float32 weights `[m, top_k]`, and `top_k`. Ids outside of
+        `0..experts` are skipped.
+        """
 
 def compress(
     source: _Path,

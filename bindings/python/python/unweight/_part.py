@@ -1,4 +1,7 @@
-"""Matrices of a bundle that are read when they are used, and then only the part that is."""
+"""Lazy tensors for matrices of a bundle: only the slice that an operation uses is read, when it is used.
+
+vLLM's tensor parallelism slices whole matrices. With `Part`, each process reads only its own slice.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ _aten = torch.ops.aten
 
 
 class _Fixed(Tensor):
-    """A tensor that refuses to be changed in place: nothing would keep the change."""
+    """A tensor subclass that refuses in-place changes, which would be lost."""
 
     _name: str
 
     @property
     def data(self) -> Tensor:
-        """As torch's; it cannot be set."""
+        """Returns `self.detach()`; setting it raises `NotImplementedError`."""
         return self.detach()
 
     @data.setter
@@ -28,15 +31,15 @@ class _Fixed(Tensor):
         raise _no_change("data =", self._name)
 
     def read(self) -> Tensor:
-        """The numbers."""
+        """Returns the contents as a plain tensor."""
         raise NotImplementedError
 
     def share_memory_(self) -> Tensor:
-        """Refused: there is no memory of its own that could be shared or shown."""
+        """Raises `NotImplementedError`, because the tensor has no memory to share."""
         raise _no_memory("share_memory_", self._name)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        """Refused."""
+        """Raises `NotImplementedError`, because the tensor has no memory to export."""
         raise _no_memory("__dlpack__", self._name)
 
     @classmethod
@@ -45,10 +48,10 @@ class _Fixed(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _aten.copy_.default and args[0].device.type == "meta":
-            # Only shapes count there.
+            # A copy to a meta tensor needs only the shape and dtype.
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
         told, seen = func._schema.arguments, None
-        # By its place or by its name, and in a list as well.
+        # A `_Fixed` may be a positional or keyword argument, or in a list.
         for argument, given in [*zip(told, args), *((one, kwargs.get(one.name)) for one in told)]:
             if argument.alias_info is not None:
                 fixed = next((one for one in tree_leaves(given) if isinstance(one, _Fixed)), None)
@@ -75,7 +78,7 @@ def _no_memory(what: str, name: str) -> NotImplementedError:
 
 
 class _Seen(_Fixed):
-    """What a view of a part shows: the numbers, read once."""
+    """A view of a part, with contents that were read once."""
 
     _read: Tensor
 
@@ -96,7 +99,7 @@ class _Seen(_Fixed):
         pass
 
     def read(self) -> Tensor:
-        """The numbers."""
+        """Returns the contents."""
         return self._read
 
     def __repr__(self, **_: Any) -> str:
@@ -104,11 +107,11 @@ class _Seen(_Fixed):
 
 
 class Part(_Fixed):
-    """A part of a BF16 matrix on the CPU, without memory of its own.
+    """A rectangle of a BF16 matrix in a bundle, as a CPU tensor without memory of its own.
 
-    Slices of it are parts. Whatever else asks for its numbers gets them, read, compared with their digests and decoded
-    for this one use; other views of it have read them, and cannot be changed either. A copy into a tensor without
-    memory reads nothing.
+    A slice with step 1 is another `Part` and reads nothing. Any other operation reads, checks and decodes the contents
+    for this one use. Other views keep the contents that they read, and are read-only, too. A copy to a meta tensor
+    reads nothing.
     """
 
     _bundle: Bundle
@@ -126,7 +129,10 @@ class Part(_Fixed):
         rows: Optional[tuple[int, int]] = None,
         cols: Optional[tuple[int, int]] = None,
     ) -> Part:
-        """`tell` is called with the stored bytes that were read, each time."""
+        """Makes a part of the tensor `info`; `rows` and `cols` are ranges with an exclusive end, `None` for all.
+
+        Each read calls `tell` with the number of stored bytes read.
+        """
         rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
         shape = (rows[1] - rows[0], cols[1] - cols[0])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")
@@ -138,7 +144,7 @@ class Part(_Fixed):
         pass
 
     def read(self) -> Tensor:
-        """The numbers, in memory of their own."""
+        """Reads and decodes the contents into a new tensor."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         tensor, read = self._bundle._torch_part(self._info, self._rows, self._cols)

@@ -1,4 +1,4 @@
-"""Models to bundles and back."""
+"""The functions that work on whole models: `compress`, `plan`, `decompress`, `verify` and `inspect`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Path = Union[str, bytes, "os.PathLike[str]"]
 
 
 class Progress(NamedTuple):
-    """How far the work is: what a callback is given."""
+    """The progress of the work, passed to a callback."""
 
     done_bytes: int
     total_bytes: int
-    """0 until it is known."""
+    """0 until the total is known."""
     file: str
     tensor: str
 
@@ -64,7 +64,7 @@ def _ram(count: Optional[int]) -> Optional[int]:
 
 
 def _callback(progress: Optional[Callback]) -> Optional[Callback]:
-    # Now, rather than when the work is done.
+    # Checked now, because the callback is first called after the work has begun.
     if progress is not None and not callable(progress):
         raise TypeError(f"progress={progress!r}; give a function that takes a Progress")
     return progress
@@ -95,17 +95,38 @@ def compress(
     sha256: bool = False,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
-    """Compresses a model directory to a bundle, which appears under its name when it is complete.
+    """Compresses a model directory to a bundle. The bundle appears at `output` only when it is complete.
 
-    `profile` is `"distribution"`, `"inference"`, `"palette"`, `"packed"` or `"compact"`; `scope` `"mlp"`, `"linear"`
-    or `"all"`; `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them.
-    `verify` is what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
+    Args:
+        source: model directory with safetensors files.
+        output: bundle directory to write.
+        profile: what to optimise for: `"distribution"` (smallest), `"inference"`, `"palette"`, `"packed"` (fastest on
+            a GPU) or `"compact"`.
+        scope: tensors to compress: `"mlp"`, `"linear"` (MLP and attention) or `"all"`; `None` is the profile's default.
+        code_limit: longest Huffman code, 6 to 15 bits; `None` is the default.
+        include: glob patterns (`*`, `?`) of tensor names; if given, only matching tensors are compressed.
+        exclude: patterns of tensor names that stay raw.
+        skip: patterns of files and directories next to the weights to leave out.
+        plan_file: JSON file with an encoding per tensor.
+        threads: number of threads; `None` is all processors.
+        ram_bytes: memory limit for tensors in work, in bytes; `None` is 1 GiB. A larger tensor is encoded alone.
+        resume: reuse the finished files of an interrupted run with the same options.
+        force: replace an existing bundle once the new one is complete.
+        verify: tensors to decode and compare before the bundle is complete: `"full"`, `"sample"` or `"none"`.
+        sha256: record the SHA-256 of every source file.
+        progress: called with a `Progress` about ten times per second and at the end, on the calling thread.
 
-    `progress` is called about ten times a second, and at the end, on the calling thread. Ctrl-C, or an exception of the
-    callback, stops the work at the next tensor and is raised; what is finished is kept for `resume=True`.
+    Ctrl-C or an exception in `progress` stops the work at the next tensor and is raised; finished files are kept for
+    `resume=True`.
 
-    Returns a report with the keys of `unweight compress --json`. A `config.json` that cannot say that the weights
-    beside it are a bundle's (`unmarked_configs`) is warned of.
+    Returns a report with the keys of `unweight compress --json`. Warns about each `config.json` that cannot be marked
+    as a bundle's (`unmarked_configs`).
+
+    Raises:
+        ModelError: the model cannot be compressed.
+        OutputExistsError: `output` exists and `force` is false.
+        StorageError: reading or writing failed.
+        ValueError, TypeError: an argument is invalid.
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
@@ -132,7 +153,11 @@ def plan(
     plan_file: Optional[Path] = None,
     threads: Optional[int] = None,
 ) -> dict[str, Any]:
-    """Predicts what `compress` would do, from headers and samples; the keys of `unweight plan --json`."""
+    """Predicts the result of `compress` with these arguments from headers and samples, without writing anything.
+
+    Returns a report with the keys of `unweight plan --json`. Raises `ModelError`, `StorageError`, `ValueError` and
+    `TypeError` as `compress`.
+    """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     return _native.plan(os.fsdecode(source), choice)
 
@@ -147,9 +172,17 @@ def decompress(
     force: bool = False,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
-    """Rebuilds the original files, byte for byte; the keys of `unweight decompress --json`.
+    """Restores the original files of a bundle in the directory `output`, byte for byte.
 
-    `progress` and Ctrl-C are as for `compress`.
+    The other arguments, and Ctrl-C, work as for `compress`. Returns a report with the keys of
+    `unweight decompress --json`.
+
+    Raises:
+        NotABundleError, NewerVersionError, OldVersionError: `bundle` is not a bundle that this version reads.
+        DamagedError: the bundle is damaged.
+        OutputExistsError: `output` exists, and `force` is false or would lose other files.
+        StorageError: reading or writing failed.
+        ValueError, TypeError: an argument is invalid.
     """
     counts = {"threads": _count("threads", threads), "ram_bytes": _ram(ram_bytes)}
     more = {**counts, "resume": resume, "force": force}
@@ -167,10 +200,20 @@ def verify(
     key: Optional[str] = None,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
-    """Checks every byte of a bundle; the keys of `unweight verify --json`.
+    """Checks every byte of a bundle, and returns a report with the keys of `unweight verify --json`.
 
-    Damage is in `problems`, which is empty for a sound bundle; only what cannot be checked at all is an exception.
-    `against` is the directory that the bundle was made from, `key` the text of a minisign public key.
+    The report lists damage in `problems`, which is empty for an intact bundle. Only a bundle that cannot be checked at
+    all raises an exception.
+
+    Args:
+        bundle: bundle directory.
+        against: the source directory, to compare every file with it.
+        skip: the patterns that `compress` was given as `skip`.
+        quick: check only the manifest and names, sizes and headers of files, not the weights.
+        threads: number of threads; `None` is all processors.
+        ram_bytes: memory limit for tensors in work, in bytes; `None` is 1 GiB.
+        key: text of the minisign public key that must have signed the manifest.
+        progress: as for `compress`.
     """
     more = {
         "against": None if against is None else os.fsdecode(against),
@@ -184,5 +227,8 @@ def verify(
 
 
 def inspect(bundle: Path) -> dict[str, Any]:
-    """What is in a bundle, tensor by tensor; the keys of `unweight inspect --json`."""
+    """Returns a report on the tensors of a bundle, with the keys of `unweight inspect --json`.
+
+    Raises the same errors as opening a `Bundle`.
+    """
     return _native.Bundle(os.fsdecode(bundle))._inspect()

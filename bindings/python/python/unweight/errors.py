@@ -1,6 +1,6 @@
-"""What can go wrong, by what a caller would do about it. The message says what, where and what to do next.
+"""The exceptions of this package, one class per reaction of a caller. A message says what failed and what to do next.
 
-Wrong arguments are `ValueError` or `TypeError`, as everywhere.
+Wrong arguments raise `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Optional
 
 
 class UnweightError(Exception):
-    """Whatever the library refuses or cannot do."""
+    """The base class of all errors of this package."""
 
     file: Optional[str]
-    """The file it is about, where one is known."""
+    """The file that caused the error, if known."""
     tensor: Optional[str]
-    """The tensor it is about, where one is known."""
+    """The tensor that caused the error, if known."""
     offset: Optional[int]
-    """The first byte in that file it is about, where one is known."""
+    """The offset of the error in that file in bytes, if known."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class UnweightError(Exception):
 
 
 class DamagedError(UnweightError, ValueError):
-    """A bundle's bytes are not those that were written: fetch or make it again."""
+    """A bundle's bytes changed after it was written: download or create it again."""
 
 
 class NotABundleError(UnweightError):
@@ -44,32 +44,32 @@ class NotABundleError(UnweightError):
 
 
 class NewerVersionError(UnweightError):
-    """The bundle is of a newer version of the format: update this package."""
+    """The bundle has a newer format version: update this package."""
 
 
 class OldVersionError(UnweightError):
-    """The bundle is of a development version of the format: compress the model again."""
+    """The bundle has a development version of the format: compress the model again."""
 
 
 class ModelError(UnweightError, ValueError):
-    """The model to compress cannot be used as it is: no weights, a broken file, or one that changes meanwhile."""
+    """The model cannot be compressed: it has no weights, or a file is broken or changed during the work."""
 
 
 class OutputExistsError(UnweightError, FileExistsError):
-    """The output is there already: choose another name, or say `force=True`."""
+    """The output already exists: choose another path, or pass `force=True`."""
 
 
 class UnknownNameError(UnweightError, KeyError):
-    """The bundle has no tensor or file of this name, or a tensor of this name in several files."""
+    """The bundle has no tensor or file with this name, or several files have a tensor with this name."""
 
 
 class StorageError(UnweightError, OSError):
-    """The system refused to read or write. `errno` is its answer, where there is one."""
+    """Reading or writing failed. `errno` is the error code of the system, if it returned one."""
 
 
 class DeviceError(UnweightError, RuntimeError):
-    """The GPU, its driver or the compiler of its kernels is missing, or has failed."""
+    """The GPU, its driver or the kernel compiler (NVRTC) is missing or has failed."""
 
 
 class CancelledError(UnweightError):
-    """The work was stopped; the cause of the exception that stopped it, `KeyboardInterrupt` as a rule."""
+    """The work was cancelled. It is the `__cause__` of the exception that cancelled it, usually `KeyboardInterrupt`."""

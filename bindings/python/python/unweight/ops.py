@@ -1,9 +1,9 @@
-"""Linear layers on packed weights, for torch: the operator `torch.ops.unweight.linear`, and a module that uses it.
+"""Linear layers on packed weights, for torch: the operator `torch.ops.unweight.linear`, and modules that use it.
 
-`pack` turns a BF16 matrix into an arena of 12.03 bits a weight; the operator multiplies by it, and `unpack` gives the
-bits back. The operator works under `torch.compile` and knows fake tensors. On the CPU it unpacks the weights and calls
-`torch.nn.functional.linear`: the same bits as without packing. On NVIDIA's GPUs from Ampere on its kernels multiply by
-the packed weights, may be captured into CUDA graphs, and run on any stream. It has no backward.
+`pack` converts a BF16 matrix to an arena, a uint8 tensor with 12.03 bits per weight. The operator multiplies by an
+arena, and `unpack` returns the original matrix bit for bit. The operator supports `torch.compile` and fake tensors, but
+has no backward. On the CPU, it unpacks the weights and calls `torch.nn.functional.linear`, with bit-identical results.
+On NVIDIA GPUs from Ampere on, its kernels multiply by the packed weights, on any stream and in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _library.define(
 
 
 class Escapes:
-    """The lists of escapes of an arena: the few weights that its window does not hold.
+    """The escape lists of an arena: the few weights outside of its exponent window.
 
-    An arena's size follows from its shape alone, which keeps compiled graphs alike; these lists vary, and are found by
-    the digest that the arena has of them. Whoever holds an arena holds this object, too. It never changes, so a copy of
-    it is the same object.
+    The size of an arena depends on its shape alone, so layers of one shape share a compiled graph. The lists vary in
+    size; the operator finds them by the digest in the arena. Keep this object as long as the arena. It is immutable,
+    so copying returns the same object.
     """
 
     __slots__ = ("__weakref__", "digest", "data")
@@ -86,7 +86,7 @@ _lock = threading.Lock()
 
 
 def _unlock() -> None:
-    """In a child of a fork: who held the lock is not there, and would never give it back."""
+    """Replaces the lock in a forked child: a thread that held it in the parent does not exist in the child."""
     global _lock
     _lock = threading.Lock()
 
@@ -95,7 +95,7 @@ os.register_at_fork(after_in_child=_unlock)
 
 
 def _escapes(digest: str, data: Tensor) -> Escapes:
-    """The one object with these lists on a device."""
+    """Returns the `Escapes` with this digest on the device of `data`; makes it if there is none."""
     with _lock:
         known = _known.get((data.device, digest))
         if known is None:
@@ -103,17 +103,17 @@ def _escapes(digest: str, data: Tensor) -> Escapes:
         return known
 
 
-# Kernels may read as far behind a section.
+# Kernels may read so many bytes after the end of a section.
 _PAD = 256
-# The largest batch of a launch; larger ones take several.
+# The maximum batch of a launch; larger batches need several.
 _MAX_BATCH = 4096
-# Above this batch weights are expanded to BF16 for cuBLAS; `None`: where that is faster. For tests.
+# Batches above this expand weights to BF16 for cuBLAS; `None` does so where it is predicted to be faster. For tests.
 _EXPAND_ABOVE: Optional[int] = None
 _runtimes: dict[int, _native.Runtime] = {}
 
 
 def why_not(device: torch.device) -> Optional[str]:
-    """Why packed weights cannot be on a device; `None` if they can."""
+    """Returns the reason why packed weights cannot run on a `torch.device`, or `None` if they can."""
     if device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.cuda is None:
@@ -143,14 +143,14 @@ def _runtime(device: torch.device) -> _native.Runtime:
 
 
 def _prepare(device: torch.device, n: int, k: int) -> None:
-    """Compiles what `place` asks for of a shape, before its weights are there."""
+    """Compiles the kernels that `place` needs for weights `[n, k]`, before the weights are loaded."""
     if _native.Runtime.room(n, k) is not None:
         _runtime(device).prepare(n, k)
 
 
 def _name_libraries() -> None:
-    """Names the NVRTC and the cuBLAS that came with torch, unless the user has named some: their folders are this
-    Python's own affair."""
+    """Sets the environment variables for NVRTC and cuBLAS to the libraries installed with torch, unless they are set.
+    Only this Python knows those directories."""
     spec = importlib.util.find_spec("nvidia")
     homes = (spec.submodule_search_locations if spec else None) or ()
     for variable, library, parts in (
@@ -164,10 +164,11 @@ def _name_libraries() -> None:
 
 
 class Placed:
-    """An arena on a GPU, known to an operator there by its address, with its lists of escapes; or both of a mixture.
+    """A registered arena on a GPU with its escape lists, or the two arenas of a mixture of experts.
 
-    Whoever holds an arena on a GPU holds this object, too. It holds the arena, so that its address stays its own. A
-    copy makes the copy of the arena known.
+    The operators find a registered arena by its address. Keep this object as long as the arena: it unregisters the
+    arena when it is freed. It references the arena, so that the address is not reused. `copy.deepcopy` copies the
+    arena and registers the copy.
     """
 
     __slots__ = ("__weakref__", "arenas", "lists", "_place", "_shared")
@@ -183,13 +184,13 @@ class Placed:
 
     @property
     def arena(self) -> Tensor:
-        """The one arena."""
+        """The arena, uint8 `[bytes]`; `ValueError` if there are two."""
         (arena,) = self.arenas
         return arena
 
     @property
     def data(self) -> Tensor:
-        """Its lists of escapes."""
+        """The escape lists of the arena, uint8 `[bytes]`; `ValueError` if there are two arenas."""
         (lists,) = self.lists
         return lists
 
@@ -201,29 +202,31 @@ class Placed:
 
 
 def _own(lists: Tensor, device: torch.device) -> Tensor:
-    """Lists of escapes in memory of their own: with what is read behind them, and as long as their arena."""
+    """Copies escape lists to their own memory on a device, with the padding that kernels may read after them."""
     return torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
 
 
 def place(arena: Tensor, escapes: Tensor) -> Placed:
-    """Makes an arena on a GPU known, with its lists of escapes (`data` of what was kept with it).
+    """Registers an arena on a GPU with its escape lists; returns a `Placed` to keep as long as the arena.
 
-    The kernels of its shape are compiled by then, or found in the cache. Not during a capture.
+    `arena` is uint8 `[bytes]` on the GPU. `escapes` is uint8 `[bytes]`, the `data` of its `Escapes` or `Placed`, and is
+    copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
+    CUDA graph. Raises `ValueError` if they do not belong together, and `DeviceError` if the GPU or NVRTC fails.
     """
     data, runtime, memory = _own(escapes, arena.device), _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
         known, digest = runtime.register(memory, _memory(data))
-    # By the digest, the lists are found for a copy of the arena, too.
+    # With the digest, `_copied` finds the lists for a copy of the arena.
     placed = Placed(place, (arena,), (data,), _escapes(digest, data))
     weakref.finalize(placed, runtime.forget, memory[0], known)
     return placed
 
 
 def _copied(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
-    """What makes the copy of an arena known for as long as it is held, if its lists of escapes are known.
+    """Registers a copy of an arena, if its escape lists are known and no capture is running; else returns `None`.
 
-    Torch copies operands where it checks operators. Each call reads the head of the arena, and waits for it.
+    Torch copies operands when it tests operators. Each call copies the head of the arena to the CPU and waits for it.
     """
     if torch.cuda.is_current_stream_capturing() or not arena.is_contiguous():
         return None
@@ -241,14 +244,14 @@ def _copied(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
 
 
 def _kept(arena: Tensor, kept: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
-    """What is to be kept of an arena that came from another place."""
+    """Returns the object to keep with an arena that was moved; `kept` is the object of the original."""
     if arena.device.type == "cuda" or arena.device.type == "cpu" and isinstance(kept, Placed):
         return _held(arena, kept.data)
     return kept
 
 
 def _held(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
-    """What is to be kept of an arena and its lists of escapes, where it is."""
+    """Returns the object to keep with an arena: `Placed` on a GPU, `Escapes` on the CPU."""
     if arena.device.type == "cuda":
         return place(arena, data)
     _, _, _, digest = _native.arena_head(*_memory(arena))
@@ -256,23 +259,23 @@ def _held(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
 
 
 class Packed(NamedTuple):
-    """A packed matrix."""
+    """A packed matrix `[n, k]`."""
 
     arena: Tensor
-    """uint8: what the operator takes."""
+    """uint8 `[bytes]`: the operand of `torch.ops.unweight.linear`."""
     escapes: Union[Escapes, Placed]
-    """To be kept as long as the arena."""
+    """The escape lists; keep this object as long as the arena."""
     n: int
     k: int
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of the arena."""
+        """Size of the arena in bytes, without the escape lists."""
         return self.arena.nbytes
 
     @property
     def bf16_nbytes(self) -> int:
-        """Bytes of what was packed."""
+        """Size of the BF16 matrix in bytes."""
         return self.n * self.k * 2
 
 
@@ -281,16 +284,18 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
 
 
 def pack(weight: Tensor) -> Optional[Packed]:
-    """Packs a BF16 matrix `[n, k]` where it is, on the CPU or on a GPU; `None` if that cannot be.
+    """Packs a BF16 matrix `[n, k]` on its device, the CPU or a GPU; returns `None` if it cannot be packed.
 
-    That is so if n or k is no multiple of 64, if more than one weight in 256 lies outside of every window of 16
-    exponents, or if one outside has no exact operand, as the largest of BF16: trained models have neither.
+    A matrix cannot be packed if `n` or `k` is not a multiple of 64, if more than one weight in 256 is outside of every
+    window of 16 exponents, or if one of these has no exact operand, such as the largest BF16 values. Trained models
+    rarely exceed the last two limits. Raises `ValueError` if `weight` is not a bfloat16 matrix or its device has no
+    kernels (`why_not`), and `DeviceError` if the GPU or NVRTC fails.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         raise ValueError(f"pack takes a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
     if (reason := why_not(weight.device)) is not None:
         raise ValueError(f"{reason}; give weight.cpu()")
-    # Held by this name until Rust has read it: rows of a shard are strided, and become a temporary here.
+    # This may be a temporary copy (rows of a shard are strided); the name keeps it alive until Rust has read it.
     held = weight.detach().resolve_neg().contiguous()
     n, k = held.shape
     if held.device.type == "cuda":
@@ -311,7 +316,7 @@ def _pack_cuda(weight: Tensor) -> Optional[Packed]:
 
 
 def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
-    """An arena on a GPU that is not known yet, and its lists of escapes."""
+    """Packs on a GPU; returns an arena that is not registered yet, and its escape lists."""
     n, k = weight.shape
     room = _native.Runtime.room(n, k)
     if room is None:
@@ -320,39 +325,41 @@ def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
     with torch.cuda.device(weight.device):
         arena = torch.empty(room[0], dtype=torch.uint8, device=weight.device)
         lists = torch.empty(room[1] + _PAD, dtype=torch.uint8, device=weight.device)
-        # The weights are written, and what had this memory before is done with it.
+        # Wait until the weights are written, and until earlier users of the new buffers are done.
         torch.cuda.current_stream().synchronize()
         nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), room[1]))
     return None if nbytes is None else (arena, lists[:nbytes])
 
 
 class PackedExperts(NamedTuple):
-    """The experts of a mixture, packed: what `torch.ops.unweight.experts` takes."""
+    """The packed experts of a mixture: operands of `torch.ops.unweight.experts`."""
 
     gate_up: Tensor
-    """The arena of all gates and ups: 8 rows of a gate and 8 of its up in turns, expert below expert."""
+    """Arena of all gates and ups, uint8 `[bytes]`. Experts are stacked; 8 rows of a gate alternate with 8 of its up."""
     down: Tensor
-    """The arena of all downs, expert below expert."""
+    """Arena of all downs, uint8 `[bytes]`. Experts are stacked."""
     kept: tuple[object, ...]
-    """To be kept as long as the arenas."""
+    """Objects to keep as long as the arenas."""
     experts: int
     bf16_nbytes: int
-    """Bytes of what was packed."""
+    """Size of the BF16 matrices in bytes."""
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of the arenas."""
+        """Size of the arenas in bytes, without the escape lists."""
         return self.gate_up.nbytes + self.down.nbytes
 
 
-# Rows of a gate, and of its up, that follow each other.
+# Consecutive rows of a gate, and then of its up, in the arena `gate_up`.
 _GATE_ROWS = 8
 
 
 def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
-    """Packs the experts of a mixture where they are: BF16 `[experts, 2 * intermediate, hidden]`, of each expert the
-    gate and then the up, and `[experts, hidden, intermediate]`. `None` if that cannot be, as `pack` says; all experts
-    share a window.
+    """Packs the experts of a mixture on their device; returns `None` if they cannot be packed, as for `pack`.
+
+    `gate_up` is BF16 `[experts, 2 * intermediate, hidden]`, for each expert the gate and then the up; `down` is BF16
+    `[experts, hidden, intermediate]`. All experts share an exponent window. Raises the errors of `pack`, and
+    `ValueError` if the shapes are not those of one mixture.
     """
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"experts are [experts, n, k], got {list(gate_up.shape)} and {list(down.shape)}")
@@ -380,7 +387,7 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
 
 
 def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, lower: Tensor) -> Placed:
-    """As `place`, both arenas of a mixture."""
+    """Registers both arenas of a mixture, as `place`; `upper` and `lower` are their escape lists."""
     runtime = _runtime(gate_up.device)
     upper, lower = _own(upper, gate_up.device), _own(lower, gate_up.device)
     with torch.cuda.device(gate_up.device):
@@ -393,7 +400,8 @@ def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, l
 
 
 def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """What `pack_experts` was given, bit for bit, from its arenas on the CPU."""
+    """Returns `gate_up` and `down` as passed to `pack_experts`, bit for bit, from its arenas. Raises `ValueError` if
+    they are not those of `experts` experts, and the errors of `unpack`."""
     upper, lower = unpack(gate_up), unpack(down)
     (rows, hidden), intermediate = upper.shape, lower.shape[1]
     if experts < 1 or rows % (2 * _GATE_ROWS * experts) or lower.shape[0] != experts * hidden:
@@ -403,12 +411,16 @@ def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor,
 
 
 def unpack(arena: Tensor) -> Tensor:
-    """The BF16 matrix of an arena, where it is, bit for bit."""
+    """Returns the BF16 matrix `[n, k]` of an arena (uint8 `[bytes]`), bit for bit, on its device.
+
+    Raises `ValueError` if `arena` is not an arena, and `UnweightError` if its escape lists are gone or, on a GPU, it is
+    not registered.
+    """
     if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
         raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
     if arena.device.type == "cuda":
         runtime = _runtime(arena.device)
-        # Held by this name until the weights are there.
+        # The name keeps the registration alive until the weights are unpacked.
         copied = None if runtime.knows(arena.data_ptr()) else _copied(arena, runtime)
         with torch.cuda.device(arena.device):
             weight = torch.empty(runtime.shape(arena.data_ptr()), dtype=torch.bfloat16, device=arena.device)
@@ -439,11 +451,11 @@ _NO_DERIVATIVES = "packed weights have no backward: they cannot be trained; load
 
 
 def _refuse_tangents(*operands: Tensor) -> None:
-    """Refuses operands with a forward-mode derivative, and all within a derivative of torch.func's."""
-    # It wraps whatever comes, whether the derivative is by that or not.
+    """Raises `NotImplementedError` for operands with a forward-mode tangent, or inside a derivative of torch.func."""
+    # torch.func wraps every operand, even those that the derivative is not with respect to.
     if any(torch._C._functorch.is_gradtrackingtensor(one) for one in operands):
         raise NotImplementedError(_NO_DERIVATIVES)
-    # torch.func has a count of its own.
+    # torch.func counts its levels separately.
     if forward_ad._current_level < 0 and not eager_transforms.JVP_NESTING:
         return
     if any(forward_ad.unpack_dual(one, level=0).tangent is not None for one in operands):
@@ -466,7 +478,7 @@ def _cpu(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Ten
     weight = unpack(arena)
     if weight.shape[0] != n or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weights are {list(weight.shape)}, but n is {n} and x has {x.shape[-1]} columns")
-    # The type that the operator says that it has; on a GPU no autocast comes between, either.
+    # The operator declares BF16 output, so autocast must not change it; the GPU path is not subject to autocast.
     with torch.autocast("cpu", enabled=False):
         return F.linear(x, weight, bias).contiguous()
 
@@ -477,31 +489,31 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     if arena.device != device:
         raise ValueError(f"unweight::linear takes x and the arena on one device, got {device} and {arena.device}")
     if torch.cuda.current_device() != device.index:
-        # The runtime makes its device the current one.
+        # The runtime changes the current device; the context manager restores it.
         with torch.cuda.device(device):
             return _cuda(x, arena, n, bias)
     runtime, at, k = _runtime(device), arena.data_ptr(), x.shape[-1]
     rows = x.reshape(-1, k).contiguous()
     if rows.data_ptr() % 16:
-        # The copy engine reads it.
+        # Kernels need 16-byte alignment.
         rows = rows.clone()
     m, add = rows.shape[0], bias is not None
     copied: Optional[Placed] = None
     try:
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     except UnweightError:
-        # Held by this name until the launch is enqueued.
+        # The name keeps the registration alive until the launch is enqueued.
         copied = None if runtime.knows(at) else _copied(arena, runtime)
         if copied is None:
             raise
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
     if bias is not None:
-        # Added to before the one rounding.
+        # The kernel adds to y before it rounds, so there is one rounding.
         y.copy_(bias)
     scratch = (0, 0)
     if scratch_nbytes:
-        # Held by this name until the launch is enqueued; the allocator orders its next use behind it.
+        # The name keeps it alive until the launch is enqueued; the allocator orders its reuse after the launch.
         held = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
         scratch = _memory(held)
     memory = (rows.data_ptr(), m, y.data_ptr())
@@ -534,7 +546,7 @@ def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights:
             gate, up = F.linear(x[tokens], upper[expert]).float().chunk(2, dim=-1)
             rows = F.linear((F.silu(gate) * up).to(x.dtype), lower[expert])
             out[tokens, places] = rows.float() * weights[tokens, places, None].float()
-    # In fp32 over the places of a token, rounded once.
+    # Summed in float32 over the experts of a token, then rounded once.
     return out.sum(dim=1).to(x.dtype)
 
 
@@ -554,7 +566,7 @@ def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights
     (m, hidden), top_k = rows.shape, ids.shape[1]
     nbytes = runtime.experts_scratch_nbytes(arenas, m, hidden, top_k, experts)
     y = torch.empty_like(rows)
-    # Held by this name until the launches are enqueued; the allocator orders its next use behind them.
+    # The name keeps it alive until the launches are enqueued; the allocator orders its reuse after them.
     scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
     routed = (ids.data_ptr(), weights.data_ptr(), top_k)
     stream = torch.cuda.current_stream().cuda_stream
@@ -575,7 +587,7 @@ def _fake(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
 
 
 def _check_devices(name: str, x: Tensor, *others: Optional[Tensor]) -> None:
-    """Refuses operands without numbers beside those with: the result would be what lay in memory."""
+    """Raises `ValueError` unless all operands are on one device. A meta tensor among real ones would give garbage."""
     for other in others:
         if other is not None and other.device != x.device:
             raise ValueError(
@@ -589,7 +601,8 @@ def _no_backward(context: Any, *gradients: Any) -> Any:
 
 
 def _refuse_derivatives(name: str) -> None:
-    """As `torch.library.register_autograd`, which would let forward-mode derivatives through, as zeros."""
+    """Registers an autograd kernel that refuses derivatives. `torch.library.register_autograd` does not refuse
+    forward-mode derivatives, but returns zeros for them."""
     info = autograd.Info(_no_backward, _remember)
     kernel = autograd.make_autograd_impl(getattr(torch.ops.unweight, name).default, info)
 
@@ -601,7 +614,7 @@ def _refuse_derivatives(name: str) -> None:
 
 
 def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    """Nothing: there is no backward."""
+    """Saves nothing for the backward, because there is none."""
 
 
 _library.impl("experts", _experts_cpu, "CPU")
@@ -615,9 +628,9 @@ _refuse_derivatives("linear")
 
 
 def _is_watched() -> bool:
-    """Whether somebody but the caller is to see operations: a trace, a mode, a profiler, a derivative."""
+    """Returns whether something observes operators: a trace, a dispatch mode, a profiler or a derivative."""
     return bool(
-        # The first: a compiler looks no further.
+        # First, because torch.compile evaluates it as a constant and skips the rest.
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or torch._C._len_torch_dispatch_stack()
@@ -631,19 +644,27 @@ def _is_watched() -> bool:
 
 
 def _linear(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor]) -> Tensor:
-    """The operator; where nobody watches, without the dispatcher, which takes longer than a small product."""
+    """Calls the operator. If nothing observes it, bypasses the dispatcher, which takes longer than a small matmul."""
     if not _is_watched() and type(x) is Tensor and x.is_cuda and not x.is_neg():
         return _cuda(x, arena, n, bias)
     return torch.ops.unweight.linear(x, arena, n, bias)
 
 
 def linear(x: Tensor, packed: Packed, bias: Optional[Tensor] = None) -> Tensor:
-    """`x @ weight.T + bias` by a packed weight."""
+    """Returns `x @ weight.T + bias`, bfloat16 `[..., n]`, for a packed weight `[n, k]`.
+
+    `x` is bfloat16 `[..., k]`, `bias` bfloat16 `[n]` or `None`, both on the arena's device. Raises `ValueError` for
+    other dtypes, shapes or devices, `UnweightError` as `unpack`, and `NotImplementedError` for derivatives.
+    """
     return _linear(x, packed.arena, packed.n, bias)
 
 
 class Linear(nn.Module):
-    """`nn.Linear` whose weight can be packed; until then, and if it cannot be, it computes as `nn.Linear` does."""
+    """A linear layer whose weight can be packed; until `pack()` succeeds, it computes as `nn.Linear`.
+
+    `Linear(linear)` shares the parameters of an `nn.Linear`. A packed layer has the arena as its buffer `weight_packed`
+    and no parameter `weight`. It refuses `state_dict` and `load_state_dict` with `NotImplementedError`.
+    """
 
     weight_packed: Optional[Tensor]
     weight: Optional[nn.Parameter]
@@ -663,13 +684,17 @@ class Linear(nn.Module):
         return self._escapes is not None
 
     def pack(self, weight: Optional[Tensor] = None) -> bool:
-        """Packs `weight`, or the one that is here, in its place; false if it cannot be, and then nothing changes."""
+        """Replaces the layer's weight by its packed form, or by that of `weight`, bfloat16 `[n, k]`.
+
+        Returns false, and changes nothing, if the matrix cannot be packed. Raises `ValueError` if the layer is packed
+        already, and the errors of the function `pack`.
+        """
         if self.is_packed:
             raise ValueError("the weight of this layer is packed already; make another Linear to pack another weight")
         packed = pack(self.weight if weight is None else weight)
         if packed is None:
             return False
-        # Gone rather than None: who looks for it is to be told.
+        # Deleted rather than None, so that an access raises AttributeError.
         del self.weight
         self.register_buffer("weight_packed", packed.arena)
         self._escapes, self._n = packed.escapes, packed.n
@@ -684,7 +709,7 @@ class Linear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def unpacked(self) -> Tensor:
-        """The weight, bit for bit."""
+        """Returns the weight `[n, k]`, bit for bit, on its device."""
         return unpack(self.weight_packed) if self.is_packed else self.weight.detach()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
@@ -714,10 +739,13 @@ def _refuse_state(is_packed: bool) -> None:
 
 
 class Experts(nn.Module):
-    """Packed matrices of one shape, such as those of the experts of a layer, each with a window of its own."""
+    """Packed matrices of one shape, such as those of a layer's experts, each with its own exponent window.
+
+    `len()` is the number of matrices. It refuses `state_dict` and `load_state_dict` with `NotImplementedError`.
+    """
 
     arenas: Tensor
-    """uint8 `[experts, bytes]`: the arena of each."""
+    """uint8 `[experts, bytes]`: one arena per matrix."""
 
     def __init__(self, arenas: Tensor, escapes: list[Tensor], n: int, k: int) -> None:
         super().__init__()
@@ -727,7 +755,8 @@ class Experts(nn.Module):
 
     @classmethod
     def of(cls, weights: Tensor) -> Optional[Experts]:
-        """Packs BF16 `[experts, n, k]` where they are; `None` if one of them cannot be packed."""
+        """Packs BF16 `[experts, n, k]` on its device; returns `None` if one of the matrices cannot be packed. Raises
+        `ValueError` if `weights` has another rank, and the errors of `pack`."""
         if weights.dim() != 3:
             raise ValueError(f"Experts are of weights [experts, n, k], got {list(weights.shape)}")
         arenas: Optional[Tensor] = None
@@ -743,7 +772,7 @@ class Experts(nn.Module):
         return None if arenas is None else cls(arenas, escapes, *weights.shape[1:])
 
     def linear(self, x: Tensor, expert: int) -> Tensor:
-        """`x @ weight.T` by the matrix of one expert."""
+        """Returns `x @ weight.T`, bfloat16 `[..., n]`, for x `[..., k]` and the matrix with index `expert`."""
         return _linear(x, self.arenas[expert], self.n, None)
 
     def _load_from_state_dict(self, *_: Any) -> None:
@@ -753,7 +782,7 @@ class Experts(nn.Module):
         _refuse_state(True)
 
     def unpacked(self, expert: int) -> Tensor:
-        """The matrix of one expert, bit for bit."""
+        """Returns the BF16 matrix `[n, k]` with index `expert`, bit for bit."""
         return unpack(self.arenas[expert])
 
     def __len__(self) -> int:

@@ -1,11 +1,11 @@
-"""Bundles and packed weights in transformers: `import unweight.transformers`, then use transformers as always.
+"""Bundles and packed weights in transformers: `import unweight.transformers`, then use transformers as usual.
 
     AutoModelForCausalLM.from_pretrained("bundle")                                          # a bundle, any profile
     AutoModelForCausalLM.from_pretrained("model", quantization_config=UnweightConfig())     # any BF16 model
 
-Both give the model's own BF16 weights, tensor by tensor, to transformers, which renames, merges and shards them as
-always; each linear layer is packed when its shard is there, and each expert of a mixture. So renamed and merged tensors
-and tensor parallelism work as they do without.
+Both pass the original BF16 weights, tensor by tensor, to transformers, which renames, merges and shards them as usual.
+A linear layer, or the experts of a mixture, is packed when its shard is loaded. So renamed and merged tensors work as
+without this package, and so does tensor parallelism.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ __all__ = ["UnweightConfig"]
 
 _logger = logging.get_logger(__name__)
 _MANIFEST = "unweight.json"
-# The one whose loading of shards is known here.
+# The supported version of transformers: this module replaces private functions of its loader.
 _KNOWN = (5, 17)
 
 
 @register_quantization_config("unweight")
 class UnweightConfig(QuantizationConfigMixin):
-    """Asks for packed weights. There is nothing to choose: nothing is lost."""
+    """The quantization config that packs weights: `quantization_config=UnweightConfig()`.
+
+    It has no options, because packing is lossless. `manifest` is for the `config.json` of bundles.
+    """
 
     def __init__(self, manifest: Optional[str] = None, **_: Any) -> None:
         self.quant_method = "unweight"
         self.manifest = manifest
-        """What a bundle's weights are called; `None` for a model that is packed when it is loaded."""
+        """The digest of the bundle's weights; `None` for a model that is not a bundle."""
 
 
 def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
-    """Packs a weight in its place; false if it cannot be, and then nothing changes."""
+    """Replaces a weight by its packed form; returns false, and changes nothing, if it cannot be packed."""
     if isinstance(module, Linear):
         return module.pack(weight)
     experts = Experts.of(weight)
@@ -63,7 +66,7 @@ def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
         return False
     whole = getattr(module, name)
     if isinstance(whole, DTensor):
-        # By such a parameter transformers knows that what this process makes of tokens is a part of a sum.
+        # An empty sharded parameter tells transformers that the output of this process is a partial sum.
         mesh = whole.device_mesh
         none = DTensor.from_local(weight.new_empty(0), mesh, [Shard(0)] * mesh.ndim, run_check=False)
         experts.register_parameter("part", nn.Parameter(none, requires_grad=False))
@@ -73,12 +76,12 @@ def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
 
 
 def _has_kernels() -> bool:
-    """Whether weights are packed on every device that there is."""
+    """Returns whether every GPU of this process has kernels."""
     return not any(why_not(torch.device("cuda", index)) for index in range(torch.cuda.device_count()))
 
 
 def _has_experts(module: nn.Module) -> bool:
-    """Whether a module has its experts' matrices as most families have them: `[experts, n, k]`, without a bias."""
+    """Returns whether a module has experts in the common layout: `[experts, n, k]`, without a bias."""
     return getattr(module, "is_transposed", True) is False and getattr(module, "has_bias", True) is False
 
 
@@ -90,16 +93,16 @@ def _product(weights: Union[Experts, Tensor], x: Tensor, expert: int) -> Tensor:
 
 
 def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What the experts make of tokens: one expert after the other, by packed weights, where tokens chose it.
+    """Returns the output of a module's experts for tokens, multiplying by the packed weights of one expert at a time.
 
-    Sums are taken as transformers takes them by default, so that on the CPU the bits are the same.
+    Adds in the order of transformers' default implementation, so that results on the CPU are bit-identical.
     """
     tokens, top_k = top_k_index.shape
     chosen = top_k_index.reshape(-1)
     out = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
     for expert in chosen.unique().tolist():
         if expert >= module.num_experts:
-            # Another process has it.
+            # The expert is on another process.
             continue
         places = (chosen == expert).nonzero().squeeze(1)
         x = _product(module.gate_up_proj if module.has_gate else module.up_proj, hidden_states[places // top_k], expert)
@@ -113,7 +116,7 @@ ALL_EXPERTS_FUNCTIONS.register("unweight", _experts_forward)
 
 
 class _Pack(ConversionOps):
-    """Packs a linear layer's weight, or what of it this process has."""
+    """Packs a loaded weight, or this process's shard of it, as a step of transformers' loader."""
 
     def convert(
         self,
@@ -138,18 +141,18 @@ class _Pack(ConversionOps):
 
 @register_quantizer("unweight")
 class UnweightHfQuantizer(HfQuantizer):
-    """What transformers asks while it loads a model with `UnweightConfig`, or a bundle."""
+    """The hooks that transformers calls while it loads a bundle, or a model with `UnweightConfig`."""
 
     def __init__(self, quantization_config: UnweightConfig, **arguments: Any) -> None:
         super().__init__(quantization_config, **arguments)
-        # What transformers reads is BF16 in any case; it is packed on the way.
+        # Even for a bundle, the loader reads BF16 tensors, which are then packed.
         self.pre_quantized = False
 
     def validate_environment(self, device_map: Any = None, **_: Any) -> None:
-        """Layers that are to be kept elsewhere than where they run are refused: what fetches them for each product
-        finds them by a state_dict. Asked of the map that the caller gave, and of the one that "auto" has come to.
+        """Raises `ValueError` if `device_map` offloads layers: accelerate fetches them with a state_dict, which packed
+        layers do not have. Called with the caller's map, and with the one computed for "auto".
         """
-        # As accelerate reads it: by these words, and the CPU by its word only beside another device.
+        # As in accelerate: "disk" means offloading, and so does "cpu" if the map has another device.
         places = device_map if isinstance(device_map, dict) else {}
         away = {"disk"} if all(place in ("cpu", "disk") for place in places.values()) else {"cpu", "disk"}
         kept = [f"{name or 'the model'} on '{place}'" for name, place in places.items() if place in away]
@@ -162,7 +165,7 @@ class UnweightHfQuantizer(HfQuantizer):
             )
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes of an element where it is loaded: "auto" fits packed weights, not BF16, into memory."""
+        """Returns the bytes per element on the device, so that "auto" plans memory for packed weights."""
         stock = super().param_element_size(model, param_name, param)
         if not self.param_needs_quantization(model, param_name) or not _has_kernels():
             return stock
@@ -171,8 +174,8 @@ class UnweightHfQuantizer(HfQuantizer):
         return stock if room is None else room[0] / (n * k)
 
     def update_tp_plan(self, config: Any) -> Any:
-        """A bundle's config.json names a file that is no checkpoint, so that nothing else loads it. Known now, and no
-        part of the model's configuration.
+        """Removes `transformers_weights` from a bundle's config. It names a file that is not a checkpoint, so that
+        transformers without this package refuses the bundle. Also notes that the next model is to be packed.
         """
         if getattr(config, "transformers_weights", None) == _MANIFEST:
             _check_version()
@@ -181,7 +184,7 @@ class UnweightHfQuantizer(HfQuantizer):
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Packed weights are BF16; another type would be another model."""
+        """Raises `ValueError` for a dtype other than bfloat16, which would change the weights."""
         if dtype != torch.bfloat16:
             raise ValueError(
                 f"unweight packs bfloat16 weights, but the model is to be loaded as {dtype}; pass "
@@ -195,12 +198,12 @@ class UnweightHfQuantizer(HfQuantizer):
         for name, module in list(model.named_modules()):
             if type(module) is nn.Linear and module is not head:
                 packed = Linear(module)
-                # The layers of tensor parallelism then pass what is theirs, not DTensors.
+                # Makes tensor parallelism pass local shards instead of DTensors.
                 packed._hf_quantized_needs_local_tp = True
                 model.set_submodule(name, packed)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """The weights of linear layers and of experts."""
+        """Returns whether a parameter is to be packed: the weight of a linear layer, or of experts."""
         module, name = get_module_from_name(model, param_name)
         if isinstance(module, Linear):
             return name == "weight"
@@ -212,19 +215,19 @@ class UnweightHfQuantizer(HfQuantizer):
                 f"transformers {transformers.__version__} has read a bundle without unweight: it knows no names of its "
                 "tensors, and the model's weights are random; unweight is written for transformers 5.17"
             )
-        # There is no backward; what needs no gradient is traced as what it is.
+        # The operator has no backward. Without gradients, a trace contains the operator itself.
         model.requires_grad_(False)
         if any(isinstance(module, Experts) for module in model.modules()):
-            # Of those that transformers has, none takes packed weights.
+            # None of transformers' own implementations supports packed weights.
             model.set_experts_implementation("unweight")
         return model
 
     def get_quantize_ops(self) -> ConversionOps:
-        """How a weight is packed."""
+        """Returns the operation that packs a weight."""
         return _Pack()
 
     def is_serializable(self) -> bool:
-        """Packed weights are not saved again."""
+        """Returns false, with a warning that says what to do: packed weights cannot be saved."""
         _logger.warning(
             "save_pretrained does not write packed weights. The bundle that the model came from is the model: copy "
             "that folder. A model that was packed when it was loaded: `unweight compress MODEL -o BUNDLE`. The "
@@ -234,17 +237,17 @@ class UnweightHfQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """The operator has no backward."""
+        """False: the operator has no backward."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """Under torch.compile there is one operator for each layer."""
+        """True: torch.compile traces each packed layer as one operator."""
         return True
 
 
 class _Slice:
-    """A tensor that is decoded when it is asked for, as safetensors has them."""
+    """A lazy tensor with the interface of safetensors' slices; indexing decodes it."""
 
     def __init__(self, bundle: Bundle, info: TensorInfo) -> None:
         self._bundle, self._info = bundle, info
@@ -261,7 +264,7 @@ class _Slice:
         is_part = len(shape) == 2 and len(axes) <= 2 and self._bundle.reads_parts(name, file=file)
         if is_part and all(isinstance(axis, slice) and axis.step in (None, 1) for axis in axes):
             axes = (*axes, slice(None))[:2]
-            # What a process of several takes of a matrix; the rest is not read.
+            # With tensor parallelism, a process takes a part of a matrix; the rest is not read.
             rows, cols = (axis.indices(extent)[:2] for axis, extent in zip(axes, shape))
             if rows[0] < rows[1] and cols[0] < cols[1]:
                 return self._bundle.torch(name, file=file, rows=rows, cols=cols)
@@ -269,26 +272,26 @@ class _Slice:
 
 
 class _Loading(threading.local):
-    """What is being loaded in this thread."""
+    """The state of the model that this thread is loading."""
 
     def __init__(self) -> None:
         self.is_packed = False
-        """Whether it is to be packed."""
+        """Whether the model is to be packed."""
         self.named: Optional[str] = None
-        """The weights that its configuration names."""
+        """The digest of the weights that the model's configuration names."""
         self.bundles: set[pathlib.Path] = set()
-        """Those that it comes from."""
+        """The bundles that the model is loaded from."""
         self.opened: set[pathlib.Path] = set()
-        """Those of which transformers has opened shards since."""
+        """The bundles of which transformers has opened shards."""
 
 
 _loading = _Loading()
-# Those that are being loaded: all shards of a model are open at once, and one manifest is read once.
+# The bundles that are being loaded. All shards of a model are open at once, and share one `Bundle`.
 _open_bundles: weakref.WeakValueDictionary[tuple[pathlib.Path, int, int], Bundle] = weakref.WeakValueDictionary()
 
 
 def _bundle(folder: pathlib.Path) -> Bundle:
-    # Not by its path alone: a traceback may keep the one that was there before.
+    # The key has more than the path, because a traceback may keep alive a bundle that has since been replaced.
     told = (folder / _MANIFEST).stat()
     which = (folder.resolve(), told.st_ino, told.st_mtime_ns)
     bundle = _open_bundles.get(which)
@@ -298,7 +301,7 @@ def _bundle(folder: pathlib.Path) -> Bundle:
 
 
 class _Shard:
-    """A shard of a bundle as `safetensors.safe_open` would show the original file."""
+    """A shard of a bundle with the interface of `safetensors.safe_open` on the original file."""
 
     def __init__(self, path: pathlib.Path, device: Any) -> None:
         self._bundle, self._file, self._device = _bundle(path.parent), path.name, device
@@ -332,7 +335,7 @@ class _Shard:
 
 
 def _check_version() -> None:
-    """Refuses to load a bundle by what reads shards in another way, for all that is known."""
+    """Raises `ValueError` unless transformers has the version whose loader this module supports."""
     version = transformers.__version__
     if tuple(version.split(".")[:2]) != tuple(map(str, _KNOWN)):
         raise ValueError(
@@ -346,12 +349,12 @@ _resolved = modeling_utils._get_resolved_checkpoint_files
 
 
 def _resolve(*args: Any, **kwargs: Any) -> Any:
-    """The files of a model; those of a bundle, though its config.json names none that others can load."""
+    """Replaces `_get_resolved_checkpoint_files`: also finds the files of bundles, and records the bundles."""
     if kwargs.get("transformers_explicit_filename") == _MANIFEST:
-        # It has a quantization of its own: with ours the key has gone by now.
+        # The model has another quantization; `update_tp_plan` of ours would have removed the key.
         _check_version()
         kwargs["transformers_explicit_filename"] = None
-    # Whatever comes: what was asked for this model is not asked for the next.
+    # Reset first, so that an error does not carry this model's state to the next.
     is_packed, _loading.is_packed = _loading.is_packed, False
     named, _loading.named = _loading.named, None
     files, more = _resolved(*args, **kwargs)
@@ -373,7 +376,7 @@ modeling_utils._get_resolved_checkpoint_files = _resolve
 
 
 def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any) -> Any:
-    """`safetensors.safe_open` that shows the shards of bundles as the files that they were made of."""
+    """Replaces `safetensors.safe_open`: opens shards of bundles as the files that they were made from."""
     path = pathlib.Path(filename)
     if path.with_name(_MANIFEST).is_file():
         _loading.opened.add(path.parent)

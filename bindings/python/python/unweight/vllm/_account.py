@@ -1,5 +1,6 @@
-"""What came for each layer that is to be packed, and what is missing: vLLM itself looks only at models without a
-quantization.
+"""Counts the tensors that arrive for each layer to pack, and reports missing ones.
+
+vLLM checks for missing weights only in models without a quantization.
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ _TWICE = (
 
 
 class _Loads:
-    """What has come for a layer that is to be packed."""
+    """The weights that have arrived for a layer to pack."""
 
     def __init__(self, prefix: str, merged: dict[str, list[str]]) -> None:
         self.prefix, self.merged = prefix, merged
         self.came: dict[str, set[tuple[object, ...]]] = {}
-        """For each parameter, which parts of it: q, k or v, the gate or the up, of which expert."""
+        """For each parameter, the parts that arrived: shard (q, k, v, gate, up) and expert, as loader arguments."""
         self.numels: dict[str, int] = {}
-        """How many weights of each parameter that was."""
+        """For each parameter, the number of elements that arrived."""
 
 
 _loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
 
 
 def _leave(head: ParallelLMHead) -> None:
-    """Takes back that a head is to be packed: its weight is the embedding's, and comes with that."""
+    """Stops packing of a head: it shares the embedding's weight, which arrives with the embedding."""
     head.quant_method = UnquantizedEmbeddingMethod()
     _loads.pop(head, None)
     get_layerwise_info(head).reset()
 
 
 def _watch(layer: nn.Module) -> None:
-    """Keeps count of what comes for a layer. vLLM itself passes over tensors that come for a packed layer, and packs
-    what was in memory where none came.
+    """Wraps the weight loaders of a layer so that they count. vLLM itself ignores tensors for a layer that is already
+    packed, and would pack uninitialized memory if a tensor is missing.
     """
     for name, parameter in layer.named_parameters(recurse=False):
         if not hasattr(parameter.weight_loader, "unweight_watches"):
@@ -61,7 +62,7 @@ def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Calla
     inner = inspect.unwrap(load)
     signature = inspect.signature(inner)
 
-    # vLLM unwraps it by its name, which it has from what it wraps.
+    # vLLM recognises and unwraps loaders by their name, so this one needs the name of the loader that it wraps.
     @functools.wraps(load)
     def watched(*args: Any, **kwargs: Any) -> Any:
         layer = layer_of()
@@ -80,7 +81,7 @@ def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Calla
         info = get_layerwise_info(layer)
         before = info.load_numel
         answer = load(*args, **kwargs)
-        # A layer that is whole begins at 0 again, and is not asked any more.
+        # The count of a complete layer restarts at 0, so the difference may be negative; such a layer is not checked.
         loads.numels[name] = loads.numels.get(name, 0) + max(0, info.load_numel - before)
         return answer
 
@@ -89,7 +90,7 @@ def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Calla
 
 
 def _lacking(layer: nn.Module) -> list[str]:
-    """The tensors that did not come for a layer that is to be packed, by the names of vLLM's model."""
+    """Returns the missing tensors of a layer to pack, by their names in vLLM's model."""
     loads = _loads[layer]
     info = get_layerwise_info(layer)
     if not info.can_load() or info.load_numel >= info.load_numel_total:
@@ -98,7 +99,7 @@ def _lacking(layer: nn.Module) -> list[str]:
     for name, parameter in layer.named_parameters(recurse=False):
         expected = parameter.numel()
         if isinstance(layer, VocabParallelEmbedding):
-            # The rest is padding.
+            # The remaining rows are padding.
             expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
         if loads.numels.get(name, 0) < expected:
             lacking += _parts_lacking(layer, loads, name)
@@ -137,14 +138,14 @@ def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
 
 
 def _others_lacking(model: nn.Module, loaded: set[str]) -> list[str]:
-    """The parameters of layers that are not to be packed for which nothing came."""
+    """Returns the parameters for which no tensor arrived, of layers that are not to be packed."""
     named = dict(model.named_parameters(remove_duplicate=False))
-    # A head that is the embedding has come with it.
+    # A tied head is loaded with the embedding, so parameters are compared by identity.
     came = {id(named[name]) for name in loaded if name in named}
     lacking = []
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # Others have scales, which no checkpoint needs to have.
+        # Layers with other methods may have scales, which a checkpoint need not contain.
         is_known = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
         if is_known and module not in _loads:
             for name, parameter in module.named_parameters(recurse=False):

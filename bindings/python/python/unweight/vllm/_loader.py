@@ -1,5 +1,6 @@
-"""A loader that gives vLLM the tensors of a bundle by the names and with the bits of the model: its models rename, merge
-and shard them as ever.
+"""The loader that passes the tensors of a bundle to vLLM, with the names and bits of the original model.
+
+vLLM's model classes rename, merge and shard them as usual.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ from ._account import _TWICE, _lacking, _leave, _loads, _logger, _others_lacking
 from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _NO_EXCHANGE
 
 _MANIFEST = "unweight.json"
-# Tensors that are read and decoded while vLLM is busy with the ones before.
+# The number of tensors, and of their bytes, that are read and decoded ahead of vLLM.
 _THREADS = 8
 _AHEAD_BYTES = 1 << 30
-# Tensors above this come in other memory: locking so much takes longer than copying from there.
+# Larger tensors are not pinned: pinning so much memory takes longer than a copy from pageable memory.
 _PINNED_BYTES = 256 << 20
 
 
 class UnweightLoader(DefaultModelLoader):
-    """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
+    """vLLM's file loader, extended to read bundles as if they were the original files."""
 
     _is_ours = False
-    # The weights that the configuration names.
+    # The digest of the weights that the configuration names.
     _named: Optional[str] = None
-    # The quantization, if it is not ours.
+    # The name of the quantization, if it is not ours.
     _other: Optional[str] = None
     _model: Optional[nn.Module] = None
     _read_bytes = 0
     _stored_bytes = 0
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
-        """As vLLM's, and says what became of the weights."""
+        """Loads a model, as vLLM's loader, and logs how many layers are packed."""
         self._named = getattr(vllm_config.quant_config, "manifest", None)
         model = super().load_model(vllm_config, model_config, prefix)
         if (self._is_ours or self._stored_bytes) and current_platform.is_cuda_alike():
-            # Torch would keep what it locked for tensors that are gone, some GB, as long as this process runs.
+            # Torch caches pinned memory of freed tensors, gigabytes here, until the process ends.
             torch._C._host_emptyCache()
         if model_config.quantization == _NAME:
             _tell(model)
-            # Weights that come in another way would find no layer to go to, when others have been replaced.
+            # Weights loaded later by another path would fail at a packed layer, after replacing those of others.
             for module in model.modules():
                 if hasattr(module, "load_weights"):
                     module.load_weights = _no_exchange
@@ -70,7 +71,7 @@ class UnweightLoader(DefaultModelLoader):
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """As vLLM's, and nothing may be missing: vLLM itself looks for that in models without a quantization."""
+        """Loads the weights, as vLLM's loader. Also checks for missing ones, which vLLM skips for quantized models."""
         self._is_ours = model_config.quantization == _NAME
         self._other = None if self._is_ours else model_config.quantization
         if self._is_ours:
@@ -78,7 +79,7 @@ class UnweightLoader(DefaultModelLoader):
         super().load_weights(model, model_config)
 
     def track_weights_loading(self, model: nn.Module, loaded_weights: Optional[set[str]]) -> None:
-        """As vLLM's; for packed weights by what came for each layer."""
+        """Raises `ValueError` if weights are missing; for packed models, by the counts of `_account`."""
         if not self._is_ours:
             return super().track_weights_loading(model, loaded_weights)
         lacking = [name for layer in model.modules() if layer in _loads for name in _lacking(layer)]
@@ -87,18 +88,21 @@ class UnweightLoader(DefaultModelLoader):
         _refuse_lacking(lacking)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """As vLLM's, once: here a running engine is still whole."""
+        """Yields the names and tensors of a model, as vLLM's loader.
+
+        Refuses to reload a packed model here, before the running engine is changed.
+        """
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
             raise NotImplementedError(_NO_EXCHANGE)
         _leave_tied(model)
         for layer in model.modules():
             if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
-                # Once more, for biases: layers have them since.
+                # Repeated here, because layers have got their biases since `create_weights`.
                 initialize_online_processing(layer)
                 _watch(layer)
         self._model, self._read_bytes, self._stored_bytes = model, 0, 0
         if self.local_expert_ids is None:
-            # As vLLM does with `--enable-ep-weight-filter`: what others multiply with is not read.
+            # As `--enable-ep-weight-filter` does: experts of other processes are not read.
             self.local_expert_ids = _own_experts(model)
         weights = super().get_all_weights(model_config, model)
         return _each_once(weights) if self._is_ours else weights
@@ -107,7 +111,7 @@ class UnweightLoader(DefaultModelLoader):
         folder = self._bundle_folder(source)
         if folder is not None:
             if not self.counter_before_loading_weights:
-                # What vLLM says of loading counts from here.
+                # vLLM logs the loading time from this start.
                 self.counter_before_loading_weights = time.perf_counter()
             if not self._is_ours:
                 became = (
@@ -123,7 +127,7 @@ class UnweightLoader(DefaultModelLoader):
                 )
             bundle = Bundle(folder)
             if self._is_ours and not source.prefix:
-                # With a prefix it is another model's, which is a part of this one.
+                # A source with a prefix is another model, which is a part of this one.
                 bundle.refuse_other(self._named)
             return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
@@ -132,7 +136,7 @@ class UnweightLoader(DefaultModelLoader):
         return self._page_locked(_no_shards_of_bundles(weights, source.model_or_path))
 
     def _bundle_folder(self, source: DefaultModelLoader.Source) -> Optional[pathlib.Path]:
-        """Where the bundle is; fetched, if it is on the hub. `None`: it is none."""
+        """Returns the directory of the bundle, downloaded if it is on the hub; `None` if the source is not a bundle."""
         if os.path.isdir(source.model_or_path):
             folder = pathlib.Path(source.model_or_path, source.subfolder or "")
             return folder if (folder / _MANIFEST).is_file() else None
@@ -150,9 +154,10 @@ class UnweightLoader(DefaultModelLoader):
         return folder if (folder / _MANIFEST).is_file() else None
 
     def _of_model(self, bundle: Bundle, folder: pathlib.Path, source: DefaultModelLoader.Source) -> list[TensorInfo]:
-        """The tensors of the files that vLLM itself chooses in this folder, which has the names of the model's.
+        """Returns the tensors of those files that vLLM would choose in this directory.
 
-        A folder may have others: earlier states of a training below it, the same weights by other names beside it.
+        A bundle has the file names of the original model. It may have more files, such as training checkpoints in a
+        subdirectory, or the same weights under other names.
         """
         more = (source.fall_back_to_pt, source.allow_patterns_overrides)
         _, chosen, is_safetensors = self._prepare_weights(str(folder), None, None, *more)
@@ -192,17 +197,17 @@ class UnweightLoader(DefaultModelLoader):
                     make = functools.partial(bundle._torch_whole, info, pin=pin)
                     yield _Job(name, make, info.original_bytes)
 
-        # Each process of several takes a part of most matrices; vLLM's layers cut it out.
+        # With tensor parallelism, a process uses a part of most matrices; vLLM's layers slice the `Part`.
         is_cuda, has_parts = current_platform.is_cuda_alike(), get_tensor_model_parallel_world_size() > 1
         return _ahead(jobs())
 
     def _page_locked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, in memory that a GPU copies from fast. Files are mapped: threads read them, ahead."""
+        """Yields the same tensors in pinned memory, for fast copies to a GPU. Threads read the mapped files ahead."""
         is_on_gpu = str(self.load_config.load_format) in ("fastsafetensors", "instanttensor")
         if is_on_gpu or not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
             return weights
         if self._model is not None and any(isinstance(layer, RoutedExperts) for layer in self._model.modules()):
-            # vLLM keeps tensors until their layer is whole: gigabytes of a mixture, which are better left in the file.
+            # vLLM keeps tensors until their layer is complete: for a mixture, gigabytes better left in the mapped file.
             return weights
         return _ahead(
             _Job(name, functools.partial(_same, tensor), 0)
@@ -216,7 +221,7 @@ class UnweightLoader(DefaultModelLoader):
 
 
 def _leave_tied(model: nn.Module) -> None:
-    """Some models set the head's weight to the embedding's without a word to its method."""
+    """Stops packing of heads that share the embedding's weight. Some models tie them without calling `tie_weights`."""
     embeddings = (one for one in model.modules() if isinstance(one, VocabParallelEmbedding))
     others = (one for one in embeddings if not isinstance(one, ParallelLMHead))
     tied = {id(weight) for one in others for weight in one.parameters(recurse=False)}
@@ -230,11 +235,11 @@ class _Job(NamedTuple):
     name: str
     make: Callable[[], Tensor]
     nbytes: int
-    """Of what it makes; 0: not worth a thread."""
+    """The size of the tensor in bytes; 0 makes it on the consumer's thread."""
 
 
 def _ahead(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
-    """What jobs make, in their order, by threads that work while vLLM is busy with the ones before."""
+    """Yields the tensors of jobs in order; threads make the next ones while vLLM uses the current one."""
     threads = min(_THREADS, os.cpu_count() or 1)
     ahead: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
     ahead_bytes = 0
@@ -256,7 +261,7 @@ def _pinned(tensor: Tensor) -> Tensor:
     try:
         return tensor.pin_memory()
     except RuntimeError:
-        # The system may lock less than there is.
+        # The system may limit pinned memory.
         return tensor
 
 
@@ -265,10 +270,10 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _own_experts(model: nn.Module) -> Optional[set[int]]:
-    """The experts of this process, where others have the rest; `None` where every expert may be asked for."""
+    """Returns the experts of this process if other processes have the rest; `None` if it may need every expert."""
     layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     config = get_current_vllm_config_or_none()
-    # With `--enable-eplb` a process keeps others' experts, too.
+    # With `--enable-eplb`, a process also has experts of others.
     if not layers or config is None or config.parallel_config.enable_eplb:
         return None
     known = {expert for layer in layers for expert in range(layer.moe_config.num_experts)}
@@ -282,17 +287,17 @@ def _own_experts(model: nn.Module) -> Optional[set[int]]:
 
 
 def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
-    """Whether another stage of the pipeline has a tensor: then it is not read here."""
+    """Returns whether a tensor belongs to another pipeline stage, and need not be read."""
     if model is None:
         return False
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     names = [name] if mapper is None else mapper.apply_list([name])
-    # Known to be elsewhere by all names that it has here.
+    # It is elsewhere only if all of its names in vLLM's model are.
     return bool(names) and all(is_pp_missing_parameter(name, model) for name in names)
 
 
 def _each_once(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """In BF16 the last of several tensors of a name counts; a layer is packed when the first is there."""
+    """Raises `ValueError` if a name repeats. In BF16, the last tensor wins, but a layer is packed at the first."""
     came = set()
     for name, tensor in weights:
         if name in came:
@@ -316,7 +321,7 @@ def _no_exchange(*_: Any, **__: Any) -> None:
 
 
 def _tell(model: nn.Module) -> None:
-    """How many layers are packed, and what they are instead of."""
+    """Logs how many layers are packed, and their size in GiB packed and in BF16."""
     kinds = (LinearBase, ParallelLMHead, RoutedExperts)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]

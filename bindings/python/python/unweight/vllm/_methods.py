@@ -1,5 +1,6 @@
-"""How vLLM multiplies by packed weights: the methods of linear layers and of experts. A layer is packed as soon as its
-shard of this process is whole, and its BF16 weights go.
+"""vLLM's methods for packed linear layers and experts: they create, pack and multiply by weights.
+
+A layer is packed as soon as this process's shard of it is complete; its BF16 weights are then freed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NO_EXCHANGE = "unweight: the weights of a running engine cannot be exchanged (r
 
 
 def _are_plain(layer: RoutedExperts) -> bool:
-    """Whether experts are silu(gate) * up without more, that only the layer itself asks for."""
+    """Returns whether experts compute silu(gate) * up without extras, and nothing but the layer uses their weights."""
     config = layer.moe_config
     parallel = config.moe_parallel_config
     return (
@@ -44,7 +45,7 @@ def _are_plain(layer: RoutedExperts) -> bool:
         and not config.has_bias
         and not layer.apply_router_weight_on_input
         and layer.swiglu_limit is layer.swiglu_alpha is layer.swiglu_beta is None
-        # Exchanges of tokens, of experts, and adapters of experts are made for BF16 tensors.
+        # All-to-all, load balancing of experts and LoRA adapters of experts need BF16 weights.
         and not parallel.use_all2all_kernels
         and not parallel.enable_eplb
         and not _has_adapters()
@@ -57,14 +58,14 @@ def _has_adapters() -> bool:
 
 
 class _Kernels:
-    """Makes kernels in a thread of its own, while vLLM makes the model: the first take almost a second."""
+    """Compiles kernels on another thread while vLLM builds the model: the first ones take almost a second."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[int, int], Future[None]] = {}
         self._pool: Optional[ThreadPoolExecutor] = None
 
     def prepare(self, n: int, k: int) -> None:
-        """Asks for those of a shape, once."""
+        """Starts compiling the kernels for weights `[n, k]`, once per shape."""
         if (n, k) in self._asked or not current_platform.is_cuda():
             return
         device = torch.device("cuda", torch.cuda.current_device())
@@ -73,7 +74,7 @@ class _Kernels:
             self._asked[n, k] = self._pool.submit(_prepare, device, n, k)
 
     def finish(self) -> None:
-        """Waits for all. What failed is told when a layer asks for it, if one does."""
+        """Waits for all kernels. Errors are dropped: a layer that needs the kernel fails again, and raises."""
         for made in self._asked.values():
             made.exception()
         if self._pool is not None:
@@ -87,7 +88,7 @@ _kernels = _Kernels()
 
 @register_weight_loader_v2_supported_method
 class UnweightMethod(LinearMethodBase):
-    """A linear layer, or an output head, that is packed when its weight is whole."""
+    """The method of a linear layer or output head, which packs the weight when it is complete."""
 
     uses_meta_device = True
 
@@ -101,7 +102,10 @@ class UnweightMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """The weight as vLLM's loaders want it, without memory until it comes."""
+        """Registers the weight that vLLM's loaders fill: a meta tensor until its data arrives.
+
+        Its shape is `[sum(output_partition_sizes), input_size_per_partition]`.
+        """
         data = torch.empty(sum(output_partition_sizes), input_size_per_partition, device="meta", dtype=params_dtype)
         loader = extra.get("weight_loader")
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
@@ -111,13 +115,13 @@ class UnweightMethod(LinearMethodBase):
         _kernels.prepare(*data.shape)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Packs the weight of this process; what cannot be packed is vLLM's from now on."""
+        """Packs this process's shard of the weight. If that is not possible, the layer gets vLLM's BF16 method."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         if hasattr(layer, "unweight_packed"):
             raise NotImplementedError(_NO_EXCHANGE)
         if _loads[layer].came:
-            # Our loader has looked by now; others, which have no such check, and dummy weights end up here.
+            # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
             _refuse_lacking(_lacking(layer))
         layer._already_called_process_weights_after_loading = True
         weight = layer.weight.data
@@ -128,33 +132,33 @@ class UnweightMethod(LinearMethodBase):
         packed = pack(weight) if reason is None else None
         if packed is None:
             is_head = isinstance(layer, ParallelLMHead)
-            # vLLM goes over all layers once more when all are loaded, and then it is this one's turn.
+            # When all layers are loaded, vLLM processes each once more, and then calls this method.
             layer.quant_method = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
             return
         del layer.weight
-        # The name is one of those by which vLLM looks for a layer's device.
+        # vLLM finds a layer's device by parameter names, of which this is one.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
         layer.unweight_packed, layer.unweight_n = packed, packed.n
         if isinstance(layer, ParallelLMHead) and _has_adapters():
-            # vLLM asks a head's weight for its type and device. Two bytes, and no number that could be taken for a
-            # weight.
+            # With LoRA, vLLM reads dtype and device from the head's weight. This stand-in takes 2 bytes; NaN cannot be
+            # mistaken for a weight.
             layer.weight = weight.new_full((), torch.nan).expand(weight.shape)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-        """The product."""
+        """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`."""
         return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_n, bias)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """A head that is the embedding, which stays as it is."""
+        """Makes the head share the embedding's weight, which is not packed."""
         layer.weight = embed_tokens.weight
         _leave(layer)
         return layer
 
 
 class UnweightExpertsMethod(FusedMoEMethodBase):
-    """The experts of a mixture, packed when all of this process are there; routing stays vLLM's.
+    """The method of a mixture's experts, which packs them when all of this process are loaded. vLLM does the routing.
 
-    On the CPU they are unpacked for each call and given to vLLM's own products: the bits of BF16.
+    On the CPU, each call unpacks them and runs vLLM's own BF16 method, with bit-identical results.
     """
 
     uses_meta_device = True
@@ -165,7 +169,7 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether it is given logits rather than what a router chose: as vLLM's products on the CPU are."""
+        """Whether the method does the routing from logits, as vLLM's method on the CPU does."""
         return current_platform.is_cpu()
 
     def create_weights(
@@ -177,7 +181,10 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """The weights as vLLM's loaders want them, without memory until they come."""
+        """Registers the weights that vLLM's loaders fill. They are meta tensors until their data arrives.
+
+        `w13_weight` is `[experts, 2 * intermediate, hidden]`, `w2_weight` is `[experts, hidden, intermediate]`.
+        """
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
@@ -191,22 +198,22 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
         self._loaders = {name: getattr(layer, name).weight_loader for name in shapes}
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Packs the experts of this process; what cannot be packed is vLLM's from now on."""
+        """Packs this process's experts. If that is not possible, the layer gets vLLM's BF16 method."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
-            # All have come: vLLM goes over all layers once more then.
+            # vLLM's final pass, when all weights are loaded: remove the stand-ins set below.
             for name in self._loaders:
                 layer.__dict__.pop(name, None)
             return
         if hasattr(layer, "unweight_packed"):
             raise NotImplementedError(_NO_EXCHANGE)
         if _loads[layer].came:
-            # Our loader has looked by now; others, which have no such check, and dummy weights end up here.
+            # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
             _refuse_lacking(_lacking(layer))
         layer._already_called_process_weights_after_loading = True
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
         packed = pack_experts(gate_up, down) if why_not(gate_up.device) is None else None
         if packed is None:
-            # vLLM goes over all layers once more when all are loaded, and then it is this one's turn.
+            # When all layers are loaded, vLLM processes each once more, and then calls this method.
             layer._replace_quant_method(self._plain)
             return
         del layer.w13_weight, layer.w2_weight
@@ -214,15 +221,15 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
         layer.register_parameter("w2_weight_packed", nn.Parameter(packed.down, requires_grad=False))
         layer.unweight_packed = packed
         for name, loader in self._loaders.items():
-            # Experts of other processes come behind the last of this one, and are looked at by their parameter.
+            # Experts of other processes may still arrive; vLLM passes them to the parameter's loader, which skips them.
             setattr(layer, name, types.SimpleNamespace(weight_loader=loader))
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
-        """No scales: nothing was lost."""
+        """Returns the config of BF16 experts: packed weights have no scales."""
         return self._plain.get_fused_moe_quant_config(layer)
 
     def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
-        """Tokens stay where they are."""
+        """Returns `None`: no tokens are exchanged between processes."""
         return None
 
     def apply(
@@ -234,8 +241,8 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Optional[Tensor],
     ) -> Tensor:
-        """What the experts of this process make of tokens."""
-        # An expert of another process is -1, and no work.
+        """Returns the outputs of this process's experts, `[tokens, hidden]`, weighted and summed per token."""
+        # `expert_map` has -1 for experts of other processes, which the operator skips.
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         packed = layer.unweight_packed
         return torch.ops.unweight.experts(
@@ -245,13 +252,13 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Optional[Tensor] = None
     ) -> Tensor:
-        """The same from a router's logits, on the CPU."""
+        """Routes tokens by logits and returns the outputs of the experts `[tokens, hidden]`, on the CPU."""
         packed = layer.unweight_packed
         weights = unpack_experts(layer.w13_weight_packed, layer.w2_weight_packed, packed.experts)
         try:
             for name, weight in zip(("w13_weight", "w2_weight"), weights):
                 layer.register_parameter(name, nn.Parameter(weight.contiguous(), requires_grad=False))
-            # It lays them out for its products.
+            # It rearranges the weights for its matmuls.
             self._plain.process_weights_after_loading(layer)
             return self._plain.apply_monolithic(layer, x, router_logits, input_ids)
         finally:

@@ -1,4 +1,4 @@
-"""What vLLM asks of a plugin: the quantization `unweight`, and what stands for its loader of files."""
+"""Registers this package with vLLM: the quantization `unweight`, and the loader that replaces vLLM's file loader."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _are_plain
 
 
 class UnweightConfig(QuantizationConfig):
-    """Asks for packed weights. There is nothing to choose: nothing is lost."""
+    """The quantization config of packed weights. It has no options, because packing is lossless."""
 
     def __init__(self, manifest: Optional[str] = None) -> None:
         super().__init__()
         self.manifest = manifest
-        """What a bundle's weights are called; `None` for a model that is packed when it is loaded."""
+        """The digest of the bundle's weights; `None` for a model that is not a bundle."""
         self._is_checked = False
 
     def get_name(self) -> str:
@@ -39,12 +39,12 @@ class UnweightConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        # BF16 itself. A newer GPU without kernels keeps the weights in BF16.
+        # The minimum for BF16. A newer GPU without kernels keeps the weights in BF16.
         return 80
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        # There is no file to be read for a model that is packed when it is loaded.
+        # A model that is packed when it is loaded has no quantization file to read.
         return []
 
     @classmethod
@@ -52,7 +52,7 @@ class UnweightConfig(QuantizationConfig):
         return cls(config.get("manifest"))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
-        """How a layer is packed; `None`: it is vLLM's, as embeddings are."""
+        """Returns the method that packs a layer, or `None` to keep vLLM's own, such as for embeddings."""
         if not self._is_checked:
             _refuse_what_cannot_be(self)
             self._is_checked = True
@@ -63,13 +63,13 @@ class UnweightConfig(QuantizationConfig):
             return UnweightExpertsMethod(layer.moe_config)
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return None
-        # The model class fills the mapping in before it makes layers.
+        # The model class fills in the mapping before it builds layers.
         _loads[layer] = _Loads(prefix, self.packed_modules_mapping)
         return UnweightMethod()
 
 
 def _refuse_what_cannot_be(config: UnweightConfig) -> None:
-    """Options that would lose packed weights, or load none."""
+    """Raises `ValueError` for options of vLLM that packed weights or bundles do not support."""
     vllm = get_current_vllm_config_or_none()
     if vllm is None:
         return
@@ -93,22 +93,25 @@ def _refuse_what_cannot_be(config: UnweightConfig) -> None:
 
 
 def install() -> None:
-    """Registers all of it, once; nothing, if this vLLM's loader is another than the one that ours is made of.
+    """Registers the quantization and the loader; further calls do nothing.
 
     Raises:
-        TypeError: it is.
+        TypeError: vLLM's loader does not have the methods that ours overrides; nothing is registered.
     """
     if _NAME in QUANTIZATION_METHODS:
         return
     _check_loader()
-    # All formats of files, `auto` among them: a bundle looks like one of them.
+    # Every load format of the default loader, including `auto`, because a bundle looks like safetensors files.
     names = [name for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items() if loader is DefaultModelLoader]
     register_quantization_config(_NAME)(UnweightConfig)
     _LOAD_FORMAT_TO_MODEL_LOADER.update({name: UnweightLoader for name in names})
 
 
 def _check_loader() -> None:
-    """BF16 models go through our loader, too: vLLM's has to have each method of it, with the same parameters."""
+    """Raises `TypeError` unless vLLM's loader has the methods that ours overrides, with the same parameters.
+
+    BF16 models use our loader, too, so a mismatch would break them.
+    """
     if not hasattr(DefaultModelLoader, "_prepare_weights"):
         raise TypeError("its DefaultModelLoader has no _prepare_weights")
     for name in (
