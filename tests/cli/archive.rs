@@ -8,7 +8,7 @@ use std::{
 
 use crate::harness::{damaged, error_code, fixture, json, same, stderr, unweight};
 
-/// Runs with `input` on stdin.
+/// Runs a command with `input` on stdin.
 fn piped(folder: &Path, arguments: &[&str], input: &[u8], status: i32) -> Output {
     use std::io::Write;
     let mut command = unweight(arguments);
@@ -16,7 +16,7 @@ fn piped(folder: &Path, arguments: &[&str], input: &[u8], status: i32) -> Output
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
     let output = std::thread::scope(|scope| {
-        // It may stop reading before the end.
+        // The command may stop reading before the end.
         scope.spawn(move || drop(stdin.write_all(input)));
         child.wait_with_output().unwrap()
     });
@@ -35,7 +35,7 @@ fn models_and_bundles_go_through_pipes() {
     let home = tempfile::tempdir().unwrap();
     fs::create_dir(home.path().join("tmp")).unwrap();
     let model = fixture().join("model");
-    // Of what is in a folder, and of the folder.
+    // An archive of a folder's contents, and one of the folder.
     let plain = tar(&model, &["-c", "."]);
     let folder = tar(fixture(), &["-c", "model"]);
     piped(home.path(), &["compress", "-", "-o", "sub/bundle"], &plain, 0);
@@ -43,7 +43,7 @@ fn models_and_bundles_go_through_pipes() {
     assert_eq!(fs::read_dir(home.path().join("sub")).unwrap().count(), 1, "nothing is left beside it");
     let packed = piped(home.path(), &["compress", "-", "-o", "-"], &folder, 0).stdout;
     assert!(packed.len() < plain.len() * 8 / 10);
-    // The standard tool opens it.
+    // The standard tool can extract it.
     fs::write(home.path().join("packed.tar"), &packed).unwrap();
     fs::create_dir(home.path().join("by-tar")).unwrap();
     tar(&home.path().join("by-tar"), &["-x", "-f", "../packed.tar"]);
@@ -55,13 +55,13 @@ fn models_and_bundles_go_through_pipes() {
     fs::create_dir(home.path().join("again")).unwrap();
     tar(&home.path().join("again"), &["-x", "-f", "../original.tar"]);
     same(&model, &home.path().join("again"));
-    // From a directory, too.
+    // Input may also be a directory.
     let bundle = fixture().join("bundle");
     let from_folder = piped(home.path(), &["decompress", bundle.to_str().unwrap(), "-o", "-"], b"", 0).stdout;
     assert!(from_folder == original, "times and modes of the files, too");
     let files = fs::read_dir(&model).unwrap().count();
     assert_eq!(json(&piped(home.path(), &["plan", "-", "--json"], &folder, 0))["files"], files);
-    // Cut off, damaged, or no archive: nothing appears, and nothing stays.
+    // Truncated, damaged and non-archive input leave no files.
     let before = fs::read_dir(home.path()).unwrap().count();
     for cut in [0, 100, 512, packed.len() / 2, packed.len() - 1024] {
         piped(home.path(), &["decompress", "-", "-o", "out"], &packed[..cut], 2);
@@ -78,13 +78,13 @@ fn models_and_bundles_go_through_pipes() {
         piped(home.path(), &["compress", "-", "-o", "-", option], &plain, 2);
         piped(home.path(), &["decompress", "-", "-o", "-", option], &packed, 2);
     }
-    // What is there is known before anything is read.
+    // An existing output is detected before input is read.
     piped(home.path(), &["compress", "-", "-o", "restored"], b"no archive", 2);
     assert_eq!(fs::read_dir(home.path()).unwrap().count(), before, "nothing is left of the damaged archives");
     assert_eq!(fs::read_dir(home.path().join("tmp")).unwrap().count(), 0);
 }
 
-/// A reader that closes the pipe early has an incomplete archive or file: a script must see that.
+/// If a reader closes the pipe early, its file is incomplete, so the exit status must show a failure.
 #[test]
 fn closed_pipe_fails() {
     use std::io::Read;
@@ -109,7 +109,7 @@ fn closed_pipe_fails() {
     }
 }
 
-/// A run from an archive cannot be resumed with another archive, so it leaves nothing.
+/// A run from an archive cannot be resumed with another archive, so it leaves no files.
 #[test]
 fn damaged_archive_leaves_no_partial_output() {
     let home = tempfile::tempdir().unwrap();
@@ -119,7 +119,7 @@ fn damaged_archive_leaves_no_partial_output() {
     let output = piped(home.path(), &["decompress", "-", "-o", "out"], &archive, 1);
     assert_eq!(error_code(&output), "bundle-content-mismatch");
     assert!(!home.path().join("out.partial").exists() && !home.path().join("out").exists());
-    // From a directory the finished files stay for --resume.
+    // A run from a directory keeps finished files for --resume.
     assert_eq!(unweight(&["decompress", "bundle", "-o", "out"]).current_dir(&home).status().unwrap().code(), Some(1));
     assert!(home.path().join("out.partial").is_dir());
 }

@@ -1,4 +1,4 @@
-//! `kernels attach` and `detach`: compiled kernels inside a bundle.
+//! `kernels attach` and `detach`: compiled kernels in a bundle.
 
 use std::{collections::BTreeSet, fs, sync::Arc, time::Duration};
 
@@ -28,7 +28,7 @@ use crate::harness::{
     attach_plan, documented, error_code, json, needs_nvrtc, run, same, stderr, stdout, tiny, unweight,
 };
 
-/// What is missing is told without a compiler.
+/// Missing kernels are reported without a compiler.
 #[test]
 fn lists_missing_kernels_of_stored_mlps() {
     let home = tempfile::tempdir().unwrap();
@@ -49,7 +49,7 @@ fn lists_missing_kernels_of_stored_mlps() {
     let linears = missing(&[]);
     assert!(linears.contains("uw_sm90a_gemm_") && !linears.contains("_gemm_recon_"), "{linears}");
     let stored = missing(&["--placement", "stored"]);
-    // Palettes of odd layers, exponents of even ones, what is decoded for them, down's sums.
+    // Palettes of odd layers, exponents of even layers, the decoders for both, and the sums of down_proj.
     for name in [
         "_gemm_recon_palette_n1p6s2_",
         "_gemm_recon_exponent_n1p6_",
@@ -68,7 +68,7 @@ fn lists_missing_kernels_of_stored_mlps() {
     let alternate = missing(&["--placement", "alternate"]);
     assert!(alternate.contains("_decode_huffman_palette_"), "{alternate}");
 
-    // A plan is in nobody's way.
+    // An attached plan does not change the result.
     attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
     assert_eq!(missing(&["--placement", "stored"]), stored);
     assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], true);
@@ -99,8 +99,8 @@ fn bundle_carries_its_kernels() {
     let again = json(&in_home(&[&attach[..], &["--force"]].concat(), 0));
     assert!(again["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{again}");
     assert_eq!(again["bytes"], attached["bytes"]);
-    // Of an architecture by its name every shape that ships, since which of them a card asks for is the card's; what is
-    // missing is told without a compiler.
+    // An architecture by name needs every shape that ships, because the GPU decides which it needs. Missing kernels are
+    // reported without a compiler.
     let every = unweight(&["kernels", "attach", "bundle", "--arch", "sm_89", "--max-batch", "8", "--force", "--json"])
         .current_dir(&home)
         .env("UNWEIGHT_CACHE_DIR", home.path().join("empty"))
@@ -110,7 +110,7 @@ fn bundle_carries_its_kernels() {
     assert_eq!(every.status.code(), Some(2), "{}", stderr(&every));
     let asked = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.escapes && !op.dump);
     for spec in catalog::on::<GemmMmaSpec>(Arch::Sm89).filter(asked) {
-        // JSON has all lines of the error, text the first ten.
+        // JSON has all lines of the error, text only the first ten.
         let told = stdout(&every) + &stderr(&every);
         assert!(told.contains(&spec.to_string()), "no {spec} in {told}");
     }
@@ -126,7 +126,7 @@ fn bundle_carries_its_kernels() {
     in_home(&["decompress", "bundle", "-o", "restored"], 0);
     same(&home.path().join("model"), &home.path().join("restored"));
 
-    // What loading this bundle and running it asks for, on a machine without NVRTC.
+    // The kernels that loading and running this bundle needs, on a machine without NVRTC.
     let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
     let mut specs = reachable(&bundle, LoadOptions::default().max_batch(8), PackedChooser::h200());
     specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &[GpuModel::H200]).unwrap());
@@ -143,7 +143,7 @@ fn bundle_carries_its_kernels() {
     for (request, artifact) in requests.iter().zip(&artifacts) {
         assert_eq!((&artifact.name, &artifact.state), (&request.name, &CacheState::Attached));
     }
-    // The very ones that were compiled, though nothing is said of them but their bytes.
+    // The attached kernels equal the compiled ones, although only their bytes are known.
     let policy = Policy { mode: JitMode::CacheOnly, lock_timeout: Duration::from_secs(1) };
     let own = KernelCache::new(policy, Some(&home.path().join("cache")), Arc::new(NvrtcCompiler::new(&env)));
     for (own, artifact) in own.compile_all(&requests, 2, &|_| {}).unwrap().iter().zip(&artifacts) {
@@ -155,7 +155,7 @@ fn bundle_carries_its_kernels() {
     let Error::NotCached { missing, .. } = &error else { panic!("{error}") };
     assert_eq!(missing.len(), different.len(), "without a word of trust nothing of the bundle is used");
 
-    // Whoever runs it hears of them, once.
+    // Commands that run the bundle print a note about attached kernels once.
     let generate = ["generate", "bundle", "--tokens", "1,2", "-n", "1", "--device", "99"];
     let note = "attached kernels are run only with --trust-attached-kernels";
     assert_eq!(stderr(&in_home(&generate, 2)).matches(note).count(), 1);
@@ -170,7 +170,7 @@ fn bundle_carries_its_kernels() {
     assert_eq!(damaged["problems"][0]["file"], "unweight.kernels");
     assert_eq!(damaged["problems"][0]["code"], "attached-invalid");
     assert!(stderr(&in_home(&["verify", "bundle"], 1)).contains("`unweight kernels detach` removes what is attached"));
-    // Whoever replaces a damaged file hears what became of a plan in it.
+    // Commands that replace a damaged file report that its plan is lost.
     in_home(&["kernels", "detach", "bundle"], 0);
     attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
     in_home(&attach, 0);

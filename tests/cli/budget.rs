@@ -10,7 +10,7 @@ use unweight::{
 
 use crate::harness::{copy, documented, error_code, fails, fixture, json, run, stderr, stdout};
 
-/// A plan that `budget` makes is taken by `compress`, and gives what was said.
+/// `compress` accepts the plan of `budget` and produces the predicted sizes.
 #[test]
 fn plan_file_gives_the_predicted_sizes() {
     let home = tempfile::tempdir().unwrap();
@@ -25,7 +25,7 @@ fn plan_file_gives_the_predicted_sizes() {
     let tensors = made["tensors"].as_array().unwrap();
     let stored: u64 = tensors.iter().map(|tensor| tensor["stored_bytes"].as_u64().unwrap()).sum();
     assert!(stored.abs_diff(bytes("weight_bytes")) * 100 < stored, "{stored} for {}", bytes("weight_bytes"));
-    // Each tensor in the encoding that its unit has; the rest raw.
+    // Each tensor has the encoding of its unit; all others are raw.
     let plan: Value = serde_json::from_slice(&fs::read(home.path().join("plan.json")).unwrap()).unwrap();
     let mut encodings: BTreeMap<&str, &str> = BTreeMap::new();
     for rule in plan["rules"].as_array().unwrap() {
@@ -36,7 +36,7 @@ fn plan_file_gives_the_predicted_sizes() {
         let expected = encodings.get(tensor["name"].as_str().unwrap()).unwrap_or(&encodings["*"]);
         assert_eq!(tensor["encoding"].as_str().unwrap(), *expected, "{tensor}");
     }
-    // The least that would do is said, and does.
+    // The error states the minimum memory, which suffices.
     let few = ["budget", "model", "--batch", "2", "--context", "5", "--memory", "1M"];
     let said = fails(home.path(), &few, 2, "budget-too-small");
     let (least, _) = said.split_once(" bytes; weights").unwrap_or_else(|| panic!("{said}"));
@@ -45,11 +45,11 @@ fn plan_file_gives_the_predicted_sizes() {
     let less = (least.parse::<u64>().unwrap() - 1).to_string();
     let less = ["budget", "model", "--batch", "2", "--context", "5", "--memory", &less];
     fails(home.path(), &less, 2, "budget-too-small");
-    // Where the plan cannot be written nothing is asked of the weights.
+    // The plan's path is checked before any weight is read.
     let nowhere = ["budget", "absent", "--memory", "1G", "--plan", "nowhere/plan.json"];
     let text = fails(home.path(), &nowhere, 2, "path-not-found");
     assert!(text.contains("nowhere"), "{text}");
-    // A plan file is replaced, nothing else.
+    // Only a plan file is replaced.
     let text =
         stdout(&run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
     let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
@@ -59,16 +59,16 @@ fn plan_file_gives_the_predicted_sizes() {
     run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
     let taken = ["budget", "model", "--memory", "1G", "--plan", "model/config.json"];
     fails(home.path(), &taken, 2, "output-not-replaceable");
-    // Options of nothing are named as they were given.
+    // Errors name options as the user wrote them.
     for option in ["--batch", "--context", "--memory", "--threads"] {
         let text = stderr(&run(home.path(), &["budget", "model", "--max-slowdown", "5%", option, "0"], 2));
         assert!(text.contains(&format!("'{option} <")) && text.contains("'0'"), "{text}");
     }
-    // One of two is required, and both may be given.
+    // One of the two is required, and both may be given.
     let text = stderr(&run(home.path(), &["budget", "model"], 2));
     assert!(text.contains("<--memory <SIZE>|--max-slowdown <PERCENT>>"), "{text}");
     fails(home.path(), &["budget", "model", "--memory", "1G", "--plan", "/dev/null"], 2, "output-not-replaceable");
-    // What no kernel reads as it is would be packed when it is loaded: no plan has it.
+    // Encodings that no kernel reads would be packed at load time, so no plan contains them.
     run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "packed", "-q"], 0);
     for (arch, compact) in [("sm_90a", true), ("sm_89", false)] {
         let ask = ["budget", "demo/model", "--max-slowdown", "60%", "--batch", "8", "--context", "64", "--arch", arch];
@@ -81,8 +81,7 @@ fn plan_file_gives_the_predicted_sizes() {
     assert!(text.contains("config.json"), "{text}");
 }
 
-/// What an engine would not load has no plan; what it would, counts once. Experts are packed.
-/// Sizes have units in the error, and an option without a unit is asked about.
+/// Errors print sizes with units, and an option without a unit is rejected.
 #[test]
 fn memory_needs_a_unit() {
     let text = fails(fixture(), &["budget", "model", "--memory", "1M"], 2, "budget-too-small");
@@ -107,7 +106,7 @@ fn kv_cache_is_planned() {
     assert_eq!((&packed["kv_cache"], &packed["cache_tokens"]), (&"packed".into(), &bf16["cache_tokens"]));
     let bytes = |report: &Value| report["cache_token_bytes"].as_u64().unwrap();
     assert!(bytes(&packed) < bytes(&bf16) && bytes(&bf16) * 512 * 2 == bf16["cache_bytes"].as_u64().unwrap());
-    // What to run it with.
+    // The output states the options to run with.
     let (bf16, packed) = (stdout(&ask(&["--kv-cache", "bf16"])), stdout(&ask(&["--kv-cache", "packed"])));
     assert!(bf16.contains("BF16 KV cache ") && !bf16.contains("--kv-cache"), "{bf16}");
     assert!(
@@ -119,7 +118,7 @@ fn kv_cache_is_planned() {
     assert!(stderr(&run(std::path::Path::new("."), &wrong, 2)).contains("auto, packed, bf16"));
 }
 
-/// What is printed runs when it is pasted, whatever the names of model and plan.
+/// Printed commands run when pasted, whatever the names of model and plan.
 #[test]
 fn printed_commands_run() {
     let home = tempfile::tempdir().unwrap();
@@ -136,12 +135,12 @@ fn printed_commands_run() {
         shell.args(["-c", &command]).current_dir(home.path()).env("PATH", program).output().unwrap()
     };
     assert!(paste("").status.success() && home.path().join("bundle").is_dir(), "{text}");
-    // A port in use stops it where its options have been read.
+    // A port in use stops the command after it has parsed its options.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let served = paste(&format!(" --port {}", taken.local_addr().unwrap().port()));
     assert_eq!((served.status.code(), error_code(&served).as_str()), (Some(2), "address-unavailable"), "{text}");
     assert!(text.contains("--kv-cache packed --max-batch 2 --context 128 --memory "), "{text}");
-    // Without a plan file it says how to get one.
+    // Without a plan file, the output says how to get one.
     assert!(stdout(&run(home.path(), &ask, 0)).contains("repeat the command with --plan plan.json"));
 }
 
@@ -156,6 +155,7 @@ fn commands_have_one_limit_of_sequences() {
     }
 }
 
+/// A model that an engine would not load has no plan. Shared weights count once, and experts are packed.
 #[test]
 fn rejects_models_that_no_engine_loads() {
     let home = tempfile::tempdir().unwrap();
@@ -172,14 +172,14 @@ fn rejects_models_that_no_engine_loads() {
     write("mixture", DemoOptions { experts: 3, shards: 1, ..small });
     let ask = |model: &'static str| ["budget", model, "--memory", "1G", "--context", "128", "--json"];
     run(home.path(), &ask("mixture"), 0);
-    // Its MLPs have one way to lie.
+    // A mixture's MLPs have only one placement.
     run(home.path(), &["compress", "mixture", "-o", "experts", "--profile", "inference", "--quiet"], 0);
     for command in
         [&["tune", "experts"][..], &["kernels", "attach", "experts", "--arch", "sm_90a", "--placement", "stored"]]
     {
         fails(home.path(), command, 2, "experts-run-packed-only");
     }
-    // An expert by another number: that one is missing.
+    // Renumber an expert, so that one is missing.
     let weights = home.path().join("mixture/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let (old, new) = (b"1.block_sparse_moe.experts.2.w1", b"1.block_sparse_moe.experts.7.w1");
@@ -188,14 +188,14 @@ fn rejects_models_that_no_engine_loads() {
     fs::write(&weights, bytes).unwrap();
     let refused = fails(home.path(), &ask("mixture"), 2, "model-tensor-missing");
     assert!(refused.contains("'model.layers.1.block_sparse_moe.experts.2.w1.weight'"), "{refused}");
-    // The same weights once more, in a file that nobody loads.
+    // The same weights again, in a file that is not loaded.
     write("model", DemoOptions { shards: 1, ..small });
     let once = json(&run(home.path(), &ask("model"), 0));
     let weights = home.path().join("model/model.safetensors");
     fs::copy(&weights, home.path().join("model/consolidated.safetensors")).unwrap();
     let twice = json(&run(home.path(), &ask("model"), 0));
     assert_eq!((&once["weight_bytes"], &once["groups"]), (&twice["weight_bytes"], &twice["groups"]));
-    // A context that nobody asked for is none that the model does not take.
+    // The default context does not exceed the model's limit.
     let config = home.path().join("model/config.json");
     let mut text: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
     text["max_position_embeddings"] = 512.into();

@@ -1,10 +1,10 @@
-//! `completions`: what a shell completes.
+//! `completions`: the words that a shell completes.
 
 use std::{fs, path::Path, process::Command};
 
 use crate::harness::{fixture, one_matrix, run, stderr, stdout};
 
-/// Asks as bash does when the tab key is pressed at the end of the line.
+/// Requests completions as bash does when the tab key is pressed at the end of the line.
 fn completions(folder: &Path, words: &[&str]) -> Vec<String> {
     let binary = Path::new(assert_cmd::cargo::cargo_bin!("unweight"));
     let path = std::env::join_paths(
@@ -22,7 +22,7 @@ fn completions(folder: &Path, words: &[&str]) -> Vec<String> {
         .output()
         .unwrap();
     assert!(output.status.success(), "{words:?}: {}", stderr(&output));
-    // A shell takes the blanks at the ends off.
+    // A shell trims blanks at both ends.
     stdout(&output).lines().map(|line| line.trim().to_owned()).collect()
 }
 
@@ -36,7 +36,7 @@ fn complete_commands_kernels_and_tensors() {
     assert_eq!(completions(home, &["unweight", "compress", "--profile", "pac"]), ["packed"]);
     let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_huffman_st"]);
     assert_eq!(kernels, ["uw_sm90a_encode_huffman_stats"]);
-    // The word says the architecture, or the line does.
+    // The architecture comes from the word or from the line.
     let of_word = completions(home, &["unweight", "kernels", "emit", "uw_sm89_encode_huffman_st"]);
     assert_eq!(of_word, ["uw_sm89_encode_huffman_stats"]);
     let of_line = completions(home, &["unweight", "kernels", "compile", "--arch", "sm_120a", "uw_"]);
@@ -46,7 +46,8 @@ fn complete_commands_kernels_and_tensors() {
     assert_eq!(completions(home, &["unweight", "inspect", "bundle", "--tensor", "model.no"]), ["model.norm.weight"]);
     let files = completions(home, &["unweight", "extract", "bundle", "--file", "model.safe"]);
     assert_eq!(files, ["model.safetensors.index.json"]);
-    // What a shell would run, or a terminal obey, is not offered: names are anybody's.
+    // Names with characters that a shell would execute or a terminal interpret are not offered, because anybody may
+    // choose them.
     let other = tempfile::tempdir().unwrap();
     fs::create_dir(other.path().join("model")).unwrap();
     for (file, name) in
@@ -56,6 +57,6 @@ fn complete_commands_kernels_and_tensors() {
     }
     run(other.path(), &["compress", "model", "-o", "bundle"], 0);
     assert_eq!(completions(other.path(), &["unweight", "extract", "bundle", "--tensor", "z."]), ["z.harmless"]);
-    // Without a bundle on the line there is nothing to name, and no error.
+    // Without a bundle on the line there are no candidates, and no error.
     assert_eq!(completions(home, &["unweight", "extract", "--tensor", "model."]).concat(), "");
 }

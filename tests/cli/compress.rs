@@ -34,7 +34,7 @@ fn options_select_encodings() {
     assert_eq!(encodings(&["--plan", "rules.json"]).keys().collect::<Vec<_>>(), ["raw"]);
 }
 
-/// Why a tensor is not packed stands in every table, and the bundle goes there and back.
+/// Every table states why a tensor is not packed, and the bundle round-trips.
 #[test]
 fn packed_profile_reports_tensors_that_do_not_fit() {
     let home = tempfile::tempdir().unwrap();
@@ -78,7 +78,7 @@ fn warns_when_nothing_is_compressed() {
     let path = home.path().join("i16/a.safetensors");
     let bytes = fs::read(&path).unwrap();
     let at = bytes.windows(6).position(|window| window == b"\"BF16\"").unwrap();
-    // One byte shorter; a space takes its place.
+    // The dtype is one byte shorter; a space replaces it.
     let header = [&bytes[..at], b"\"I16\" ", &bytes[at + 6..]].concat();
     copy(&fixture().join("model"), &home.path().join("model"));
     fs::write(&path, header).unwrap();
@@ -114,7 +114,7 @@ fn skip_leaves_out_files() {
         fs::write(model.join(name), vec![7; 600 << 10]).unwrap();
     }
     fs::write(model.join("pytorch_model.bin"), vec![7; 2 << 20]).unwrap();
-    // Nothing that a bundle could hold; left out, it is not even looked at.
+    // A bundle cannot contain this link; excluded, it is not even looked at.
     std::os::unix::fs::symlink("nowhere", model.join(".git/dangling")).unwrap();
     let text = fails(home.path(), &["compress", "model", "-o", "bundle"], 2, "path-not-found");
     assert!(text.contains("dangling"), "{text}");
@@ -139,13 +139,13 @@ fn skip_leaves_out_files() {
         (&problem["file"], &problem["code"]),
         (&"pytorch_model.bin".into(), &"source-file-not-in-bundle".into())
     );
-    // Weights beside others are never left out by themselves.
+    // Weights next to other files are never left out by default.
     run(home.path(), &["compress", "model", "-o", "weights", "--skip", "*"], 0);
     assert_eq!(shards(&home.path().join("weights")).len(), 2);
     assert!(!home.path().join("weights/config.json").exists());
 }
 
-/// A model that names its file of weights itself cannot be marked as a bundle.
+/// A model whose configuration names its weights file cannot be marked as a bundle.
 #[test]
 fn reports_configs_that_it_does_not_mark() {
     let home = tempfile::tempdir().unwrap();

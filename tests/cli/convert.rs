@@ -1,10 +1,10 @@
-//! `convert` and sources in DFloat11.
+//! `convert`, and DFloat11 sources.
 
 use std::{fs, path::Path};
 
 use crate::harness::{copy, documented, fails, json, run, same, stderr, stdout};
 
-/// What the dfloat11 package wrote is a source, and is made again.
+/// Files that the dfloat11 package wrote are accepted as a source and reproduced.
 #[test]
 fn dfloat11_round_trip() {
     let home = tempfile::tempdir().unwrap();
@@ -34,12 +34,12 @@ fn dfloat11_round_trip() {
     assert!(summary.contains("16 weights in 4 units"), "{summary}");
     same(&home.path().join("again"), &home.path().join("third"));
 
-    // It cannot replace an output, and so does not name --force.
+    // `convert` cannot replace an output, so the error does not suggest --force.
     let text = fails(home.path(), &["convert", "plain", "-o", "third", "--to", "dfloat11"], 2, "output-exists");
     assert!(text.ends_with("\n  help: choose another name\n"), "{text}");
     fails(home.path(), &["convert", "df11", "-o", "x", "--to", "dfloat11"], 2, "nothing-to-convert");
     fails(home.path(), &["convert", "plain", "-o", "x", "--to", "bf16"], 2, "dfloat11-config-invalid");
-    // Without a sound configuration its files are tensors of bytes: not in silence.
+    // Without a valid configuration the files are byte tensors, and the command says so.
     copy(&stock, &home.path().join("cut"));
     let config = fs::read(stock.join("config.json")).unwrap();
     fs::write(home.path().join("cut/config.json"), &config[..config.len() - 2]).unwrap();
@@ -52,7 +52,7 @@ fn dfloat11_round_trip() {
     }
     run(home.path(), &["compress", "cut/lm_head.safetensors", "-o", "x"], 0);
     fs::remove_dir_all(home.path().join("x")).unwrap();
-    // A flipped bit that shifts the codes behind it is data that is not what it should be.
+    // A flipped bit that shifts the codes after it is reported as invalid data.
     let file = home.path().join("df11/lm_head.safetensors");
     let mut bytes = fs::read(&file).unwrap();
     bytes[1501] ^= 1;

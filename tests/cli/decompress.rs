@@ -1,4 +1,4 @@
-//! `decompress`: every file comes back, byte for byte.
+//! `decompress` restores every file byte for byte.
 
 use crate::harness::{copy, fixture, run, same, stderr, stdout};
 

@@ -1,4 +1,4 @@
-//! `demo`: the whole round trip, and its temporary files.
+//! `demo`: the whole round trip and its temporary files.
 
 use std::{
     fs,
@@ -35,7 +35,7 @@ fn checks_free_space_and_removes_files_of_killed_runs() {
     while left() == 0 && start.elapsed() < Duration::from_secs(30) {
         std::thread::sleep(Duration::from_millis(1));
     }
-    // Until it has its lock.
+    // Wait until it holds its lock.
     std::thread::sleep(Duration::from_millis(50));
     child.kill().unwrap();
     child.wait().unwrap();

@@ -1,4 +1,4 @@
-//! Errors: codes, JSON, messages that name the argument and the next step.
+//! Errors: codes, JSON, and messages that name the argument and the next step.
 
 use std::{
     collections::BTreeSet,
@@ -82,7 +82,7 @@ fn name_the_argument_and_the_next_step() {
     }
 }
 
-/// Whichever thread cannot be made: an error that says so.
+/// Whichever thread cannot be started, the error says so.
 #[test]
 fn process_limit_is_reported() {
     use std::os::unix::process::CommandExt;
@@ -91,7 +91,7 @@ fn process_limit_is_reported() {
         copy(&fixture().join(part), &home.path().join(part));
     }
     let mut program = PathBuf::from(assert_cmd::cargo::cargo_bin!("unweight"));
-    // Root is not bound by the limit. A user of nobody else's, so that nobody else's processes count.
+    // The limit does not apply to root, so run as an otherwise unused user, whose processes are only ours.
     let user = rustix::process::geteuid().is_root().then(|| 20_000 + std::process::id() % 40_000);
     if let Some(user) = user {
         fs::copy(&program, home.path().join("unweight")).unwrap();
@@ -127,7 +127,7 @@ fn process_limit_is_reported() {
     }
 }
 
-/// Every `.rs` file below a folder.
+/// Collects every `.rs` file below a folder.
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -139,13 +139,13 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The string literals of a text.
+/// Returns the string literals of a text.
 fn literals(text: &str) -> impl Iterator<Item = &str> {
     text.split('"').skip(1).step_by(2)
 }
 
-/// Codes in the source: those of `fn code` and `fn io_code`, first arguments of the command line's own failures, and
-/// codes that a report or `usage` writes itself.
+/// Returns the error codes in a source: those of `fn code` and `fn io_code`, first arguments of the command line's own
+/// failures, and codes that a report or `usage` writes itself.
 fn codes_of(text: &str) -> Vec<&str> {
     let mut codes = Vec::new();
     for head in ["fn code(&self) -> &'static str {", "fn io_code(error: &io::Error) -> &'static str {"] {

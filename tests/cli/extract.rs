@@ -1,4 +1,4 @@
-//! `extract`: original bytes of a tensor or file.
+//! `extract`: the original bytes of a tensor or file.
 
 use std::fs;
 
@@ -14,7 +14,7 @@ fn writes_the_original_bytes_of_a_tensor() {
     run(home.path(), &["verify", "bundle", "--ram", "1M", "--threads", "1"], 0);
     let weights = unweight::format::testing::Weights::TRAINED.bytes(4096, 1);
     let extract = ["extract", "bundle", "--tensor", "x.mlp.up_proj.weight", "-o"];
-    // Two files have it: which one is asked for must be said.
+    // Two files contain the tensor, so the user must choose one.
     let text = fails(home.path(), &[&extract[..], &["x.bin"]].concat(), 2, "tensor-ambiguous");
     assert!(text.contains("a.safetensors, b.safetensors"), "{text}");
     run(home.path(), &[&extract[..], &["x.bin", "--file", "b.safetensors"]].concat(), 0);
@@ -39,7 +39,7 @@ fn writes_the_original_bytes_of_a_file() {
         assert!(fs::read(home.path().join(&name)).unwrap() == original, "{name}");
         assert_eq!((&report["bytes"], &report["file"]), (&original.len().into(), &name.as_str().into()));
         assert!(report["sha256"].is_string());
-        // What is there stays.
+        // An existing file is kept.
         fails(home.path(), &["extract", "bundle", "--file", &name, "-o", &name], 2, "output-exists");
     }
     let text = fails(home.path(), &["extract", "bundle", "--file", "nothing.json", "-o", "x"], 2, "file-not-found");
@@ -49,7 +49,7 @@ fn writes_the_original_bytes_of_a_file() {
     assert!(text.contains("no: no such directory") && !text.contains(".unweight-"), "{text}");
     let text = fails(home.path(), &["extract", "bundle", "--tensor", "no", "-o", "x"], 2, "tensor-not-found");
     assert!(text.contains("unweight inspect"), "{text}");
-    // Of a damaged shard nothing appears under the name.
+    // A damaged shard leaves no output file.
     let home = tempfile::tempdir().unwrap();
     let shard = damaged(home.path());
     fails(home.path(), &["extract", "bundle", "--file", &shard, "-o", "x"], 1, "bundle-content-mismatch");

@@ -1,4 +1,4 @@
-//! `generate` and `bench decode`: arguments. tests/gpu has the rest.
+//! Arguments of `generate` and `bench decode`. tests/gpu tests the rest.
 
 use std::{fs, path::Path};
 
@@ -51,7 +51,7 @@ fn rejects_bad_arguments_before_loading() {
         let header = br#"{"logits.0":{"dtype":"BF16","shape":[0,512],"data_offsets":[0,0]}}"#;
         fs::write(&logits, [&(header.len() as u64).to_le_bytes()[..], header].concat()).unwrap();
         let (context, file) = (["--context", "2"], logits.to_str().unwrap());
-        // Logits may be replaced, and make no tokens that the context would have to hold.
+        // A file of logits may be replaced, and `--dump-logits` makes no tokens that need context.
         let cache = ["--kv-cache", "packed"];
         for more in [
             &[][..],

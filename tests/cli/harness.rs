@@ -1,4 +1,4 @@
-//! What the tests of the command line share.
+//! Helpers of the command line tests.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use unweight::format::{
     testing::demo_model::{self, DemoOptions},
 };
 
-/// The command with nothing of the caller's environment that would change what it prints.
+/// Returns the command without the environment variables that change its output.
 pub fn unweight(arguments: &[&str]) -> Command {
     let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
     command.args(arguments).env_remove("NO_COLOR").env_remove("UNWEIGHT_JIT");
@@ -42,14 +42,14 @@ pub fn fails(folder: &Path, arguments: &[&str], status: i32, code: &str) -> Stri
     stderr(&output)
 }
 
-/// The code of the error on stderr.
+/// Returns the code of the error on stderr.
 pub fn error_code(output: &Output) -> String {
     let text = stderr(output);
     let code = text.lines().find_map(|line| Some(line.strip_prefix("error[")?.split_once("]: ")?.0.to_owned()));
     code.unwrap_or_else(|| panic!("no error code in {text}"))
 }
 
-/// Fails where there is no NVRTC to compile with.
+/// Fails if there is no NVRTC.
 pub fn needs_nvrtc() {
     assert!(
         std::env::var_os("UNWEIGHT_NVRTC").is_some(),
@@ -69,7 +69,7 @@ pub fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", stdout(output)))
 }
 
-/// Attaches a plan in place of the one that is there.
+/// Attaches a plan, and replaces an existing one.
 pub fn attach_plan(bundle: &Path, plan: &str) {
     bundle::attach_plan(bundle, |_| Ok::<_, BundleError>(plan.to_owned())).unwrap();
 }
@@ -86,7 +86,7 @@ pub fn tiny() -> DemoOptions {
     }
 }
 
-/// A model and its bundle, made once and never changed: `model`, `bundle`.
+/// Returns a folder with a model and its bundle (`model`, `bundle`), made once and never changed.
 pub fn fixture() -> &'static Path {
     static HOME: OnceLock<TempDir> = OnceLock::new();
     HOME.get_or_init(|| {
@@ -107,7 +107,8 @@ pub fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// A copy of the fixture's bundle with one bit flipped near the end of its first shard; the shard's name.
+/// Copies the fixture's bundle to `home/bundle` and flips one bit near the end of its first shard. Returns the shard's
+/// name.
 pub fn damaged(home: &Path) -> String {
     copy(&fixture().join("bundle"), &home.join("bundle"));
     let shard = shards(&home.join("bundle"))[0].clone();
@@ -134,19 +135,19 @@ pub fn same(a: &Path, b: &Path) {
     }
 }
 
-/// Compares the keys of an output with its table in docs/reference/json.md, both ways.
+/// Checks that the keys of an output and of its table in docs/reference/json.md are the same.
 pub fn documented(command: &str, output: &Value) {
-    // A heading may say with which option.
+    // A heading may include an option.
     assert_eq!(output["command"], command.split(" --").next().unwrap());
     assert_eq!(output["unweight_version"], env!("CARGO_PKG_VERSION"));
     let mut found = BTreeSet::new();
     keys(output, "", &mut found);
     let expected = table(command);
     for key in found.iter().filter(|key| !["command", "unweight_version"].contains(&key.as_str())) {
-        // A list that happens to be empty has no keys below it.
+        // An empty list has no keys below it.
         let list = format!("{key}[]");
         let known = |key: &str| expected.contains_key(key) || expected.keys().any(|known| known.starts_with(&list));
-        // What a GPU looks like depends on the machine.
+        // The properties of a GPU depend on the machine.
         assert!(known(key) || key.starts_with("devices[]."), "json.md, {command}: `{key}` is not documented");
     }
     for (key, optional) in expected {
@@ -157,7 +158,7 @@ pub fn documented(command: &str, output: &Value) {
     }
 }
 
-/// Whether some list on the way to `key` is empty.
+/// Returns whether a list on the path to `key` is empty.
 pub fn is_deeply_empty(output: &Value, key: &str) -> bool {
     let mut at = output;
     for part in key.split('.') {
@@ -173,7 +174,7 @@ pub fn is_deeply_empty(output: &Value, key: &str) -> bool {
     false
 }
 
-/// Leaves of an object, lists of objects by all their elements.
+/// Collects the paths of leaves, for lists over all their elements.
 pub fn keys(value: &Value, at: &str, found: &mut BTreeSet<String>) {
     match value {
         Value::Object(object) => {
@@ -190,14 +191,14 @@ pub fn keys(value: &Value, at: &str, found: &mut BTreeSet<String>) {
     }
 }
 
-/// Keys of a heading's table, with whether they are optional; references to other headings are followed.
+/// Returns the keys of a heading's table and whether they are optional. Follows references to other headings.
 pub fn table(heading: &str) -> BTreeMap<String, bool> {
     let text = include_str!("../../docs/reference/json.md");
     let (_, rest) = text.split_once(&format!("\n### {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
     let section: Vec<&str> = rest.lines().take_while(|line| !line.starts_with('#')).collect();
     let same = section.iter().find_map(|line| line.strip_prefix("Keys as of [")?.split_once(']'));
     let mut found = same.map_or_else(BTreeMap::new, |(other, _)| table(other));
-    // What is below a key that may be missing or null may be missing, too.
+    // A key below an optional or null key may be absent, too.
     let mut absent: Vec<String> = Vec::new();
     for line in section.iter().filter(|line| line.starts_with("| `")) {
         let mut cells = line.split(" | ").map(|cell| cell.trim_matches(['|', ' ']));
@@ -216,16 +217,16 @@ pub fn table(heading: &str) -> BTreeMap<String, bool> {
                 let key = format!("{key}.{inner}");
                 (key, own || optional)
             })),
-            // Its own keys follow.
+            // The rows of its own keys follow.
             None if kind.starts_with("object") => {}
-            // A scalar is printed as null where it is null.
+            // A scalar without a value is printed as null.
             None => _ = found.insert(key.to_owned(), missing),
         }
     }
     found
 }
 
-/// A safetensors file with one BF16 matrix.
+/// Writes a safetensors file with one BF16 matrix.
 pub fn one_matrix(path: &Path, name: &str) {
     let header = serde_json::json!({ name: { "dtype": "BF16", "shape": [64, 64], "data_offsets": [0, 8192] } });
     let header = header.to_string();

@@ -1,4 +1,4 @@
-//! `inspect`: tables, CSV and drawings.
+//! `inspect`: tables, CSV and plots.
 
 use std::fs;
 
@@ -24,11 +24,11 @@ fn lists_tensors_and_draws_plots() {
     }
     let text = fails(home.path(), &["inspect", bundle, "--tensor", "nothing*"], 2, "tensor-not-found");
     assert!(text.contains("nothing*"), "{text}");
-    // Without a file, on the terminal.
+    // Without a file, the plot goes to the terminal.
     let bars = stdout(&run(home.path(), &["inspect", bundle, "--plot", "ratio"], 0));
     assert!(bars.contains("embedding") && bars.contains('\u{2588}') && bars.contains("tensors: "), "{bars}");
     let bars = stdout(&run(home.path(), &["inspect", bundle, "--plot", "exponents"], 0));
-    // Exponents of weights, and nothing far from them.
+    // The histogram shows the exponents of weights and no distant values.
     assert!(bars.contains("bits of information") && bars.contains("\n120 ") && !bars.contains("\n  3 "), "{bars}");
     assert!(bars.lines().count() < 40, "{bars}");
     run(home.path(), &["inspect", bundle, "--svg", "x.svg"], 2);
@@ -61,7 +61,7 @@ fn svg_replaces_only_drawings() {
     let before = fs::read(home.path().join(shard)).unwrap();
     fails(home.path(), &["inspect", "bundle", "--plot", "ratio", "--svg", shard], 2, "output-not-replaceable");
     assert!(fs::read(home.path().join(shard)).unwrap() == before);
-    // A shard that speaks of drawings, and a link to a drawing.
+    // A shard whose tensor name looks like SVG, and a link to a plot.
     fs::create_dir(home.path().join("odd")).unwrap();
     one_matrix(&home.path().join("odd/m.safetensors"), "<svg");
     let before = fs::read(home.path().join("odd/m.safetensors")).unwrap();
@@ -77,7 +77,7 @@ fn svg_replaces_only_drawings() {
     }
 }
 
-/// Extents whose product overflows, and no elements.
+/// A shape whose product overflows, but that has no elements.
 #[test]
 fn shows_a_shape_without_elements() {
     let home = tempfile::tempdir().unwrap();
@@ -90,6 +90,6 @@ fn shows_a_shape_without_elements() {
     assert_eq!(report["tensors"][0]["elements"], 0);
     run(home.path(), &["inspect", "bundle"], 0);
     run(home.path(), &["plan", "model", "--compare"], 0);
-    // Without elements there is nothing to draw.
+    // Without elements there is nothing to plot.
     fails(home.path(), &["inspect", "bundle", "--plot", "ratio"], 2, "nothing-to-draw");
 }

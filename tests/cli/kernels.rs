@@ -1,4 +1,4 @@
-//! `kernels list`, `emit`, `compile`, and the cache of compiled kernels.
+//! `kernels list`, `emit` and `compile`, and the cache of compiled kernels.
 
 use std::{
     fs,
@@ -26,20 +26,20 @@ fn lists_and_emits_sources() {
     fails(home.path(), &["kernels", "emit"], 2, "usage");
     fails(home.path(), &["kernels", "list", "uw_sm90a_nothing"], 2, "kernel-name-invalid");
     fails(home.path(), &["kernels", "list", "nothing*"], 2, "kernel-not-found");
-    // A pattern of another architecture than the one that is meant.
+    // A pattern for another architecture than `--arch`.
     let text = fails(home.path(), &["kernels", "list", "uw_sm89_*", "--arch", "sm_86"], 2, "kernel-not-found");
     assert!(text.contains("`--arch sm_89`"), "{text}");
     assert!(
         stdout(&run(home.path(), &["kernels", "list", "uw_sm89_decode_huffman_*", "--arch", "sm_89"], 0))
             .contains("_full_l7")
     );
-    // Without a word it is that of the GPU; where there is none, it is said.
+    // The default architecture is the GPU's; without a GPU the output says so.
     let output = run(home.path(), &["kernels", "list"], 0);
     match unweight_rt::Device::arch_of(0) {
         Ok(arch) => assert!(stdout(&output).contains(&format!("uw_{}_encode_huffman_stats", arch.tag()))),
         Err(_) => assert!(stderr(&output).contains("no GPU here: kernels for sm_90a; --arch"), "{}", stderr(&output)),
     }
-    // What ships for another architecture, and what it does not have.
+    // The kernels that ship for another architecture, and those that it lacks.
     let ada = json(&run(home.path(), &["kernels", "list", "--arch", "sm_89", "--json"], 0));
     let names: Vec<_> = ada["kernels"].as_array().unwrap().iter().map(|k| k["name"].as_str().unwrap()).collect();
     assert!(names.len() > 30 && names.iter().all(|name| name.starts_with("uw_sm89_")), "{names:?}");
@@ -119,7 +119,7 @@ fn compile_fails_if_the_cache_cannot_keep_them() {
         nvrtc.map(|path| command.env("UNWEIGHT_NVRTC", path));
         command.output().unwrap()
     };
-    // In KiB: room for nothing. Not the end of the process, and no success.
+    // A limit of 1 KiB leaves no space for a cubin. The process must survive and fail.
     let output = compile("ulimit -f 1;", None);
     assert_eq!(output.status.code(), Some(2), "{:?} {}", output.status, stderr(&output));
     assert_eq!(error_code(&output), "kernels-not-kept");
@@ -127,7 +127,7 @@ fn compile_fails_if_the_cache_cannot_keep_them() {
     assert!(json(&output)["kernels"][0]["not_kept"].is_string());
     let output = compile("", None);
     assert!(output.status.success() && json(&output)["kernels"][0]["not_kept"].is_null());
-    // A FIFO as compiler is refused, not waited for.
+    // A FIFO as compiler is rejected instead of blocking.
     let fifo = home.path().join("libnvrtc.so.13");
     assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     let output = compile("rm -rf \"$UNWEIGHT_CACHE_DIR\";", Some(&fifo));
@@ -152,8 +152,8 @@ fn compile_bundle_compiles_what_loading_needs() {
     let first = compile();
     let kernels = json(&first)["kernels"].as_array().unwrap().clone();
     let names: Vec<&str> = kernels.iter().map(|kernel| kernel["name"].as_str().unwrap()).collect();
-    // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for
-    // larger ones. And what a model runs beside its linears.
+    // The packer's kernels, and the products for merged gate and up and for tensors without escapes, at batches up to 8
+    // only; and the kernels that a model runs besides its linears.
     for part in [
         "_pack_tiles",
         "_unpack",

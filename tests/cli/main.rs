@@ -1,4 +1,4 @@
-//! The `unweight` binary from outside: output, JSON keys, exit status, errors, signals. A module per command or
+//! Tests of the `unweight` binary: output, JSON keys, exit status, errors and signals. One module per command or
 //! feature.
 #![cfg(feature = "cli")]
 

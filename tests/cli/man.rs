@@ -22,7 +22,7 @@ fn writes_a_page_for_every_command() {
     let (_, synopsis) = text.split_once(".SH SYNOPSIS\n").unwrap();
     let synopsis = synopsis.lines().next().unwrap();
     assert_eq!(synopsis, r"unweight compress [OPTIONS] \-\-output <DIR> <SOURCE>...");
-    // Again, over what is there.
+    // Existing pages are overwritten.
     run(home.path(), &["man", "deep/man1"], 0);
     fs::write(home.path().join("file"), "").unwrap();
     run(home.path(), &["man", "file"], 2);

@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::harness::{copy, documented, fails, fixture, json, run, same, stderr, stdout};
 
-/// What several machines made is what one would have made.
+/// Parts from several machines merge to the bundle that one machine makes.
 #[test]
 fn parts_give_the_same_bundle() {
     let home = tempfile::tempdir().unwrap();
@@ -17,7 +17,7 @@ fn parts_give_the_same_bundle() {
         assert_eq!(report["part"], part);
         documented("compress", &report);
     }
-    // Two shards for three parts.
+    // There are only two shards for three parts.
     let output = run(home.path(), &["compress", "model", "-o", "empty", "--shard", "3/3", "-q"], 0);
     assert_eq!(stderr(&output), "");
     fs::remove_dir_all(home.path().join("empty")).unwrap();

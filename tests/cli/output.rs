@@ -1,4 +1,4 @@
-//! What every command prints: data on stdout, notes on stderr, documented JSON keys.
+//! Output of every command: data on stdout, notes on stderr, documented JSON keys.
 
 use std::{
     fs,
@@ -8,7 +8,7 @@ use std::{
 
 use crate::harness::{copy, damaged, documented, fixture, json, one_matrix, run, stderr, stdout, unweight};
 
-/// A command whose stdin never says anything ends all the same: it has no question.
+/// A command ends even if its stdin stays open and empty: no command asks a question.
 #[test]
 fn no_command_waits_for_input() {
     let home = tempfile::tempdir().unwrap();
@@ -48,7 +48,7 @@ fn quiet_and_verbose() {
     copy(&fixture().join("model"), &home.path().join("model"));
     let output = run(home.path(), &["compress", "model", "-o", "quiet", "-q"], 0);
     assert_eq!((stdout(&output).as_str(), stderr(&output).as_str()), ("", ""));
-    // What was asked for is printed in any case.
+    // `--quiet` does not suppress requested output.
     assert!(!stdout(&run(home.path(), &["inspect", "quiet", "-q"], 0)).is_empty());
     assert!(!stdout(&run(home.path(), &["verify", "quiet", "-q", "--json"], 0)).is_empty());
     let output = run(home.path(), &["compress", "model", "-o", "loud", "-vv"], 0);
@@ -90,7 +90,7 @@ fn escapes_control_characters_in_names() {
     let home = tempfile::tempdir().unwrap();
     fs::create_dir(home.path().join("model")).unwrap();
     one_matrix(&home.path().join("model/a.safetensors"), "evil\x1b[2J\x07\0\u{9b}31m\u{202e}.mlp.up_proj.weight");
-    // A line end in a name says something that this program did not.
+    // A line break in a name must not forge a line of output.
     one_matrix(&home.path().join("model/b.safetensors"), "x\nall is sound\ny.mlp.up_proj.weight");
     let commands: [(&[&str], i32); 6] = [
         (&["plan", "model", "-vv"], 0),
@@ -111,7 +111,7 @@ fn escapes_control_characters_in_names() {
         check(&run(home.path(), arguments, status), &format!("{arguments:?}"));
     }
     assert!(check(&run(home.path(), &["inspect", "bundle"], 0), "inspect").contains("evil\\u{1b}[2J"));
-    // The name in an error, too.
+    // Names in errors are escaped, too.
     for shard in ["bundle/a.safetensors", "bundle/b.safetensors"] {
         let shard = home.path().join(shard);
         let mut bytes = fs::read(&shard).unwrap();
@@ -152,7 +152,7 @@ fn json_keys_match_the_documentation() {
         assert!(output.status.success(), "{command}: {}", stderr(&output));
         documented(command, &json(&output));
     }
-    // The lists that a sound bundle leaves empty.
+    // Lists that are empty for an intact bundle.
     let broken = tempfile::tempdir().unwrap();
     damaged(broken.path());
     documented("verify", &json(&run(broken.path(), &["verify", "bundle", "--json"], 1)));

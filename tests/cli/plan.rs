@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use crate::harness::{copy, fails, fixture, json, run, stdout};
 
-/// The example of the document does what the document says.
+/// The documented example behaves as documented.
 #[test]
 fn follows_the_documented_plan_file() {
     let home = tempfile::tempdir().unwrap();
@@ -24,7 +24,7 @@ fn follows_the_documented_plan_file() {
     assert_eq!(encoding("model.layers.1.mlp.up_proj.weight"), "huffman");
     assert_eq!(encoding("model.layers.1.self_attn.q_proj.weight"), "palette");
     assert_eq!(encoding("model.norm.weight"), "raw");
-    // And what it says are errors are errors.
+    // Documented errors are errors.
     let more = example.replacen("\"match\"", "\"note\": 1, \"match\"", 1);
     let other = example.replacen("model.layers.0.*", "model.layers.99.*", 1);
     for (text, why) in [(more, "note"), (other, "'model.layers.99.*'")] {
@@ -38,7 +38,7 @@ fn follows_the_documented_plan_file() {
     }
 }
 
-/// A small model is mostly metadata: manifest, headers and index are predicted as well.
+/// Small models are mostly metadata, so manifest, headers and index are predicted as well.
 #[test]
 fn predicts_the_size_of_small_bundles() {
     let home = tempfile::tempdir().unwrap();
@@ -58,7 +58,7 @@ fn compare_agrees_with_each_plan() {
     copy(&fixture().join("model"), &home.path().join("model"));
     let report = json(&run(home.path(), &["plan", "model", "--compare", "--json"], 0));
     let rows = report["rows"].as_array().unwrap();
-    // Two profiles with ten limits, three without Huffman codes.
+    // Two profiles with ten limits each, and three without Huffman codes.
     assert_eq!(rows.len(), 23);
     for (profile, limit) in
         [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7), ("compact", 7)]

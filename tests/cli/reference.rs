@@ -1,4 +1,4 @@
-//! docs/reference/cli.md: the part between its marks is what `man --markdown` prints. `UPDATE_DOCS=1` renews it.
+//! Checks the generated part of docs/reference/cli.md against `man --markdown`. `UPDATE_DOCS=1` rewrites that part.
 
 use std::{env, fs, path::Path};
 

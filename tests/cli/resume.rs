@@ -13,7 +13,7 @@ use crate::harness::{copy, error_code, fails, fixture, json, run, same, shards, 
 #[test]
 fn continues_an_interrupted_run() {
     let home = tempfile::tempdir().unwrap();
-    // Large enough to be caught in the act, in many files so that some are finished.
+    // Large enough to be interrupted, with many files so that some are finished.
     let options = DemoOptions {
         layers: 12,
         hidden: 1024,
@@ -27,7 +27,7 @@ fn continues_an_interrupted_run() {
     demo_model::write(&home.path().join("model"), &options).unwrap();
     run(home.path(), &["compress", "model", "-o", "expected", "--threads", "1"], 0);
     let mut interrupted = false;
-    // Where a loaded machine lets a run finish before the signal comes, the next one is asked earlier.
+    // On a loaded machine, a run may finish before the signal arrives; the next attempt sends it earlier.
     for finished_files in [6, 2, 1] {
         let arguments = ["compress", "model", "-o", "bundle", "--threads", "1", "--verify", "none"];
         let child =
@@ -51,7 +51,7 @@ fn continues_an_interrupted_run() {
         assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
         assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
         assert!(!home.path().join("bundle").exists(), "nothing half-written under the final name");
-        // Whoever looks for the bundle, or into what there is of it, is told.
+        // Commands that read the bundle or the partial bundle report that it is unfinished.
         for path in ["bundle", "bundle.partial"] {
             let text = fails(home.path(), &["verify", path], 2, "bundle-unfinished");
             assert!(text.contains("bundle.partial") && text.contains("--resume"), "{text}");
@@ -70,7 +70,7 @@ fn continues_an_interrupted_run() {
 fn file_size_limit_is_named() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    // In KiB; the shards of the model have more.
+    // In KiB; the model's shards are larger.
     let output = Command::new("bash")
         .args(["-c", "ulimit -f 64; exec \"$0\" compress model -o bundle"])
         .arg(assert_cmd::cargo::cargo_bin!("unweight"))
@@ -117,7 +117,7 @@ fn each_signal_has_its_exit_status() {
     };
     demo_model::write(&home.path().join("model"), &model).unwrap();
     for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
-        // A loaded machine may let a run finish before it is asked to stop.
+        // On a loaded machine, a run may finish before the signal arrives.
         let stopped = (0..20).any(|attempt| {
             let _ = fs::remove_dir_all(home.path().join("out"));
             let _ = fs::remove_dir_all(home.path().join("out.partial"));

@@ -1,10 +1,10 @@
-//! Signatures by minisign.
+//! Signatures with minisign.
 
 use std::fs;
 
 use crate::harness::{copy, error_code, fails, fixture, json, run, same, shards, stderr, stdout};
 
-/// A key with a password signs with the password's file, and not without, or with another.
+/// A key with a password signs with the right password file only.
 #[test]
 fn key_with_a_password() {
     let home = tempfile::tempdir().unwrap();
@@ -41,7 +41,7 @@ fn verify_proves_the_signer() {
         fs::write(home.path().join(format!("{name}.pub")), keys.pk.to_box().unwrap().into_string()).unwrap();
     }
     run(home.path(), &["compress", "model", "-o", "bundle", "--sign", "mine.key"], 0);
-    // Signed or not, all the rest is the same.
+    // A signature changes nothing else.
     run(home.path(), &["compress", "model", "-o", "plain", "--sha256"], 0);
     let signature = home.path().join("bundle/unweight.json.minisig");
     let text = fs::read_to_string(&signature).unwrap();
@@ -56,7 +56,7 @@ fn verify_proves_the_signer() {
     verify("bundle", public.lines().nth(1).unwrap(), 0);
     let report = json(&run(home.path(), &["verify", "bundle", "--key", "mine.pub", "--quick", "--json"], 0));
     assert_eq!(report["signature"], "unweight.json");
-    // Whom it does not concern is not concerned.
+    // Commands without a key ignore the signature.
     assert!(json(&run(home.path(), &["verify", "bundle", "--json"], 0))["signature"].is_null());
     run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
     same(&home.path().join("model"), &home.path().join("restored"));
@@ -78,7 +78,7 @@ fn verify_proves_the_signer() {
         fails(home.path(), &["compress", "model", "-o", "out", "--sign", "mine.pub"], 2, "signing-key-invalid");
     assert!(message.contains("mine.pub: a public key"), "{message}");
     wrong("plain", "mine.pub", "signature-invalid", "missing");
-    // Another bundle with this signature, and this one with another.
+    // Another bundle with this signature, and this bundle with another signature.
     fs::write(home.path().join("plain/unweight.json.minisig"), &text).unwrap();
     verify("plain", "mine.pub", 0);
     run(home.path(), &["compress", "model", "-o", "plain", "--force", "--sha256", "--profile", "palette"], 0);
@@ -86,7 +86,7 @@ fn verify_proves_the_signer() {
     wrong("plain", "mine.pub", "signature-invalid", "not of this manifest");
     fs::write(&signature, "untrusted comment: x\n").unwrap();
     wrong("bundle", "mine.pub", "signature-invalid", "not a minisign signature");
-    // A flipped bit of the weights is found as ever.
+    // Verification still finds a flipped bit in the weights.
     fs::write(&signature, &text).unwrap();
     let shard = shards(&home.path().join("bundle"))[0].clone();
     let mut bytes = fs::read(&shard).unwrap();
@@ -94,7 +94,7 @@ fn verify_proves_the_signer() {
     bytes[at] ^= 1;
     fs::write(&shard, bytes).unwrap();
     wrong("bundle", "mine.pub", "bundle-content-mismatch", "expected");
-    // A signature of digests that could be forged proves nothing.
+    // A bundle whose digests can be forged is not accepted, even with a signature.
     copy(&fixture().join("bundle"), &home.path().join("weak"));
     let secret = fs::read_to_string(home.path().join("mine.key")).unwrap();
     let secret = minisign::SecretKeyBox::from_string(&secret).unwrap().into_unencrypted_secret_key().unwrap();

@@ -1,4 +1,4 @@
-//! Where a model may be, and that no command changes it.
+//! Locations of a model; no command changes the model.
 
 use std::{
     fs,
@@ -7,7 +7,7 @@ use std::{
 
 use crate::harness::{copy, error_code, fails, fixture, json, run, same, stderr, unweight};
 
-/// No command changes a byte, a mode or a time of the model, or puts anything beside it.
+/// No command changes a byte, a mode or a time of the model, or adds a file next to it.
 #[test]
 fn no_command_changes_the_source() {
     use std::os::unix::fs::MetadataExt;
@@ -64,7 +64,7 @@ fn accepts_files_and_patterns() {
         names
     };
     let path = |name: &str| format!("model/{name}");
-    // One file, whose folder may hold the output, too.
+    // A single file as source; its folder may contain the output.
     run(home.path(), &["compress", &path(first), "-o", "model/one"], 0);
     fs::rename(home.path().join("model/one"), home.path().join("one")).unwrap();
     assert_eq!(files("one"), [first]);
@@ -88,7 +88,7 @@ fn accepts_files_and_patterns() {
         fails(home.path(), &[&["compress", "-o", "out"], sources].concat(), 2, code);
         assert!(!home.path().join("out").exists() && !home.path().join("out.partial").exists());
     }
-    // The output must not take the place of a source.
+    // The output must not replace a source.
     fails(home.path(), &["compress", &path(first), "-o", "model", "--force"], 2, "output-overlaps-source");
     same(&fixture().join("model"), &home.path().join("model"));
 }
@@ -128,10 +128,10 @@ fn finds_models_in_the_hugging_face_cache() {
     let text = stderr(&output);
     assert_eq!(error_code(&output), "hub-revision-not-found");
     assert!(text.contains("'v2'") && text.contains("refs/v2") && text.contains(commit), "{text}");
-    // A reference that leads elsewhere is not followed.
+    // A reference outside the repository's folder is not followed.
     fs::write(model.join("refs/main"), "../../..").unwrap();
     with(&["plan", "org/tiny"], 2);
-    // What has not been fetched to the end is refused as any model is.
+    // An incomplete download is rejected like any incomplete model.
     fs::write(model.join("refs/main"), commit).unwrap();
     fs::remove_file(snapshot.join("model-00002-of-00002.safetensors")).unwrap();
     assert_eq!(error_code(&with(&["plan", "org/tiny"], 2)), "index-disagrees");

@@ -1,4 +1,4 @@
-//! `tune`: arguments, journals, saved plans. tests/gpu has the measuring.
+//! `tune`: arguments, journals, saved plans. tests/gpu tests the measurements.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use unweight::format::bundle::{Bundle, PLAN_BYTES_MAX};
 
 use crate::harness::{attach_plan, copy, fails, fixture, run, stderr};
 
-/// What `tune` refuses before it looks for a GPU, and what it says without one.
+/// The arguments that `tune` rejects before it opens a GPU, and its error without a GPU.
 #[test]
 fn rejects_bad_arguments_before_loading() {
     let home = tempfile::tempdir().unwrap();
@@ -25,7 +25,7 @@ fn rejects_bad_arguments_before_loading() {
     fails(home.path(), &["tune", "nowhere"], 2, "path-not-found");
     let text = fails(home.path(), &["tune", "inference", "--context", "8188"], 2, "context-above-model-limit");
     assert!(text.contains("8187"), "{text}");
-    // A plan that is none is said and left alone, before anybody asks for a GPU.
+    // An invalid plan is reported and kept, before a GPU is opened.
     let dir = home.path().join("inference");
     attach_plan(&dir, "{\"version\": 1}");
     let generate = ["generate", "inference", "--tokens", "1", "--placement", "stored", "--device", "99"];
@@ -33,7 +33,7 @@ fn rejects_bad_arguments_before_loading() {
     assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
     assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
     run(home.path(), &["verify", "inference", "--against", "model"], 0);
-    // What cannot be written is said before anything is loaded, and nothing is left behind.
+    // An output that cannot be written is reported before anything is loaded, and leaves no files.
     let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     fs::write(home.path().join("text"), "mine").unwrap();
     fs::create_dir(home.path().join("folder.1")).unwrap();
@@ -47,7 +47,7 @@ fn rejects_bad_arguments_before_loading() {
     ] {
         fails(home.path(), &[&["tune", "inference", "--save"], &wrong[..]].concat(), 2, code);
     }
-    // So are journals that are none, and those that another process writes; what was there is as it was.
+    // The same holds for files that are not journals, and for journals that another process writes.
     let second = home.path().join("journal.64");
     fs::write(&second, "mine\n").unwrap();
     let journals = ["tune", "inference", "--journal", "journal", "--batch", "1,64"];
@@ -65,7 +65,7 @@ fn rejects_bad_arguments_before_loading() {
     let text = fails(home.path(), &["tune", "inference", "--save"], 1, "attached-invalid");
     assert!(text.contains("byte 7"), "{text}");
     fs::remove_file(&attached).unwrap();
-    // Nor is the plan of a newer program replaced, nor one that has no room for more.
+    // Neither the plan of a newer version nor a full plan is replaced.
     let full = format!("{{\"version\": 2, \"settings\": []}}{}", " ".repeat(PLAN_BYTES_MAX - 8192));
     for (plan, code) in [("{\"version\": 3}", "tuned-plan-version"), (&full, "tuned-plan-full")] {
         attach_plan(&dir, plan);
@@ -78,7 +78,7 @@ fn rejects_bad_arguments_before_loading() {
     fs::remove_dir(home.path().join("folder.1")).unwrap();
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(before.len(), after.len(), "{after:?}");
-    // Where there is a GPU, `tests/gpu/pipelines.rs` has the rest.
+    // With a GPU, `tests/gpu/pipelines.rs` tests the rest.
     if unweight_rt::Device::open(0).is_err() {
         fails(home.path(), &["tune", "inference"], 2, "library-missing");
     }

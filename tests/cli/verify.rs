@@ -1,4 +1,4 @@
-//! `verify`: damage is found and named.
+//! `verify` finds and names damage.
 
 use std::fs;
 
@@ -13,14 +13,14 @@ fn names_the_damaged_file() {
     let output = run(home.path(), &["verify", "bundle"], 1);
     assert!(stdout(&output).contains(&shard) && stdout(&output).contains("expected"), "{}", stdout(&output));
     assert!(stderr(&output).starts_with("error[bundle-damaged]: bundle: 1 problem\n  help: "), "{}", stderr(&output));
-    // With --json there is one object, and it is the report.
+    // With --json the only output is the report.
     let report = json(&run(home.path(), &["verify", "bundle", "--json"], 1));
     assert_eq!(report["problems"][0]["file"], shard);
     assert_eq!(report["problems"][0]["code"], "bundle-content-mismatch");
-    // A damaged bundle is not decompressed, and leaves nothing under the name.
+    // A damaged bundle is not decompressed, and leaves no output.
     fails(home.path(), &["decompress", "bundle", "-o", "restored"], 1, "bundle-content-mismatch");
     assert!(!home.path().join("restored").exists());
-    // Against another source.
+    // Verification against another source.
     let other = tempfile::tempdir().unwrap();
     demo_model::write(&other.path().join("model"), &DemoOptions { seed: 9, ..tiny() }).unwrap();
     let bundle = fixture().join("bundle");
@@ -35,7 +35,7 @@ fn names_the_damaged_file() {
     assert!(report["problems"].as_array().unwrap().iter().all(|problem| problem["in_source"] == true), "{report}");
 }
 
-/// A bundle is what its headers say, as far as these go.
+/// `--quick` checks only headers, so it does not find damaged weights.
 #[test]
 fn quick_reads_no_weights() {
     let home = tempfile::tempdir().unwrap();
@@ -46,7 +46,7 @@ fn quick_reads_no_weights() {
     assert_eq!(all["quick"], false);
     assert!(report["stored_bytes"].as_u64().unwrap() * 10 < all["stored_bytes"].as_u64().unwrap());
     assert!(stdout(&run(home.path(), &["verify", "bundle", "--quick"], 0)).contains("weights were not read"));
-    // A header is looked at, and so are size and presence of every file.
+    // It reads headers and checks the presence and size of every file.
     let path = home.path().join("bundle").join(&shard);
     let sound = fs::read(&path).unwrap();
     let mut bytes = sound.clone();
@@ -65,7 +65,7 @@ fn quick_reads_no_weights() {
     fs::write(home.path().join("bundle/stray"), "").unwrap();
     assert_eq!(quick(&[]), ["bundle-file-unlisted", "stray"]);
     fs::remove_file(home.path().join("bundle/stray")).unwrap();
-    // Against a source: names and sizes.
+    // Against a source it compares names and sizes.
     copy(&fixture().join("model"), &home.path().join("model"));
     run(home.path(), &["verify", "bundle", "--quick", "--against", "model"], 0);
     let config = home.path().join("model/config.json");

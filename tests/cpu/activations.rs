@@ -1,5 +1,5 @@
-//! Kernels of activations, run in the simulator against double precision, or against the bytes that they must give:
-//! random rows and edges, entries that lead nowhere, and planted bugs that must be caught.
+//! Activation kernels in the simulator, checked against double precision or against exact bytes: random rows and edges,
+//! entries that are out of range, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_bench::oracle;
@@ -16,7 +16,7 @@ use unweight_format::{
     testing::Random,
 };
 
-/// What an output holds before, and around its rows after.
+/// Fills an output before the launch; rows must still be surrounded by this value after the launch.
 pub const POISON: u16 = 0xa5a5;
 
 pub fn bytes(halves: &[u16]) -> Vec<u8> {
@@ -27,7 +27,7 @@ fn words(words: &[u32]) -> Buffer {
     Buffer::of(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())
 }
 
-/// bf16 around 1, both signs.
+/// Returns bf16 values around 1 with both signs.
 pub fn random(count: usize, seed: u64) -> Vec<u16> {
     let mut random = Random::new(seed);
     (0..count).map(|_| oracle::rounded(random.normal())).collect()
@@ -45,7 +45,7 @@ pub fn launch<A: KernelArgs>(
     unsafe { kernel.run(spec, Run { problem, sms: 2, seed: 11 }, args, &slices) }
 }
 
-/// The rows of a matrix with gaps, in which nothing may have been written.
+/// Returns the rows of a matrix with gaps. Fails if a gap was written.
 pub fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u16>, String> {
     let y = y.u16s();
     let mut rows = Vec::new();
@@ -64,15 +64,15 @@ pub fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u1
 struct Norm {
     m: usize,
     d: usize,
-    /// Which rows of `x`; without a list, all.
+    /// Indices of the rows of `x`; without a list, all rows.
     list: Option<Vec<u32>>,
     x: Vec<u16>,
     gamma: Vec<u16>,
-    /// What is added to; its gaps are poisoned.
+    /// The output before an addition; its gaps are poisoned.
     before: Vec<u16>,
 }
 
-/// Rows lie this much further apart than they are long.
+/// Gap between rows, elements.
 pub const GAP: usize = 16;
 const EPS: f32 = 1e-5;
 
@@ -80,7 +80,7 @@ impl Norm {
     fn new(m: usize, d: usize, list: Option<&[u32]>) -> Self {
         let seed = (m * d) as u64;
         let mut x = random(m * (d + GAP), seed);
-        // A row of zeros, and one of small numbers, for which eps matters.
+        // A row of zeros, and a row of small numbers, for which eps matters.
         if m > 2 {
             x[..d].fill(0);
             x[d + GAP..][..d].iter_mut().for_each(|x| *x = *x & 0x807f | 117 << 7);
@@ -90,7 +90,7 @@ impl Norm {
         Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(d, seed + 1), before }
     }
 
-    /// Rows far from zero: their squares are no help to find their variance.
+    /// Rows far from zero, whose variance cannot be computed from their squares.
     fn far(m: usize, d: usize) -> Self {
         let mut norm = Self::new(m, d, None);
         norm.x.iter_mut().for_each(|x| *x = oracle::rounded(60.0 + oracle::value(*x)));
@@ -153,7 +153,7 @@ fn norms() -> Vec<Norm> {
         Norm::new(3, 4096, None),
         Norm::new(2, 16384, None),
         Norm::new(5, 2056, Some(&[4, 0, 4])),
-        // The last entry is what is reported: one row after the other in the simulator.
+        // The last entry is the one reported, because the simulator runs rows in order.
         Norm::new(3, 136, Some(&[2, 3, 1, u32::MAX])),
     ]
 }
@@ -170,7 +170,7 @@ fn norms_match_double_precision() {
     }
 }
 
-/// A norm whose output is its input, as norms of all heads together have it.
+/// A norm in place, as models run the norms of all heads together.
 #[test]
 fn norms_in_place_match_those_apart() {
     let (m, d, pitch) = (3usize, 2056usize, 2056 + GAP);
@@ -265,7 +265,7 @@ fn planted_bugs_of_norms_are_caught() {
 
 // ---- silu_mul ----
 
-/// Gate and up side by side in one matrix, one matrix after the other, or 8 columns of either in turns.
+/// Layout of gate and up: side by side in one matrix, one matrix after the other, or interleaved by 8 columns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Pair {
     Beside,
@@ -281,11 +281,11 @@ fn check_silu_mul(
 ) -> Result<(), String> {
     let (x_pitch, y_pitch) = (2 * n + GAP, n + GAP);
     let mut x = random(m * x_pitch, (m + n) as u64);
-    // The gate far to both sides, and zero.
+    // Gates far to both sides, and zero.
     for (gate, value) in x.iter_mut().zip([20.0, -20.0, 90.0, -90.0, -300.0, 0.0, -0.0, 1e30]) {
         *gate = oracle::rounded(value);
     }
-    // Apart, every row is a gate's or an up's.
+    // In this layout, every row belongs to a gate or to an up.
     let of =
         |from: usize| -> Vec<u16> { x.chunks_exact(x_pitch).flat_map(|row| &row[from..from + n]).copied().collect() };
     let turns = |row: &[u16]| -> Vec<u16> {
@@ -372,7 +372,7 @@ fn planted_bugs_of_activations_are_caught() {
 
 // ---- embed ----
 
-/// A table `[n, k]` whose rows have escapes, alone and in lists longer than a warp.
+/// A table `[n, k]` whose rows have single escapes and lists of escapes longer than a warp.
 struct Table {
     n: usize,
     k: usize,
@@ -400,7 +400,7 @@ impl Table {
         Self { n, k, bytes, packed }
     }
 
-    /// Rows `ids` of the first `d` columns, of which `vocabulary` rows are ids.
+    /// Looks up rows `ids` of the first `d` columns; the first `vocabulary` rows are valid ids.
     fn check(
         &self,
         kernel: &mut CpuKernel,
@@ -461,7 +461,7 @@ impl Table {
         }
     }
 
-    /// Every id, one that is none, and of a table with padding only what is not.
+    /// Looks up every id, an invalid id, and of a padded table only the valid rows.
     fn check_all(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
         let mut ids: Vec<u32> = (0..self.n as u32).rev().collect();
         self.check(kernel, spec, (&ids, self.k, self.n))?;
@@ -585,11 +585,11 @@ struct Rope {
     start: usize,
     bias: bool,
     norms: bool,
-    /// Pages of the sequence; one that the cache does not have is left out.
+    /// Pages of the sequence. A page that the cache does not have is skipped.
     pages: Vec<u32>,
 }
 
-/// Pages of the cache.
+/// Number of pages in the cache.
 const PAGES: usize = 4;
 
 impl Rope {
@@ -690,7 +690,7 @@ impl Rope {
                 }
             }
         }
-        // No element of the inputs gives the poison's bits.
+        // No element of the inputs has the poison's bits.
         let whole = cache.iter().filter(|half| **half != POISON).count();
         if whole != written {
             return Err(format!("{whole} elements of the cache were written, not {written}"));
@@ -716,14 +716,14 @@ fn ropes(head_dim: usize) -> Vec<Rope> {
     };
     vec![
         case(3, 4, 2, head_dim, 0, (false, false), &[2]),
-        // Over the edge of a page, more heads than warps.
+        // Across the end of a page, with more heads than warps.
         case(5, 7, 3, head_dim, 62, (true, true), &[1, 3]),
         case(2, 1, 1, head_dim / 2, 130, (true, false), &[9, 9, 0]),
         case(2, 9, 1, head_dim - 12, 7, (false, true), &[3]),
-        // The second page is none.
+        // The second page does not exist.
         case(4, 2, 1, head_dim, 62, (false, true), &[0, 4]),
         case(1, 2, 2, head_dim, 63, (true, true), &[u32::MAX]),
-        // Nothing is turned.
+        // No element is rotated.
         case(2, 3, 1, 0, 5, (false, true), &[1]),
     ]
 }

@@ -1,4 +1,4 @@
-//! Attention over pages, run in the simulator: results against float64, pages whose unused lines are NaN, hostile
+//! Attention over paged KV caches in the simulator: results against float64, pages whose unused lines are NaN, hostile
 //! tables, and planted bugs that must be caught.
 
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
@@ -43,8 +43,8 @@ fn clusters_share_the_tokens_of_a_row() {
     }
 }
 
-/// Where a part begins to have tokens, where each has as many as the others, and where there are more than a part adds
-/// up at once; by threads and by the copy engine.
+/// Positions where a part starts to have tokens, where all parts have equally many, and where a part has more than it
+/// sums at once; with copies by threads and by the copy engine.
 #[test]
 fn parts_share_the_tokens_of_a_row() {
     for (name, all) in [("d32_w1p2c1_split_async", &[1, 2, 5, 8, 9, 17][..]), ("d64_w2p2c1_split_pdl", &[1, 4])] {
@@ -85,7 +85,7 @@ fn heads_get_bias_norm_and_rotation() {
     }
 }
 
-/// Pairs of adjacent elements, of all of a head or of a part, for both ways of copying and both caches' kernels.
+/// Pairs of adjacent elements, of a whole head or of a part of it, for both kinds of copy and kernels of both caches.
 #[test]
 fn adjacent_elements_are_rotated_together() {
     for name in ["d64_w4p2c1_adjacent_pdl", "d64_w4p2c1_split_async_adjacent_pdl"] {
@@ -98,7 +98,7 @@ fn adjacent_elements_are_rotated_together() {
     }
 }
 
-/// Heads of 256: several words a lane, and queries in shared memory; by clusters, parts, and threads that copy.
+/// Heads of 256: several words per lane, and queries in shared memory; with clusters, parts, and copies by threads.
 #[test]
 fn large_heads() {
     for name in ["d256_w4p1c1_pdl", "d256_w4p1c4", "d256_w4p1c1_async_pdl", "d256_w4p1c1_split_async"] {
@@ -111,7 +111,7 @@ fn large_heads() {
     }
 }
 
-/// Scores of a soft cap, in every encoding that a tile has.
+/// Soft-capped scores, in every encoding of a tile.
 #[test]
 fn scores_have_a_soft_cap() {
     for name in ["d64_w4p2c1_softcap_pdl", "d256_w4p1c2_softcap", "d32_w1p2c1_split_async_softcap"] {
@@ -177,7 +177,7 @@ fn small_and_odd_head_sizes() {
     }
 }
 
-/// More tiles than a warp asks for pages of at a time.
+/// More tiles than a warp loads page indices for at once.
 #[test]
 fn long_rows() {
     for name in ["d16_w1p1c1", "d16_w1p1c1_async", "d16_w1p3c1_async"] {
@@ -189,7 +189,7 @@ fn long_rows() {
     }
 }
 
-/// The same bits alone, in any batch, and in any order of events.
+/// A row has the same bits alone, in any batch, and in any order of events.
 #[test]
 fn a_row_does_not_depend_on_its_batch() {
     for name in ["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl"] {
@@ -213,7 +213,7 @@ fn alone_and_together(spec: &VariantSpec) {
 }
 
 /// The tokens of a draft are rows of one sequence. A launch with a window of one token stores their keys and values,
-/// and the next one reads them: the same bits as by one launch per token.
+/// and the next launch reads them. The bits equal those of one launch per token.
 #[test]
 fn rows_of_one_sequence_follow_each_other() {
     for name in ["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl", "d128_w4p2c1_async_pdl"] {
@@ -221,7 +221,7 @@ fn rows_of_one_sequence_follow_each_other() {
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
         let mut kernel = CpuKernel::of(&spec, &[]);
         for window in [0, 20] {
-            // Over the end of a page, the last one first: rows run in no order.
+            // Across the end of a page, newest token first: rows run in any order.
             let positions = [65, 64, 63, 62, 61];
             let case = Decode::new(op.head_dim.get() as usize, 3, &positions);
             let problem = of_one_sequence(&Decode { bias: true, norm: true, window, ..case });
@@ -242,13 +242,13 @@ fn rows_of_one_sequence_follow_each_other() {
                 assert_eq!((stored.fault, verified.fault), (0, 0));
             }
             let differs = (1..=20).any(|seed| launch(&problem, &mut kernel, &spec, seed).unwrap().out != out);
-            // In parts, `launch` runs twice.
+            // With parts, `launch` runs twice.
             assert!(differs || op.split, "{spec}: one launch is enough in any order of rows");
         }
     }
 }
 
-/// All rows have the pages of the first one, which is the last token.
+/// Gives all rows the pages of the first row, which is the last token.
 pub fn of_one_sequence(case: &Decode) -> Problem {
     let mut problem = Problem::new(case);
     problem.table.truncate(problem.table_pages);
@@ -256,7 +256,7 @@ pub fn of_one_sequence(case: &Decode) -> Problem {
     problem
 }
 
-/// Nothing that a table says leads out of the cache, and other rows are as they would be.
+/// No entry of a table leads outside the cache, and other rows are unaffected.
 #[test]
 fn hostile_tables_are_reported() {
     for name in ["d32_w2p2c2", "d32_w2p2c2_async", "d32_w2p2c1_split_async"] {
@@ -279,7 +279,7 @@ fn hostile_tables(spec: &VariantSpec) {
         }
         assert!(outcome.out[columns..][..columns].iter().all(|&v| !bf16(v).is_nan()), "the other pages were read");
     }
-    // All pages refused, a position behind the table, and one behind the angles.
+    // All pages are invalid, a position is after the table, or a position is after the angles.
     let mut hostile = Problem::new(&right.case);
     let pages = hostile.table_pages;
     hostile.table[pages..][..pages].fill(u32::MAX);
@@ -394,7 +394,7 @@ fn windows_of_chunks_leave_tokens_out() {
     }
 }
 
-/// One chunk, or several: the same bits.
+/// One chunk and several chunks give the same bits.
 #[test]
 fn rows_do_not_depend_on_how_a_sequence_is_cut() {
     let spec = spec("attention_prefill_d64_w4p2c1_pdl");
@@ -473,7 +473,7 @@ fn planted_bugs_are_caught() {
     let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
     let ring = "unweight/pipeline/warp_ring.cuh";
     let bulk = [
-        // The slot is refilled while its loads are in flight.
+        // Refills the slot while its loads are in flight.
         (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
         (decode, "parity ^= slot == 0;", "parity ^= 1;"),
         // Masks.
@@ -524,21 +524,22 @@ fn planted_bugs_are_caught() {
 fn planted_bugs_of_parts_are_caught() {
     let header = "unweight/kernels/attention/decode.cuh";
     let plants = [
-        // Who adds up sees what was left: each step of the way from one block's threads to the other's.
+        // The summing block must see the partial sums: each synchronization step from one block's threads to the
+        // other's.
         ("ptx::bar_sync();  // stores of a part", "// stores of a part"),
         ("ptx::fence_acq_rel_gpu();  // releases", "// releases"),
         ("ptx::fence_acq_rel_gpu();  // acquires", "// acquires"),
         ("ptx::bar_sync();  // what one thread", "// what one thread"),
-        // Tickets: not given back, waited for from parts that never come, and taken by them.
+        // Tickets that are not reset, waited for from parts that never arrive, or taken by such parts.
         ("if (last) ptx::st_global(counter, 0);", ""),
         ("== live - 1;", "== args.parts - 1;"),
         ("if (Config::kSplit && rank >= live) return;", ""),
-        // Parts: one too few, one counted again and again, another one's, and in the order of who came last.
+        // Parts: one too few, one counted several times, another row's, and summation in order of arrival.
         ("least(a.parts, (last_tile - first_tile + Config::kWarps) /", "least(a.parts, (last_tile - first_tile) /"),
         ("if (first + i >= live || states[i].y == 0) continue;", "if (states[i].y == 0) continue;"),
         ("u64(ptx::ctaid() - rank + of)", "u64(ptx::ctaid() - rank + of / 2)"),
         ("least(first + i, live - 1);  // those", "(rank + first + i) % live;  // those"),
-        // More of them than are read at once.
+        // More parts than are read at once.
         ("sum *= moved;", ""),
     ];
     let spec = spec("attention_decode_d32_w2p2c1_split_async");
@@ -565,15 +566,15 @@ fn planted_bugs_of_parts_are_caught() {
     }
 }
 
-/// Ten parts of 32 tokens of equal weight. The values of each second one are those of the part before it with the other
-/// sign, and large: only in the order of parts do they leave exactly what the last two have.
+/// Returns ten parts of 32 tokens with equal weights. The values of every second part are large and the negatives of
+/// the part before. Only summation in the order of parts gives exactly the sum of the last two.
 fn opposed() -> Problem {
     let mut problem = Problem::new(&Decode { kv_heads: 1, ..Decode::new(32, 8, &[319]) });
     problem.qkv.fill(0);
     for token in (0..256).filter(|token| token / 32 % 2 == 0) {
         for i in 0..32 {
             let (at, opposite) = (problem.element(0, token, 1, i), problem.element(0, token + 32, 1, i));
-            // 2^20 times as much, and its negative.
+            // 2^20 times as large, and its negative.
             problem.layer[at] += 20 << 7;
             problem.layer[opposite] = problem.layer[at] ^ 0x8000;
         }

@@ -1,4 +1,4 @@
-//! Launches of attention of single tokens on the simulator, over bf16 pages and over packed ones.
+//! Launches of decode attention in the simulator, over bf16 pages and over packed pages.
 
 use unweight_bench::{attention::Problem, kv::PackedPages};
 use unweight_codegen::{
@@ -10,19 +10,19 @@ use unweight_codegen::{
 
 use crate::harness::{Buffer, CpuKernel, Run};
 
-/// Elements behind each row of QKV and of A.
+/// Gap after each row of QKV and of A, elements.
 pub const GAP: usize = 8;
 
 pub struct Outcome {
     pub out: Vec<u16>,
-    /// Packed pages: the hot ones.
+    /// The bf16 pages; with a packed cache, the hot pages.
     pub layer: Vec<u16>,
     pub fault: u32,
 }
 
-/// The cache of a launch.
+/// The KV cache of a launch.
 struct Cache<'a> {
-    /// Its bf16 pages.
+    /// The bf16 pages.
     pages: Buffer,
     table: Buffer,
     hot_table: Buffer,
@@ -73,7 +73,7 @@ impl<'a> Cache<'a> {
         ]
     }
 
-    /// Attention writes bf16 pages only.
+    /// Checks that attention wrote only bf16 pages.
     fn check_unwritten(&self) -> Result<(), String> {
         let Some(from) = self.from else { return Ok(()) };
         let before = [&from.packed[..], &from.records, &from.unit_pages];
@@ -84,18 +84,19 @@ impl<'a> Cache<'a> {
     }
 }
 
-/// In 3 parts, where the kernel has them.
+/// Runs in 3 parts, if the kernel supports parts.
 pub fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Outcome, String> {
     launch_on(problem, None, kernel, spec, seed, parts_of(spec))
 }
 
-/// How many [`launch`] has.
+/// Returns the number of parts that [`launch`] uses.
 pub fn parts_of(spec: &VariantSpec) -> u32 {
     let Op::Attention(op) = spec.op else { panic!("{spec}") };
     if op.split { 3 } else { 1 }
 }
 
-/// Over the problem's bf16 pages, or packed ones instead. Several parts: twice, with what the first launch leaves.
+/// Runs over the problem's bf16 pages, or over packed pages. With several parts, runs twice, the second time on what
+/// the first launch left.
 pub fn launch_on(
     problem: &Problem,
     packed: Option<&PackedPages>,
@@ -166,7 +167,7 @@ pub fn launch_on(
     Ok(Outcome { out: rows_of(&out, out_columns), layer: cache.pages.u16s(), fault: fault.u32s()[0] })
 }
 
-/// A without what is behind its rows, which must be untouched.
+/// Returns A without the gaps after its rows, which must be unchanged.
 pub fn rows_of(out: &Buffer, out_columns: usize) -> Vec<u16> {
     let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
     let rows = out.u16s();

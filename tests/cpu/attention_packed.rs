@@ -1,5 +1,5 @@
-//! Attention over packed pages, run in the simulator: the same bits as over the bf16 pages that were packed, hostile
-//! tables and records, and planted bugs that must be caught.
+//! Attention over packed pages in the simulator: the same bits as over bf16 pages, hostile tables and records, and
+//! planted bugs that must be caught.
 
 use unweight_bench::{
     attention::{Decode, PAD, Problem},
@@ -23,7 +23,7 @@ use crate::{
 
 mod attack;
 
-/// A variant over packed pages, and the one over bf16 pages whose sums have the same order.
+/// A variant over packed pages, and the variant over bf16 pages that sums in the same order.
 struct Pair {
     bf16: VariantSpec,
     packed: VariantSpec,
@@ -31,7 +31,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// The other one may have as many stages as it likes.
+    /// The number of stages of the bf16 variant does not matter.
     fn new(packed: &str, bf16: &str) -> Self {
         let [packed, bf16] = [packed, bf16].map(|name| spec(&format!("attention_decode_{name}")));
         let order = |spec: &VariantSpec| match spec.op {
@@ -58,7 +58,7 @@ impl Pair {
         outcome.unwrap_or_else(|error| panic!("{} {:?}: {error}", self.packed, problem.case))
     }
 
-    /// Runs both. Returns the kinds of units that were read.
+    /// Runs both. Returns the numbers of units read, by kind.
     fn check(&mut self, problem: &Problem, seed: u64) -> [usize; 3] {
         let pages = PackedPages::of(problem);
         let expected = self.over_bf16(problem, seed);
@@ -70,7 +70,7 @@ impl Pair {
         pages.kinds()
     }
 
-    /// On units with values outside of their windows, and without.
+    /// Checks problems with and without values outside the windows.
     fn check_salted(&mut self, case: &Decode) {
         let mut problem = Problem::new(case);
         self.check(&problem, case.seed);
@@ -79,7 +79,7 @@ impl Pair {
     }
 }
 
-/// Whether A and the hot pages are as those of bf16 pages.
+/// Returns whether A and the hot pages equal those of bf16 pages.
 fn same(problem: &Problem, pages: &PackedPages, outcome: &Outcome, expected: &Outcome) -> bool {
     outcome.out == expected.out && outcome.layer == pages.hot_from(problem, &expected.layer)
 }
@@ -97,7 +97,7 @@ fn the_bits_at_the_edges_of_tiles_and_pages() {
     }
 }
 
-/// The tokens of a draft share a hot page, and are stored before they are read.
+/// The tokens of a draft share a hot page and are stored before they are read.
 #[test]
 fn the_bits_of_rows_of_one_sequence() {
     for (packed, other) in [
@@ -119,7 +119,7 @@ fn the_bits_of_rows_of_one_sequence() {
         let expected = pair.over_bf16(&Problem { layer, ..problem.clone() }, 4);
         assert!(outcome.out == expected.out && outcome.fault == 0, "{}", pair.packed);
         let differs = (1..=20).any(|seed| pair.over_bf16(&problem, seed).out != expected.out);
-        // In parts, `launch` runs twice.
+        // With parts, `launch` runs twice.
         assert!(differs || parts_of(&pair.bf16) > 1, "one launch is enough in any order of rows");
     }
 }
@@ -164,7 +164,7 @@ fn the_bits_of_groups_and_clusters() {
     }
 }
 
-/// More tiles than a warp asks for pages of at a time, and rings that hot tiles go round at each of their slots.
+/// More tiles than a warp loads page indices for at once, and rings in which hot tiles occupy each slot.
 #[test]
 fn the_bits_of_long_rows() {
     for (packed, other) in [
@@ -180,7 +180,7 @@ fn the_bits_of_long_rows() {
     }
 }
 
-/// What is before a window are NaN, whose page is bf16 units.
+/// Tokens before a window are NaN, and their page consists of bf16 units.
 #[test]
 fn the_bits_of_windows() {
     for (packed, other) in
@@ -194,7 +194,7 @@ fn the_bits_of_windows() {
     }
 }
 
-/// Values so large that infinities and NaN are in the window of exponents.
+/// Values so large that infinities and NaN are inside the window of exponents.
 #[test]
 fn infinities_before_a_window_do_not_count() {
     let mut pair = Pair::new("d32_w2p2c1_packed", "d32_w2p2c1");
@@ -207,7 +207,7 @@ fn infinities_before_a_window_do_not_count() {
             let first = case.first_token(case.positions[row]);
             for token in page as u32 * PAGE_TOKENS..(page as u32 + 1) * PAGE_TOKENS {
                 for (head, i) in (0..2).flat_map(|head| (0..32).map(move |i| (head, i))) {
-                    // Products of keys have to stay finite.
+                    // Products of keys must stay finite.
                     let exponent = if token < first { 240 + random.below(16) } else { 240 + random.below(4) };
                     let at = problem.element(row, token, head, i);
                     problem.layer[at] = with_exponent(random, exponent as u32);
@@ -220,7 +220,7 @@ fn infinities_before_a_window_do_not_count() {
     }
 }
 
-/// The tiles of a page whose K or V was lost are left out, as if its number led nowhere; nothing is reported.
+/// Tiles of a page whose K or V was lost are skipped, as if the page did not exist; no fault is reported.
 #[test]
 fn lost_units_are_left_out() {
     for (packed, other) in
@@ -248,7 +248,7 @@ fn lost_units_are_left_out() {
     }
 }
 
-/// Nothing that tables and records say leads out of the cache, and other rows are as they would be.
+/// No table or record leads outside the cache, and other rows are unaffected.
 #[test]
 fn hostile_caches_are_reported() {
     for (packed, other) in [
@@ -266,7 +266,7 @@ fn hostile_caches_are_reported() {
     }
 }
 
-/// Runs a cache whose second row is hostile. Returns what the row has.
+/// Runs a cache whose second row is hostile. Returns the output of this row.
 fn second_row(pair: &mut Pair, problem: &Problem, pages: &PackedPages, whole: &Outcome) -> (Vec<u16>, u32) {
     let outcome = pair.over_packed(problem, pages, 2);
     let columns = problem.case.out_columns();
@@ -292,7 +292,7 @@ fn hostile_tables(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole
         assert_eq!(row, pair.over_bf16(&without, 3).out[columns..][..columns], "entry {entry}");
         assert_eq!(fault, 2, "entry {entry}");
     }
-    // The hot page, and the newest token with it.
+    // The index of the hot page, which contains the newest token.
     for page in [right.hot_pages, 1 << 31, u32::MAX] {
         let mut pages = right.clone();
         pages.hot_table[1] = page;
@@ -303,13 +303,13 @@ fn hostile_tables(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole
         assert_eq!(row, pair.over_bf16(&without, 3).out[columns..][..columns], "hot page {page}");
         assert_eq!(fault, 2, "hot page {page}");
     }
-    // All of them.
+    // All entries.
     let mut pages = right.clone();
     pages.table[problem.table_pages..][..problem.table_pages].fill(u32::MAX);
     pages.hot_table[1] = u32::MAX;
     let (row, fault) = second_row(pair, problem, &pages, whole);
     assert!(fault == 2 && row.iter().all(|v| *v == 0), "{row:?}");
-    // Positions behind the table and the angles.
+    // Positions after the table and after the angles.
     for position in [problem.table_pages as u32 * PAGE_TOKENS, PAD - 1, PAD - PAGE_TOKENS] {
         let mut behind = problem.clone();
         (behind.max_positions, behind.case.positions[1]) = (u32::MAX, position);
@@ -368,7 +368,7 @@ fn planted_bugs_of_packed_attention_are_caught() {
         ),
         (decode, "if (edge) kv::clear_values_before(v, first_token - first, lane);", ""),
         (pages, "if (own < token) v[r] &= 0xffff0000u;", "if (own < token) v[r] &= 0x0000ffffu;"),
-        // Escapes: which tiles have some, of which step and half they are, and several of a lane.
+        // Escapes: which tiles have some, their step and half, and several in one lane.
         (decode, "(key.changes() | value.changes()) >> (8 * inside)", "key.changes() >> (8 * inside)"),
         (decode, "(key.changes() | value.changes()) >> (8 * inside)", "(key.changes() | value.changes()) >> 8"),
         (pages, "escapes.steps |= 1u << (element >> 8);", "escapes.steps |= 1u;"),
@@ -383,7 +383,7 @@ fn planted_bugs_of_packed_attention_are_caught() {
         (pages, "(w1 >> 8) & 0x00780078u", "(w1 >> 8) & 0x00700078u"),
     ];
     let bulk = [
-        // A slot is refilled while its loads are in flight: of a packed tile, of one with slots, of a hot tile's keys.
+        // Refills a slot while its loads are in flight: a packed tile, a tile with slots, and a hot tile's keys.
         (
             decode,
             "the loads of V may still be in flight.\n        slots.release();",
@@ -424,7 +424,7 @@ fn planted_bugs_of_packed_attention_are_caught() {
     assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
 }
 
-/// Problems, and what comes out of their bf16 pages.
+/// Returns problems and their results over bf16 pages.
 fn wanted() -> Vec<(Problem, Outcome)> {
     let spec = spec("attention_decode_d32_w2p2c1");
     let mut kernel = CpuKernel::of(&spec, &[]);
@@ -438,7 +438,7 @@ fn wanted() -> Vec<(Problem, Outcome)> {
     cases.into()
 }
 
-/// What is wrong with a kernel over packed pages: right ones, and hostile ones.
+/// Returns how a kernel over packed pages fails on valid or on hostile problems.
 fn noticed(copy: &str, expected: &[(Problem, Outcome)], edits: &[Edit]) -> Option<String> {
     let spec = spec(&format!("attention_decode_d32_w2p3c1_packed{copy}"));
     let mut kernel = CpuKernel::of(&spec, edits);
@@ -450,7 +450,7 @@ fn noticed(copy: &str, expected: &[(Problem, Outcome)], edits: &[Edit]) -> Optio
         })
     });
     right.or_else(|| {
-        // Counts behind the slots, units behind the pool, a hot page that is not there.
+        // Counts beyond the slots, units beyond the pool, and a hot page that does not exist.
         let problem = &expected[0].0;
         let mut pages = PackedPages::of(problem);
         let bytes = pages.heads.record_bytes();

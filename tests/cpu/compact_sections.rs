@@ -1,4 +1,4 @@
-//! A compact tensor for kernels that run on the CPU.
+//! A compact tensor in buffers for kernels in the simulator.
 
 use unweight_format::raw::CompactTensor;
 

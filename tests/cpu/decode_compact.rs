@@ -1,5 +1,5 @@
-//! The conversions of the compact encoding, run in the simulator against `unweight_format`: the same bytes, any bytes
-//! survived, and planted bugs that must be caught.
+//! The conversions of the compact encoding in the simulator, against `unweight_format`: equal bytes, no faults on
+//! random bytes, and planted bugs that must be caught.
 
 use crate::compact_sections::Sections;
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
@@ -19,20 +19,20 @@ use unweight_format::{
     testing::{Random, Weights},
 };
 
-/// Row blocks of a block of `lists`.
+/// Row blocks per block of `lists`.
 const GROUP_BLOCKS: usize = 64;
 
 fn variant(stage: DecodeCompactStage) -> VariantSpec {
     VariantSpec::decode_compact(Arch::Sm90a, stage)
 }
 
-/// All stages.
+/// Builds all stages.
 fn build(edits: &[Edit]) -> CpuKernel {
     let stages: Vec<_> = DecodeCompactStage::ALL.iter().map(|&stage| variant(stage)).collect();
     CpuKernel::all(&stages, edits)
 }
 
-/// A matrix, and what the CPU makes of it.
+/// A matrix and its encodings by the CPU.
 pub struct Case {
     pub bytes: Vec<u8>,
     pub tensor: CompactTensor<Vec<u8>>,
@@ -90,7 +90,7 @@ fn full(kernel: &mut CpuKernel, tensor: &CompactTensor<Vec<u8>>, sections: &Sect
     Ok(weights.slice().to_vec())
 }
 
-/// `packed` and `lists` as a host runs them: containers, heads, lists, and whether an element has no operand.
+/// Runs `packed` and `lists` as a host does. Returns tiles, heads, lists, and whether an element cannot be packed.
 fn packed(
     kernel: &mut CpuKernel,
     tensor: &CompactTensor<Vec<u8>>,
@@ -133,7 +133,8 @@ impl Case {
         Self { bytes, tensor }
     }
 
-    /// Trained weights, and every so many elements one of `odd`; a run of them in row 37, so that a list is long.
+    /// Makes trained weights with every `every`-th element from `odd`. Row 37 has a run of these, so that a list is
+    /// long.
     fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
         let mut random = Random::new(n as u64 * 31 + every);
         let mut bytes = Weights::TRAINED.bytes(n * k, every);
@@ -151,7 +152,7 @@ impl Case {
         pack(Matrix::new(&self.bytes, n, k).unwrap(), &Histogram::of(&self.bytes)).unwrap()
     }
 
-    /// Both conversions against the oracle.
+    /// Checks both conversions against the oracle.
     fn check(&self, kernel: &mut CpuKernel) -> Result<(), String> {
         let shape = (self.tensor.grid().rows(), self.tensor.grid().cols());
         let same = |what: &str, got: &[u8], expected: &[u8]| match got.iter().zip(expected).position(|(a, b)| a != b) {
@@ -174,7 +175,8 @@ impl Case {
     }
 }
 
-/// Zeros, infinities, NaNs with payloads, subnormals, the smallest normal, and numbers within the window of 32 alone.
+/// Zeros, infinities, NaNs with payloads, subnormals, the smallest normal, and numbers in the window of 32 but not of
+/// 16.
 const SPECIAL: [u16; 11] = [0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0001, 0x807f, 0x0080, 0x3081, 0xb17e];
 
 /// Every kind of escape and of code.
@@ -188,16 +190,16 @@ pub fn cases() -> Vec<Case> {
             })
             .collect()
     };
-    // The longest codes: a book whose rarest quads have nine bits; and codes of one bit.
+    // The longest codes: a codebook whose rarest quads have nine bits; and codes of one bit.
     let skewed = exponents(&mut |bits| 118 - (bits.trailing_zeros() as u16).min(14));
     let one = exponents(&mut |_| 125);
-    // All eight classes alike lead to few codes and many escapes: two classes, every quad of them alike.
+    // Equally frequent classes give few codes and many escapes, so use only two classes and all their quads.
     let two = exponents(&mut |bits| 116 + 7 * (bits & 1) as u16);
     vec![
         Case::with(64, 64, 1, &[]),
         Case::with(192, 128, 900, &SPECIAL),
         Case::with(64, 320, 500, &SPECIAL),
-        // Several groups of lists, the last not full; blocks of warps without a tile.
+        // Several groups of lists, the last one not full, and blocks with warps without a tile.
         Case::with(64, 64 * 19, 600, &SPECIAL[..6]),
         Case::new(64, 128, skewed),
         Case::new(128, 64, one),
@@ -205,8 +207,8 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-/// Tiles of one quad, of which every tenth code is another: 0 to 19 of them move where the next tile begins; and tiles
-/// of 1024 codes of 9 bits each, as long as any can be.
+/// Makes tiles of one quad with rare other codes (0 to 19), which shift the start of the next tile; and tiles of 1024
+/// codes with the maximum length of 9 bits.
 pub fn longest_streams() -> Case {
     let (n, k) = (64, 64 * 40);
     // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
@@ -216,7 +218,7 @@ pub fn longest_streams() -> Case {
             let (tile, part) = (column / 64, row % 16 / 8 * 2 + column % 2);
             let quad = row / 16 * 256 + row % 8 * 32 + column % 64 / 2;
             let rare = if tile % 2 == 0 { quad < tile / 2 } else { tile % 8 == 7 };
-            // 256 quads, none of them that of the others, which has class 0 four times.
+            // 256 quads other than the common quad, which has class 0 four times.
             let class = if rare { (quad % 256 + 1) >> (3 * part) & 7 } else { 0 };
             ((108 + 4 * class as u16) << 7 | i as u16 & 0x7f).to_le_bytes()
         })
@@ -224,8 +226,7 @@ pub fn longest_streams() -> Case {
     Case::new(n, k, bytes)
 }
 
-/// What is copied of a tile ends where its streams end, also of the longest ones that begin at the last word of 16
-/// bytes.
+/// The copy of a tile ends where its streams end, also for the longest streams that begin at the last word of 16 bytes.
 #[test]
 fn the_longest_streams_are_copied_to_their_end() {
     let case = longest_streams();
@@ -260,7 +261,7 @@ fn any_bytes_stay_in_bounds() {
     for turn in 0..12 {
         let mut sections = Sections::of(&case.tensor);
         let mut noise = |buffer: &Buffer| Buffer::of(&random.bytes(buffer.slice().len()));
-        // Streams alone, so that the tiles lead to them; starts and heads alone; everything.
+        // Random streams only, so that the tiles lead to them; random starts and heads only; random everything.
         if turn % 3 != 1 {
             sections.streams = noise(&sections.streams);
         }
@@ -274,7 +275,7 @@ fn any_bytes_stay_in_bounds() {
         full(&mut kernel, &case.tensor, &sections).unwrap();
         packed(&mut kernel, &case.tensor, &sections, 1 + (turn * 20) as u8).unwrap();
     }
-    // A list that promises more than a tile has, and lanes of the greatest lengths, to the end of shared memory.
+    // A list that promises more elements than a tile has, and lanes of maximum length at the end of shared memory.
     let case = Case::with(64, 512, 400, &SPECIAL);
     let mut sections = Sections::of(&case.tensor);
     sections.streams = Buffer::filled(sections.streams.slice().len(), 0xff);
@@ -308,7 +309,7 @@ fn planted_bugs_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
         let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {
-            // Lengths that add up to more than a tile can have; the last slot ends where shared memory does.
+            // Lengths whose sum exceeds a tile's maximum; the last slot ends at the end of shared memory.
             let case = Case::with(64, 512, 1, &[]);
             let mut sections = Sections::of(&case.tensor);
             sections.streams = Buffer::filled(sections.streams.slice().len(), 0xff);

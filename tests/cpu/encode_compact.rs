@@ -1,5 +1,5 @@
-//! The encoder of the compact encoding, run in the simulator against `unweight_format`: the same bytes, the same
-//! refusal, nothing written outside of what there is, and planted bugs that must be caught.
+//! The encoder of the compact encoding in the simulator, against `unweight_format`: equal bytes and equal errors, no
+//! writes outside the sections, and planted bugs that must be caught.
 
 use crate::decode_compact::{Case, cases, longest_streams};
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
@@ -23,7 +23,7 @@ fn variant(stage: EncodeCompactStage) -> VariantSpec {
     VariantSpec::encode_compact(Arch::Sm90a, stage)
 }
 
-/// All stages.
+/// Builds all stages.
 fn build(edits: &[Edit]) -> CpuKernel {
     let stages: Vec<_> = EncodeCompactStage::ALL.iter().map(|&stage| variant(stage)).collect();
     CpuKernel::all(&stages, edits)
@@ -36,7 +36,7 @@ struct Source {
     classes: Classes,
 }
 
-/// What `write` leaves behind: tiles, escapes, streams, dense.
+/// The output of `write`: tiles, escapes, streams, dense.
 type Written = [Vec<u8>; 4];
 
 impl Source {
@@ -79,7 +79,7 @@ impl Source {
         self.classes.coding(&counts).map_err(|why| why.to_string())
     }
 
-    /// Words and escapes of each tile, and whether an element has no operand.
+    /// Returns words and escapes of each tile, and whether an element cannot be packed.
     fn sizes(&self, kernel: &mut CpuKernel, table: &Buffer) -> Result<(Vec<u32>, Option<usize>), String> {
         let (sizes, inexact) = (Buffer::new(self.grid.tiles() * 8), Buffer::zeroed(8));
         let args = EncodeCompactArgs {
@@ -94,7 +94,7 @@ impl Source {
         Ok((sizes.u32s().to_vec(), (inexact != 0).then_some(!inexact as usize)))
     }
 
-    /// `write` where tiles of these sizes begin.
+    /// Runs `write` with tiles of these sizes.
     fn write(&self, kernel: &mut CpuKernel, table: &Buffer, sizes: &[u32]) -> Result<Written, String> {
         let (mut tiles, mut words, mut listed) = (Vec::new(), 0, 0);
         for size in sizes.chunks_exact(2) {
@@ -135,7 +135,7 @@ fn table_of(coding: &Coding) -> Buffer {
     Buffer::of(&bytes)
 }
 
-/// All stages against the oracle.
+/// Checks all stages against the oracle.
 fn check(kernel: &mut CpuKernel, bytes: &[u8], oracle: &CompactTensor<Vec<u8>>) -> Result<(), String> {
     let shape = (oracle.grid().rows(), oracle.grid().cols());
     let source = Source::new(bytes, shape);
@@ -161,8 +161,8 @@ fn check(kernel: &mut CpuKernel, bytes: &[u8], oracle: &CompactTensor<Vec<u8>>) 
     Ok(())
 }
 
-/// More quads than a book has room for, each of them once: some of their elements are escapes of the window's own
-/// numbers.
+/// Makes a matrix with more distinct quads than a codebook holds. Some of their elements become escapes although they
+/// are inside the window.
 fn many_quads() -> Case {
     let (n, k) = (64, 64 * 64);
     let bytes: Vec<u8> = (0..n * k)
@@ -184,8 +184,8 @@ fn many_quads() -> Case {
 fn all_cases() -> Vec<Case> {
     let mut cases = cases();
     cases.extend([longest_streams(), many_quads()]);
-    // Zeros, from which a base borrows, and in the other half of their registers numbers whose mantissa would pass it
-    // on.
+    // Zeros, from which subtracting the base borrows. The other half of their registers has numbers whose mantissa
+    // would propagate the borrow.
     let mut bytes = Weights::TRAINED.bytes(64 * 192, 17);
     for pair in bytes.chunks_exact_mut(4).step_by(300) {
         pair[..2].fill(0);
@@ -206,7 +206,7 @@ fn kernel_bytes_equal_the_cpu_encoder() {
 #[test]
 fn an_element_without_exact_operand_is_named() {
     let mut kernel = build(&[]);
-    // In a window above 96 the smallest subnormals lose their bits; 20 * 64 comes late in the tile's order.
+    // In a window above 96, the smallest subnormals lose bits. 20 * 64 comes late in the tile's order.
     for (places, base) in [(vec![70], 97u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 220)] {
         let bytes: Vec<u8> = (0..64 * 192)
             .flat_map(|i| (if places.contains(&i) { 1 } else { (base + i as u16 % 32) << 7 }).to_le_bytes())
@@ -220,7 +220,7 @@ fn an_element_without_exact_operand_is_named() {
     }
 }
 
-/// Weights that are not those whose sizes were taken: nothing is written outside of what there is.
+/// Weights that changed after their sizes were computed cause no writes outside the sections.
 #[test]
 fn weights_that_change_stay_in_bounds() {
     let mut kernel = build(&[]);
@@ -228,7 +228,7 @@ fn weights_that_change_stay_in_bounds() {
     let dull = Source::new(&Weights::TRAINED.bytes(64 * 256, 3), shape);
     let table = table_of(&dull.coding(&mut kernel).unwrap());
     let (sizes, _) = dull.sizes(&mut kernel, &table).unwrap();
-    // One escape where there are hundreds, a list where there is none, and no words at all.
+    // One escape instead of hundreds, a list where there is none, and no words at all.
     let fewer: Vec<u32> = sizes.chunks_exact(2).flat_map(|size| [size[0] / 2, 2]).collect();
     let none = vec![0; sizes.len()];
     let wild = Source { weights: Buffer::of(&Random::new(9).bytes(64 * 256 * 2)), ..dull };
@@ -266,7 +266,7 @@ fn planted_bugs_are_caught() {
     }
 }
 
-/// What the two tests above hold, as an answer.
+/// Returns whether the checks of the two tests above fail.
 fn changed_weights_are_caught(kernel: &mut CpuKernel) -> bool {
     let source = Source::new(&Weights::TRAINED.bytes(64 * 256, 3), (64, 256));
     let Ok(coding) = source.coding(kernel) else { return true };

@@ -1,5 +1,5 @@
-//! Decoders of the encoding `exponents`: FP8, F16 and F32, byte for byte what was encoded. Planted bugs show that the
-//! comparison can fail. What they share with those of BF16 is tested in `huffman`.
+//! Decoders of the encoding `exponents` for FP8, F16 and F32: the original bytes are restored. Planted bugs show that
+//! the comparison can fail. `huffman` tests the parts that are shared with BF16 decoders.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -16,9 +16,9 @@ use unweight_format::{
 };
 
 const CODED: [Float; 4] = [Float::E4M3, Float::E5M2, Float::F16, Float::F32];
-/// Tables of pairs, of single codes in many copies, and of one of half the size.
+/// Code limits that use tables of pairs, of single codes in many copies, and of half the size.
 const LIMITS: [u32; 3] = [7, 9, 15];
-/// Copies of the engine in 32 warps, copies by threads in 16 and 8.
+/// Copies by the copy engine with 32 warps, and copies by threads with 16 and 8 warps.
 const ARCHS: [Arch; 2] = [Arch::Sm90a, Arch::Sm86];
 
 fn spec(arch: Arch, float: Float, limit: u32) -> VariantSpec {
@@ -48,8 +48,8 @@ struct Case {
 }
 
 impl Case {
-    /// Weights of which one in `one_in` has any bits, and all of the fifth row: even where every exponent has a code,
-    /// as E4M3's sixteen have, these are too long for it.
+    /// Makes weights of which one in `one_in`, and all of the fifth row, have random bits. Even if every exponent has a
+    /// code, as E4M3's sixteen do, such a row is too long to be coded.
     fn new(name: &'static str, float: Float, (n, k): (usize, usize), one_in: u64) -> Self {
         let seed = (n * 10_000 + k) as u64;
         let (mut bytes, mut random) = (float_weights(float, n * k, seed), Random::new(seed ^ 1));
@@ -67,7 +67,7 @@ impl Case {
     }
 }
 
-/// Every kind of row and of edge.
+/// Returns rows and edges of every kind.
 fn cases(float: Float) -> Vec<Case> {
     let mut cases: Vec<_> = [
         ("one element", (1, 1), NEVER),
@@ -86,7 +86,7 @@ fn cases(float: Float) -> Vec<Case> {
     .into_iter()
     .map(|(name, shape, one_in)| Case::new(name, float, shape, one_in))
     .collect();
-    // Every pattern of the highest 16 bits, and zeros of both signs beside it.
+    // Every pattern of the highest 16 bits, and zeros of both signs.
     let patterns = |i: u32| i.rotate_left(16).to_le_bytes()[4 - float.bytes()..].to_vec();
     let bytes = (0..1 << 16).flat_map(patterns).collect();
     cases.push(Case { name: "all patterns", float, n: 256, k: 256, bytes });
@@ -95,12 +95,12 @@ fn cases(float: Float) -> Vec<Case> {
     cases
 }
 
-/// More tiles than a block has warps, so that warps go round their buffers.
+/// Makes more tiles than a block has warps, so that warps reuse their buffers.
 fn many_tiles(float: Float, k: usize) -> Case {
     Case::new("many tiles", float, (300, k), 300)
 }
 
-/// The sections of a tensor as a decoder gets them, to be tampered with.
+/// The sections of a tensor as a decoder reads them, for tests that corrupt them.
 struct Sections {
     float: Float,
     n: usize,
@@ -130,7 +130,7 @@ impl Sections {
         &mut self.sections.iter_mut().find(|(s, _)| *s == section).unwrap().1
     }
 
-    /// Output bytes and fault word.
+    /// Returns the output bytes and the fault word.
     fn decode(
         &self,
         kernels: &Mutex<CpuKernel>,
@@ -199,7 +199,7 @@ fn weights_of_every_type_and_shape_round_trip() {
 #[test]
 fn long_codes_wrap_the_ring_buffers() {
     for float in CODED {
-        // Elements in lanes' own order, and one by one.
+        // Elements written in the lanes' own order, and one by one.
         for case in [many_tiles(float, 768), many_tiles(float, 129)] {
             for (encoded, limit) in [(7, 7), (9, 9), (15, 15), (6, 15)] {
                 for arch in ARCHS {
@@ -227,7 +227,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
                 field(&mut sections, index, value);
                 let (got, fault) = sections.decode(&KERNELS, arch, 7, (1, 9)).unwrap();
                 assert_eq!(fault, 1 + tile as u32, "{float:?}: field {index} = {value}");
-                // The tile is left out, the others are whole.
+                // The tile is skipped, and the others are complete.
                 for (at, (got, expected)) in
                     got.chunks_exact(float.bytes()).zip(case.bytes.chunks_exact(float.bytes())).enumerate()
                 {
@@ -242,7 +242,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
 
 #[test]
 fn hostile_bytes_neither_crash_nor_hang() {
-    // Every buffer is bounds-checked by the simulator, so success means that nothing was touched outside.
+    // The simulator checks bounds of every buffer, so success means that no access was outside.
     let mut random = Random::new(23);
     for float in CODED {
         for (case, limit) in [(Case::new("", float, (130, 200), 200), 7), (Case::new("", float, (70, 131), 50), 15)] {
@@ -270,11 +270,11 @@ fn hostile_bytes_neither_crash_nor_hang() {
 fn planted_bugs_are_caught() {
     const DECODE: &str = "unweight/kernels/decode_huffman.cuh";
     const ELEMENTS: &str = "unweight/encoding/elements.cuh";
-    // Not in groups of eight, and in groups of sixteen. Two others end where their sections do, which are filled up to
-    // 16 bytes.
+    // Rows of `ODD` are not groups of eight; rows of `WIDE` are groups of sixteen. Two other shapes end exactly at the
+    // end of their sections, which are padded to 16 bytes.
     const ODD: (usize, usize) = (67, 129);
     const WIDE: (usize, usize) = (67, 208);
-    /// Its name, a type and a shape that show it, and `(header, from, to)`.
+    /// A name, an element type and a shape that expose the bug, and `(header, from, to)`.
     type Bug = (&'static str, Float, (usize, usize), (&'static str, &'static str, &'static str));
     let bugs: [Bug; 19] = [
         (
@@ -362,7 +362,7 @@ fn planted_bugs_are_caught() {
         ),
     ];
     for (name, float, shape, (header, from, to)) in bugs {
-        // Verbatim rows among others.
+        // Verbatim rows among coded rows.
         let case = Case::new(name, float, shape, 60);
         let tensor = case.encode(7);
         let spec = spec(Arch::Sm90a, float, 7);

@@ -1,5 +1,5 @@
-//! The matmul from the compact encoding, run in the simulator: every weight by itself, sums against float64, hostile
-//! streams, starts, heads and lists, and planted bugs that must be caught.
+//! The compact matmul in the simulator: every weight alone, sums against float64, hostile streams, starts, heads and
+//! lists, and planted bugs that must be caught.
 
 use unweight_codegen::{
     VariantSpec,
@@ -20,7 +20,7 @@ use crate::packed_problem::{columns, mismatches};
 const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
 
-/// Weights in whole tiles.
+/// Weights in whole tiles, with their encoding.
 struct Problem {
     n: usize,
     k: usize,
@@ -29,7 +29,7 @@ struct Problem {
     sections: Sections,
 }
 
-/// Inputs, and what Y holds before.
+/// Inputs, and the contents of Y before the launch.
 struct Inputs {
     m: usize,
     x: Vec<u16>,
@@ -37,8 +37,8 @@ struct Inputs {
 }
 
 impl Problem {
-    /// Weights with exponents around 120, one in 700 far outside of the window: a zero, a subnormal, something larger
-    /// or smaller. From 50,000 elements on, row 5 has a run of them: a list longer than a warp.
+    /// Makes weights with exponents around 120. One in 700 is far outside the window: a zero, a subnormal, a larger or
+    /// a smaller number. From 50,000 elements on, row 5 has a run of these: a list longer than a warp.
     fn random(n: usize, k: usize, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let weights: Vec<u16> = (0..n * k)
@@ -130,7 +130,7 @@ impl Problem {
         Ok(result)
     }
 
-    /// Elements that neither one rounding nor fp32 accumulation explains.
+    /// Counts elements whose error exceeds one rounding plus fp32 accumulation.
     fn wrong_sums(&self, kernel: &mut CpuKernel, spec: &VariantSpec, m: usize, seed: u64) -> Result<usize, String> {
         let (_, epilogue) = traits(spec);
         let inputs = self.inputs(m, epilogue, seed);
@@ -138,7 +138,8 @@ impl Problem {
         Ok(mismatches(&y, &inputs.before, &inputs.x, &self.weights, self.k, epilogue))
     }
 
-    /// Weights that do not come back, bit for bit but for the sign of a zero: each row of X takes one column of W.
+    /// Counts weights that are not restored bit for bit, except for the sign of zero. Each row of X selects one column
+    /// of W.
     fn wrong_weights(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<usize, String> {
         let (batch_tile, epilogue) = traits(spec);
         let m = batch_tile as usize;
@@ -190,7 +191,7 @@ fn every_weight_round_trips() {
 
 #[test]
 fn batch_tile_8() {
-    // Odd numbers of tiles, fewer tiles than warps, batches at and beside the edge.
+    // Odd numbers of tiles, fewer tiles than warps, and batches at and next to the edge.
     check("b8_w4p2c1_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64), (7, 64, 704), (17, 64, 192)]);
     check("b8_w2p1c1_pdl_store_add", &[(5, 128, 320), (9, 64, 192)]);
 }
@@ -211,13 +212,13 @@ fn cluster_splits_k_and_adds() {
     check("b16_w1p2c8_store", &[(16, 64, 960)]);
 }
 
-/// Rows distributed over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between
+/// Rows are split over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between
 /// blocks; fewer tiles than warps; warps with several rows.
 #[test]
 fn row_blocks_are_distributed() {
     check("b8_w3p1c1_persistent_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
     check("b8_w2p1c2_t32_persistent_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
-    // As many rows as a block may end, and a block with a tile more than its neighbour.
+    // As many rows as a block may end, and a block with one tile more than its neighbor.
     check("b8_w8p1c2_persistent_store", &[(8, 512, 192)]);
     check("b8_w3p1c4_persistent_store", &[(8, 960, 64)]);
     check("b16_w5p2c4_t8_persistent_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
@@ -236,7 +237,7 @@ fn gate_and_up_become_one() {
     check("b32_w1p1c8_silu_mul", &[(30, 64, 640)]);
 }
 
-/// More tiles than a warp reads places of at once.
+/// More tiles than a warp reads start offsets of at once.
 #[test]
 fn more_tiles_than_one_read_of_places() {
     check("b8_w1p1c1_store", &[(3, 64, 64 * 67)]);
@@ -259,8 +260,8 @@ fn any_bytes_of(name: &str) {
     for turn in 0..15 {
         let mut sections = Sections::of(&problem.tensor);
         let mut noise = |buffer: &Buffer| Buffer::of(&random.bytes(buffer.slice().len()));
-        // Streams alone, so that the tiles lead to them; starts and heads alone; everything but the table, whose
-        // entries are no addresses; lists alone.
+        // Random streams only, so that the tiles lead to them; random starts and heads only; random everything except
+        // the table, whose entries are not addresses; random lists only.
         match turn % 4 {
             0 => sections.streams = noise(&sections.streams),
             1 => sections.tiles = noise(&sections.tiles),
@@ -274,7 +275,7 @@ fn any_bytes_of(name: &str) {
         }
         problem.run_with(&mut kernel, &spec, &inputs, &sections, turn).unwrap();
     }
-    // Lanes of the greatest lengths, lists that promise more than a tile has, and one that ends with the section.
+    // Lanes of maximum length, lists that promise more elements than a tile has, and a list that ends with its section.
     let mut sections = Sections::of(&problem.tensor);
     sections.streams = Buffer::filled(sections.streams.slice().len(), 0xff);
     sections.records = Buffer::filled(sections.records.slice().len(), 0xff);
@@ -295,10 +296,10 @@ fn planted_bugs_are_caught() {
         (encoding, "at = kUp ? at + used : at - used;", "at = at + used;"),
         (encoding, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
         (own, "parity ^= slot == 0;", "parity ^= 1;"),
-        // The refill that may overtake the warp's own loads.
+        // The refill may overtake the warp's own loads.
         (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
         (own, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
-        // The streams of the next tile over those that are being read.
+        // The streams of the next tile overwrite those that are being read.
         (own, "load_stream + 1 == S::kStreamSlots", "load_stream + 1 == Config::kStages"),
         (own, "if (block % kPairs != pair) return;", "if (block / kPairs != pair) return;"),
         (own, "ptx::shfl_sync_idx(ahead.words, load_turn);", "ptx::shfl_sync_idx(ahead.words, load_turn) & 28;"),
@@ -312,8 +313,8 @@ fn planted_bugs_are_caught() {
         (encoding, "st_shared_x4(shared + at * 4, ptx", "st_shared_x4(shared + at, ptx"),
         (encoding, "ptx::ld_global_nc(table + at / kCopies)", "ptx::ld_global_nc(table + at / 4)"),
         (encoding, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
-        // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left
-        // there.
+        // Sums of one row in those of the next, sums at the place of another row, and sums that the next row's warp
+        // never wrote.
         (own, "                clear_sums();", ""),
         (own, "(row - first_of_block(by) / args.tile_cols)", "(row & 1)"),
         (own, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),
@@ -325,14 +326,14 @@ fn planted_bugs_are_caught() {
             _ if header == encoding && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
             _ if persistent(from) => "gemm_compact_b8_w3p1c2_persistent_store",
             _ if to.contains("gate") => "gemm_compact_b8_w1p2c1_pdl_silu_mul",
-            // At batch tile 8 all dense words are loaded at once.
+            // Batch tile 8 loads all dense words at once.
             _ if to.contains("kHalf") => "gemm_compact_b16_w1p2c1_pdl_store",
             _ => "gemm_compact_b8_w1p2c1_pdl_store",
         });
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let problem = if persistent(from) { Problem::random(64 * 7, 320, 3) } else { Problem::random(128, 64 * 37, 3) };
-        // A weight that is wrong by little, as one escape can be, shows only by itself.
+        // A small error of one weight, as of one escape, shows only when each weight is checked alone.
         let caught = (1..=3).any(|seed| problem.wrong_sums(&mut kernel, &spec, 8, seed) != Ok(0))
             || traits(&spec).1 == Epilogue::Store
                 && Problem::random(128, 448, 7).wrong_weights(&mut kernel, &spec) != Ok(0);

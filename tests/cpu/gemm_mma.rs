@@ -1,10 +1,10 @@
-//! The packed small-batch matmul, run in the simulator: operands against the format's oracle bit by bit,
-//! results against float64, hostile escapes, and planted bugs that must be caught.
+//! The packed small-batch matmul in the simulator: operands against the format's oracle bit by bit, results against
+//! float64, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
 
-/// On one multiprocessor, where a group takes what it can, and on more than there is work for.
+/// Checks a variant on one SM, where a group takes as much as it can, and on more SMs than there is work for.
 fn check(name: &str, shapes: &[(usize, usize, usize)]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
@@ -54,13 +54,13 @@ fn gate_and_up_become_one() {
     check("gemm_mma_b8_r4w2p2c1_esc_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]);
     check("gemm_mma_b16_r2w3p2c2_esc_pdl_silu_mul", &[(16, 128, 448)]);
     check("gemm_mma_b8_r4w2p2c1_persistent_esc_pdl_silu_mul", &[(8, 320, 128)]);
-    // Odd numbers of row blocks, alone, across tiles, and with fewer pairs of rows than blocks of a cluster.
+    // Odd numbers of row blocks: alone, across tiles, and with fewer pairs of rows than blocks in a cluster.
     check("gemm_mma_b8_r7w2p1c1_esc_pdl_silu_mul", &[(5, 192, 192)]);
     check("gemm_mma_b8_r1w1p1c8_esc_pdl_silu_mul", &[(8, 64, 512)]);
     check("gemm_mma_b32_r3w2p2c8_persistent_esc_pdl_silu_mul", &[(30, 128, 1024)]);
 }
 
-/// Threads copy for themselves: the same in every other respect.
+/// Copies by threads give the same results in every other respect.
 #[test]
 fn without_a_copy_engine() {
     check("gemm_mma_b8_r4w4p2c1_async_esc_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)]);
@@ -95,7 +95,7 @@ fn hostile_escapes_stay_in_bounds() {
     }
 }
 
-/// A wait without the meeting behind it is not among them: here the lanes meet at the `ldmatrix` that follows.
+/// A missing barrier after a wait is not among these bugs: here the lanes meet at the `ldmatrix` that follows.
 #[test]
 fn planted_bugs_of_threads_that_copy_are_caught() {
     let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
@@ -138,7 +138,7 @@ fn planted_bugs_are_caught() {
         (kernel, "left -= here;", "left = 0;"),
         (kernel, "gate + packed::kGateRows, up_low", "gate, up_low"),
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
-        // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
+        // A race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.
         (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
     ] {

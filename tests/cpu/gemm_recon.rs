@@ -1,5 +1,5 @@
-//! The reconstructive matmul, run in the simulator: both sources and both epilogues against a float64 reference,
-//! bit-exact reconstruction, hostile metadata, and planted bugs that must be caught.
+//! The reconstructive matmul in the simulator: both sources and both epilogues against a float64 reference, bit-exact
+//! reconstruction, hostile metadata, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
 use unweight_codegen::{
@@ -84,8 +84,8 @@ impl Weights {
         }
     }
 
-    /// Sixteen exponents of either parity on both sides of 128, in no order; with a verbatim budget, a few rows hold
-    /// one outside.
+    /// Makes weights with sixteen exponents of either parity on both sides of 128, in random order. With a verbatim
+    /// budget, a few rows contain an exponent outside.
     fn random(n: usize, k: usize, spec: &VariantSpec, random: &mut Random) -> Self {
         const PALETTE: [u8; 16] = [121, 122, 120, 123, 119, 124, 118, 125, 128, 117, 129, 126, 127, 3, 116, 130];
         let mut bits: Vec<u16> = (0..n * k)
@@ -117,7 +117,7 @@ struct Problem {
     y: Vec<u16>,
 }
 
-/// Rows behind `y` that no kernel may touch.
+/// Rows after `y` that no kernel may write.
 const GUARD_ROWS: usize = 3;
 const GUARD: u16 = 0x7fc1;
 
@@ -187,7 +187,7 @@ impl Problem {
         Ok(result)
     }
 
-    /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
+    /// Counts elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
     fn mismatches(&self, spec: &VariantSpec, y: &[u16]) -> usize {
         let (n, k) = (self.weights.n, self.weights.k);
         let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
@@ -247,10 +247,10 @@ fn exponent_source_matches_the_reference() {
 #[test]
 fn palette_source_matches_the_reference() {
     check("gemm_recon_palette_n2p3_v8_store", &BATCHES);
-    // Four tasks of up to 256 rows on a grid of 2 and 3: with 3, the last one is cut in two.
+    // Four tasks of up to 256 rows on a grid of 2 and 3; with 3, the last one is split in two.
     check("gemm_recon_palette_n2p2_v4_store", &[(300, 256, 128)]);
     check("gemm_recon_palette_n1p6_v0_store", &[(17, 64, 256), (65, 128, 64)]);
-    // More steps than one batch of metadata (32 / 3).
+    // More steps than one batch of metadata covers (32 / 3).
     check("gemm_recon_palette_n3p2_v64_store", &[(65, 192, 768)]);
 }
 
@@ -260,8 +260,8 @@ fn store_add_reads_adds_and_rounds_once() {
     check("gemm_recon_palette_n4p2_v4_store_add", &[(65, 256, 128)]);
 }
 
-/// Clusters share k: even and uneven shares, last tasks of few rows, and clusters that take several tasks in turn (5
-/// and 6 multiprocessors are 2 clusters of 2, 5 one of 4).
+/// Clusters share k: even and uneven shares, last tasks of few rows, and clusters that process several tasks in turn (5
+/// and 6 SMs are 2 clusters of 2, 5 also one of 4).
 #[test]
 fn splits_of_k_match_the_reference() {
     let shapes = [(1, 64, 128), (17, 192, 256), (64, 128, 192), (65, 128, 320), (130, 192, 128)];
@@ -272,7 +272,7 @@ fn splits_of_k_match_the_reference() {
     check_on("gemm_recon_exponent_n1p6s4_store_add", &shapes, [1, 132]);
 }
 
-/// The interleaving of blocks decides nothing: a sum is added up in one order.
+/// Sums do not depend on the interleaving of blocks: the order of summation is fixed.
 #[test]
 fn splits_give_the_same_bits_in_every_interleaving() {
     for name in ["gemm_recon_palette_n1p2s2_v8_store", "gemm_recon_exponent_n1p2s4_store"] {
@@ -286,14 +286,14 @@ fn splits_give_the_same_bits_in_every_interleaving() {
     }
 }
 
-/// X = identity copies W^T: every finite pattern must come through untouched (-0 becomes +0 in the sum).
+/// X = identity copies W^T: every finite pattern must be unchanged (-0 becomes +0 in the sum).
 #[test]
 fn reconstruction_is_exact() {
     let identity: Vec<u16> = (0..128 * 128).map(|i| if i % 129 == 0 { 0x3f80 } else { 0 }).collect();
     for name in ["gemm_recon_exponent_n2p2_store", "gemm_recon_palette_n2p2_v64_store"] {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[]);
-        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary ones of them in the palette, the rest in
+        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary exponents are in the palette, the rest in
         // verbatim rows.
         let bits: Vec<u16> = (0..512 * 128u32)
             .map(|i| {
@@ -315,7 +315,7 @@ fn reconstruction_is_exact() {
     }
 }
 
-/// Metadata that lies gives wrong numbers, never an access outside a buffer and never a hang.
+/// Invalid metadata gives wrong numbers, but never an access outside a buffer or a hang.
 #[test]
 fn hostile_metadata_stays_in_bounds() {
     let spec = spec("gemm_recon_palette_n2p2_v4_store");
@@ -340,7 +340,7 @@ fn hostile_metadata_stays_in_bounds() {
     }
 }
 
-/// What a planted bug looks like from outside.
+/// The visible effect of a planted bug.
 #[derive(Debug)]
 enum Symptom {
     Wrong,
@@ -456,17 +456,17 @@ fn planted_bugs_are_caught_where_the_weights_own_the_rows() {
     catches("gemm_recon_palette_n2p2_v8_store", bugs.into());
 }
 
-/// What the blocks of a split owe each other. Two clusters work off eight tasks.
+/// Synchronization between the blocks of a split. Two clusters process eight tasks.
 #[test]
 fn planted_bugs_are_caught_where_blocks_share_k() {
     use Symptom::{Error, Wrong};
     let header = "unweight/kernels/gemm_recon/batch_rows.cuh";
     let sources = "unweight/kernels/gemm_recon/sources.cuh";
     let bugs = [
-        // Whose share is what.
+        // The shares of blocks.
         (Edit { header: sources, from: "return rank * steps / kSplits;", to: "return 0;" }, Wrong),
         (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
-        // Sums that are read before they are left, and X that is filled before they are read.
+        // Sums that are read before they are written, and X that is filled before the sums are read.
         (
             Edit { header, from: "        sync_cluster();        // all blocks have left their sums\n", to: "" },
             Error("deadlock"),
@@ -488,7 +488,7 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
             Error("refills shared offset"),
         ),
         (Edit { header, from: "        ptx::fence_proxy_async();\n", to: "" }, Error("without fence.proxy.async")),
-        // Pieces of another, or of nobody.
+        // Pieces of the wrong block, or of no block.
         (Edit { header, from: "const u32 peer = j + (j >= rank);", to: "const u32 peer = j;" }, Wrong),
         (Edit { header, from: "(rank - (rank > peer))", to: "rank" }, Wrong),
         (Edit { header, from: "y + rank * kPieceColumns, args.n", to: "y, args.n" }, Wrong),
@@ -510,7 +510,7 @@ fn catches_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
     for (edit, symptom) in bugs.into_iter().filter(|(edit, _)| !edit.is_left_out()) {
         let what = format!("{} -> {}", edit.from.trim(), edit.to.trim());
         let mut kernel = CpuKernel::of(&spec, &[edit]);
-        // A race shows in some interleavings only.
+        // A race shows only in some interleavings.
         let mut seen = Vec::new();
         let caught = (0..8).any(|seed| {
             let outcome = problem.run(&spec, &mut kernel, sms, seed).map(|y| problem.mismatches(&spec, &y));

@@ -1,10 +1,10 @@
-//! The packed large-batch matmul, run in the simulator: operands against the format's oracle bit by bit,
-//! results against float64, shares of k in every position, hostile escapes, and planted bugs that must be caught.
+//! The packed large-batch matmul in the simulator: operands against the format's oracle bit by bit, results against
+//! float64, shares of k in every position, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
 
-/// Shapes are (m, n, k, multiprocessors).
+/// Checks a variant on shapes (m, n, k, SMs).
 fn check(name: &str, shapes: &[(usize, usize, usize, u32)]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
@@ -95,8 +95,8 @@ fn planted_bugs_are_caught() {
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
     for (file, name, from, to) in [
-        // The ring: a slot given back while it is read, sums read too early, a wrong byte count, a box of X twice, one
-        // left out, another warp's weights.
+        // The ring: a slot released while it is read, sums read too early, a wrong byte count, a box of X loaded twice,
+        // a box left out, another warp's weights.
         ("mainloop", streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
         ("mainloop", streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
         ("load", streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
@@ -105,12 +105,12 @@ fn planted_bugs_are_caught() {
         ("mainloop", streaming, "p.warp * packed::kBlockBytes", "0 * packed::kBlockBytes"),
         // Another row block's escapes.
         ("mainloop", streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
-        // Stream-K: a peer left out, a counter left standing.
+        // Stream-K: a peer left out, a counter not reset.
         ("reduce", streaming, "first + j <= peers.last", "first + j < peers.last"),
         ("reduce", streaming, "if (waits) ptx::red_add_global(flag, ~0u);", "if (waits) ptx::red_add_global(flag, 0);"),
         // The store: the wrong half of a fragment.
         ("epilogue", streaming, "p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
-        // Of a gate and its up: the next batch row for the up, another warp's columns.
+        // A gate and its up: the next batch row for the up, another warp's columns.
         ("epilogue", gated, "gated(d[4 * j], d[4 * j + 2])", "gated(d[4 * j], d[4 * j + 1])"),
         (
             "epilogue",
@@ -118,7 +118,7 @@ fn planted_bugs_are_caught() {
             "GatedTile::offset(g * 32 + p.lane, p.warp)",
             "GatedTile::offset(g * 32 + p.lane, 3 - p.warp)",
         ),
-        // A cluster: sums written over X that another warpgroup reads, a peer's left out, steps taken twice.
+        // A cluster: sums written over X that another warpgroup reads, a peer's sums left out, steps taken twice.
         (
             "reduce",
             clustered,
@@ -134,7 +134,8 @@ fn planted_bugs_are_caught() {
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let problem = Problem::random(&spec, (128, 128, 320), 3);
         let caught = (1..=4).any(|seed| {
-            // In turn: all tiles in one block, whose ring and buffers go round, and tiles shared by several blocks.
+            // Alternates between all tiles in one block, whose ring and buffers wrap around, and tiles shared by
+            // several blocks.
             let sms = if seed % 2 == 1 { 1 } else { 5 };
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| problem.run(&mut kernel, &spec, sms, seed)));

@@ -1,11 +1,11 @@
 //! Builds kernels for the simulator (`tests/simulator`) and runs them.
 //!
-//! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets,
-//! the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the
-//! simulator itself.
+//! A kernel is the rendered source of its spec, launched as its plan says: the same source as the device compiler
+//! compiles, with the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] accepts other source, for
+//! the tests of the simulator itself.
 //!
 //! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only
-//! ones that run the kernels' function without a GPU.
+//! ones that run the kernels without a GPU.
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -28,21 +28,21 @@ type TensorMapFn = unsafe extern "C" fn(*mut c_void, *const c_void, u32, u64, u6
 
 /// A change to one header, for planting a bug. `from` must occur exactly once.
 pub struct Edit {
-    /// Path below `templates/include`, or the name of a header from outside.
+    /// Path below `templates/include`, or the name of an external kernel's header.
     pub header: &'static str,
     pub from: &'static str,
     pub to: &'static str,
 }
 
 impl Edit {
-    /// A bug to plant, unless this run leaves it out ([`Edit::is_left_out`]).
+    /// Returns a bug to plant, unless this run leaves it out ([`Edit::is_left_out`]).
     pub fn planted(header: &'static str, from: &'static str, to: &'static str) -> Option<Self> {
         let edit = Self { header, from, to };
         (!edit.is_left_out()).then_some(edit)
     }
 
-    /// Whether this run leaves it out: two of three, chosen by their texts, unless `UNWEIGHT_TEST_ALL` is set. Of these
-    /// only the place is checked.
+    /// Returns whether this run leaves the edit out: two of three, chosen by their text, unless `UNWEIGHT_TEST_ALL` is
+    /// set. For these, only checks that `from` occurs.
     pub fn is_left_out(&self) -> bool {
         let Self { header, from, to } = self;
         let text = unweight_templates::header(header).unwrap();
@@ -52,7 +52,7 @@ impl Edit {
     }
 }
 
-/// A row-major matrix as a tensor map sees it.
+/// A row-major matrix for a tensor map.
 pub struct MapSpec<'a> {
     pub data: &'a [u8],
     pub element_bytes: u32,
@@ -73,20 +73,20 @@ pub struct Launch {
     pub seed: u64,
 }
 
-/// A problem on a device of this many multiprocessors.
+/// A problem on a device with this many SMs.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
     pub problem: GemmShape,
     pub sms: u32,
-    /// As in [`Launch::seed`].
+    /// See [`Launch::seed`].
     pub seed: u64,
 }
 
-/// Compiled kernels. The simulator inside is one per library and not reentrant: `&mut` everywhere.
+/// Compiled kernels. Each library contains one simulator, which is not reentrant, so methods need `&mut`.
 pub struct CpuKernel {
     /// Empty for a hand-written source.
     plans: Vec<Plan>,
-    /// Kernels from outside; empty for others.
+    /// External kernels; empty for others.
     outside: Vec<ExternalSource>,
     launch: Vec<LaunchFn>,
     last_error: ErrorFn,
@@ -97,8 +97,8 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
-/// What kernels share: the headers, the simulator's header as the compiler keeps it, and the rest as objects. Reading
-/// the standard library's headers and compiling the simulator take longer than most kernels.
+/// Shared by all kernels: the headers, the precompiled header of the simulator, and its other sources as objects.
+/// Reading the standard library's headers and compiling the simulator take longer than most kernels.
 struct Common {
     directory: PathBuf,
     planted: bool,
@@ -108,12 +108,13 @@ struct Common {
 const SIMULATOR: [&str; 2] = ["simulator", "ptx"];
 
 impl Common {
-    /// For sources with a planted bug, or without. Made once for the headers as they are, and kept among what is built.
+    /// Returns the shared part for sources with a planted bug, or without. Built once per version of the headers, and
+    /// kept in the target folder.
     fn of(planted: bool) -> &'static Self {
         static BOTH: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
         BOTH[usize::from(planted)].get_or_init(|| {
             let mut key = Key::default();
-            // How kernels are compiled is said in this file.
+            // This file defines how kernels are compiled.
             key.add(include_str!("harness.rs")).add(compiler_version()).add([u8::from(planted)]);
             for (name, text) in unweight_templates::headers() {
                 key.add(name).add(text);
@@ -147,7 +148,7 @@ impl Common {
             for source in SIMULATOR {
                 make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c", "-O3"]);
             }
-            // Another process may have been first: its folder is as good.
+            // If another process was first, its folder is equivalent.
             match std::fs::rename(made.path(), &complete.directory) {
                 Err(_) if !complete.directory.exists() => panic!("{}", complete.directory.display()),
                 _ => complete,
@@ -163,19 +164,19 @@ impl Common {
         self.directory.join("compiled")
     }
 
-    /// Libraries of kernels that earlier runs compiled, by the digest of all that goes into them.
+    /// Returns the folder of compiled kernels from earlier runs, keyed by the digest of all their inputs.
     fn kernels(&self) -> PathBuf {
         self.directory.join("kernels")
     }
 
-    /// The compiler with what the simulator and a kernel must have in common.
+    /// Returns the compiler with the options that the simulator and a kernel must share.
     fn command(&self) -> Command {
         let mut command = Command::new(compiler());
-        // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
-        // A product and a sum become an fma only where the kernel says so.
+        // Objects of several libraries must stay separate; the loader would merge GNU unique symbols. Only explicit fma
+        // calls are fused, never a product and a sum.
         command.args(["-O1", "-ffp-contract=off", "-std=c++17", "-fPIC", "-fno-gnu-unique", "-w"]);
         if self.planted {
-            // A planted bug may be one that the source would refuse; here it is to be found by what it does.
+            // A static assertion may reject a planted bug, but the test must find the bug by its behavior.
             command.arg("-Dstatic_assert(...)=");
         }
         command
@@ -186,7 +187,7 @@ fn compiler() -> String {
     std::env::var("CXX").unwrap_or_else(|_| "g++".into())
 }
 
-/// The first line that the compiler says of itself.
+/// Returns the first line of the compiler's version.
 fn compiler_version() -> &'static str {
     static VERSION: OnceLock<String> = OnceLock::new();
     VERSION.get_or_init(|| {
@@ -196,7 +197,7 @@ fn compiler_version() -> &'static str {
     })
 }
 
-/// The digest of parts, each with its length.
+/// A digest of parts, each with its length.
 #[derive(Default)]
 struct Key(Vec<u8>);
 
@@ -212,8 +213,8 @@ impl Key {
     }
 }
 
-/// Each state of the headers leaves two folders, with every kernel that was compiled against them: only the newest
-/// stay.
+/// Removes old simulators. Each version of the headers leaves two folders with all kernels compiled against it; only
+/// the newest stay.
 fn remove_old_simulators(home: &Path) {
     const KEPT: usize = 6;
     let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
@@ -223,29 +224,29 @@ fn remove_old_simulators(home: &Path) {
     simulators.sort();
     let old = simulators.len().saturating_sub(KEPT);
     for (_, folder) in simulators.drain(..old) {
-        // What another process removes at the same time is gone all the same.
+        // Another process may remove the folder at the same time.
         _ = std::fs::remove_dir_all(folder);
     }
 }
 
-/// The headers that stand for the device.
+/// Returns the folder of headers that replace the device.
 fn simulator() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/simulator")
 }
 
 impl CpuKernel {
-    /// The kernel of a variant, as it is rendered.
+    /// Compiles the rendered kernel of a variant.
     pub fn of(spec: &VariantSpec, edits: &[Edit]) -> Self {
         Self::all(&[*spec], edits)
     }
 
-    /// Kernels of several variants in one library.
+    /// Compiles the kernels of several variants into one library.
     pub fn all(specs: &[VariantSpec], edits: &[Edit]) -> Self {
         let (mut includes, mut bodies, mut exports) = (BTreeSet::new(), String::new(), String::new());
         for (i, spec) in specs.iter().enumerate() {
             let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
             includes.extend(text.lines().filter(|line| line.starts_with("#include")).map(str::to_owned));
-            // Each text has a `Config` of its own. The headers are there before the first of these namespaces opens.
+            // Each source has its own `Config`. The headers are included before the first of these namespaces opens.
             _ = writeln!(bodies, "namespace k{i} {{\n{text}}}");
             _ = writeln!(exports, "UW_CPU_EXPORT(uw_test_launch_{i}, k{i}::{spec}, uw::{})", spec.op.info().args.name);
         }
@@ -255,7 +256,7 @@ impl CpuKernel {
         built
     }
 
-    /// Kernels from outside in one library.
+    /// Compiles external kernels into one library.
     pub fn external(kernels: &[ExternalSource], edits: &[Edit]) -> Self {
         let (mut includes, mut bodies, mut exports) = (BTreeSet::new(), String::new(), String::new());
         let mut headers: Vec<(&str, &str)> = Vec::new();
@@ -273,7 +274,7 @@ impl CpuKernel {
         built
     }
 
-    /// A complete translation unit with the entry `kernel`, which takes `args` (a C++ type).
+    /// Compiles a complete translation unit with the entry `kernel`, which takes `args` (a C++ type).
     pub fn source(source: &str, kernel: &str, args: &str) -> Self {
         Self::build(&format!("{source}\nUW_CPU_EXPORT(uw_test_launch_0, {kernel}, {args})\n"), 1, &[], &[])
     }
@@ -288,7 +289,7 @@ impl CpuKernel {
             std::fs::write(path, text).unwrap();
         }
         for edit in edits {
-            // Several edits of one header follow each other.
+            // Several edits of one header are applied in order.
             let path = edited.join(edit.header);
             let places = [&path, &outside.join(edit.header), &common.include().join(edit.header)];
             let text = std::fs::read_to_string(places.iter().find(|place| place.exists()).unwrap()).unwrap();
@@ -306,10 +307,11 @@ impl CpuKernel {
             key.add("edit").add(header).add(from).add(to);
         }
         let compiled = common.kernels().join(format!("{}.so", key.digest()));
-        // The loader takes two names of one file for one library, and each kernel needs a simulator of its own: a copy.
+        // Each kernel needs its own simulator, but the loader treats two names of one file as one library, so load a
+        // copy.
         if std::fs::copy(&compiled, &library).is_err() {
             Self::compile(source, common, directory.path(), edits, headers);
-            // It appears under its name only when it is complete.
+            // Rename the library into place only when it is complete.
             let whole = tempfile::NamedTempFile::new_in(common.kernels()).unwrap();
             std::fs::copy(&library, whole.path()).unwrap();
             whole.persist(&compiled).unwrap();
@@ -333,19 +335,19 @@ impl CpuKernel {
         }
     }
 
-    /// Compiles `directory/kernel.so`; edited headers and those from outside are in the folder.
+    /// Compiles `directory/kernel.so`. `directory` contains edited headers and those of external kernels.
     fn compile(source: &str, common: &Common, directory: &Path, edits: &[Edit], headers: &[(&str, &str)]) {
         let file = directory.join("kernel.cu");
         std::fs::write(&file, source).unwrap();
         let mut command = common.command();
         command.args(["-shared", "-x", "c++", "-include", "prelude.hpp", "-I"]).arg(directory.join("edited"));
-        // What the compiled header has read must not be edited.
+        // Edits have no effect on headers that the precompiled header includes.
         if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
             command.arg("-I").arg(common.compiled());
         }
         command.arg("-I").arg(directory.join("outside")).arg("-I").arg(common.include()).arg("-I").arg(simulator());
         if !headers.is_empty() && !edits.is_empty() {
-            // These run for less time than they compile.
+            // These compile for longer than they run.
             command.arg("-O0");
         }
         command.arg("-o").arg(directory.join("kernel.so")).arg(&file).args(["-x", "none"]);
@@ -367,7 +369,7 @@ impl CpuKernel {
         unsafe { (self.clear_registered)() }
     }
 
-    /// A tensor map over a dense row-major matrix.
+    /// Makes a tensor map over a dense row-major matrix.
     pub fn tensor_map(&mut self, spec: &MapSpec<'_>) -> TensorMap {
         let mut map = TensorMap([0; 16]);
         let row_bytes = spec.columns * u64::from(spec.element_bytes);
@@ -389,18 +391,18 @@ impl CpuKernel {
         map
     }
 
-    /// Runs the kernel of a hand-written source to its end, or says what stopped it.
+    /// Runs the kernel of a hand-written source to its end. Returns the reason if it stops early.
     ///
     /// # Safety
     /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through
     /// wrappers are checked against registered buffers.
     pub unsafe fn launch<A: bytemuck::Pod>(&mut self, launch: &Launch, args: &A) -> Result<(), String> {
         assert!(self.plans.is_empty() && self.outside.is_empty(), "a rendered kernel is launched by its plan");
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.enqueue(0, launch, args) }
     }
 
-    /// Runs the kernel of a variant as its plan says. It may touch only `buffers`.
+    /// Runs the kernel of a variant as its plan says. The kernel may access only `buffers`.
     ///
     /// # Safety
     /// As [`CpuKernel::launch`].
@@ -416,8 +418,8 @@ impl CpuKernel {
             self.plans.iter().position(|plan| plan.spec == *spec).unwrap_or_else(|| panic!("{spec} was not built"));
         let plan = self.plans[at].launch;
         let grid = plan.grid.blocks(run.problem, run.sms).unwrap_or_else(|| panic!("{spec}: {run:?} has no grid"));
-        // Blocks that wait for each other have to run at the same time, and those that meet in memory may come in any
-        // order: in the simulator, those of a cluster do.
+        // Blocks that wait for each other must run concurrently, and blocks that communicate through memory must be
+        // able to run in any order. The simulator does both within a cluster.
         let meet = plan.co_resident || matches!(spec.op, Op::Attention(op) if op.split);
         let cluster = if meet { grid } else { plan.cluster };
         let smem_bytes = self.plans[at].smem.bytes();
@@ -426,11 +428,11 @@ impl CpuKernel {
             self.register(buffer, name);
         }
         let launch = Launch { grid, block: plan.threads, smem_bytes, cluster, seed: run.seed };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.enqueue(at, &launch, args) }
     }
 
-    /// Runs one of the kernels from outside, with so many blocks. It may touch only `buffers`.
+    /// Runs an external kernel with this many blocks. The kernel may access only `buffers`.
     ///
     /// # Safety
     /// As [`CpuKernel::launch`].
@@ -448,7 +450,7 @@ impl CpuKernel {
             self.register(buffer, name);
         }
         let launch = Launch { grid, block: kernel.threads, smem_bytes: kernel.smem.bytes(), cluster: 1, seed };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.enqueue(at, &launch, args) }
     }
 
@@ -456,7 +458,7 @@ impl CpuKernel {
     /// As [`CpuKernel::launch`].
     unsafe fn enqueue<A: bytemuck::Pod>(&mut self, at: usize, launch: &Launch, args: &A) -> Result<(), String> {
         let Launch { grid, block, smem_bytes, cluster, seed } = *launch;
-        // SAFETY: `args` has the layout of the kernel's argument struct; the rest is the caller's promise.
+        // SAFETY: `args` has the layout of the kernel's argument struct; the caller guarantees the rest.
         let status = unsafe { (self.launch[at])(grid, block, smem_bytes, cluster, seed, (&raw const *args).cast()) };
         if status == 0 {
             return Ok(());
@@ -466,18 +468,18 @@ impl CpuKernel {
     }
 }
 
-/// The variant with this name; `uw_sm90a_` is left out.
+/// Parses the variant with this name without its prefix `uw_sm90a_`.
 pub fn spec(name: &str) -> VariantSpec {
     format!("uw_sm90a_{name}").parse().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The value of BF16 bits.
+/// Returns the value of BF16 bits.
 pub fn bf16(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// Memory of an exact size whose start is 128-byte aligned, as device allocations are. Never at null, so that an empty
-/// section has an address.
+/// Memory of an exact size, 128-byte aligned as device allocations are. Never null, so that an empty section has an
+/// address.
 pub struct Buffer {
     lines: Vec<Line>,
     bytes: usize,
@@ -488,52 +490,52 @@ pub struct Buffer {
 struct Line([u64; 16]);
 
 impl Buffer {
-    /// What memory holds before anyone wrote it.
+    /// Fills memory that was not written yet.
     pub const POISON: u8 = 0xa5;
 
-    /// Filled with one byte.
+    /// Returns a buffer filled with one byte.
     pub fn filled(bytes: usize, fill: u8) -> Self {
         Self { lines: vec![Line([u64::from_ne_bytes([fill; 8]); 16]); bytes.div_ceil(size_of::<Line>())], bytes }
     }
 
-    /// Not written yet.
+    /// Returns an unwritten buffer.
     pub fn new(bytes: usize) -> Self {
         Self::filled(bytes, Self::POISON)
     }
 
-    /// Zeros.
+    /// Returns a buffer of zeros.
     pub fn zeroed(bytes: usize) -> Self {
         Self::filled(bytes, 0)
     }
 
-    /// A copy.
+    /// Returns a buffer with a copy of `data`.
     pub fn of(data: &[u8]) -> Self {
         let mut buffer = Self::new(data.len());
         bytemuck::cast_slice_mut(&mut buffer.lines)[..data.len()].copy_from_slice(data);
         buffer
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn slice(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.lines)[..self.bytes]
     }
 
-    /// Where the kernel finds them.
+    /// Returns the address for the kernel.
     pub fn address(&self) -> u64 {
         self.lines.as_ptr() as u64
     }
 
-    /// As little-endian numbers.
+    /// Returns the bytes as little-endian u16.
     pub fn u16s(&self) -> Vec<u16> {
         self.slice().chunks_exact(2).map(|b| u16::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// As little-endian numbers.
+    /// Returns the bytes as little-endian u32.
     pub fn u32s(&self) -> Vec<u32> {
         self.slice().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
     }
 
-    /// As little-endian numbers.
+    /// Returns the bytes as little-endian u64.
     pub fn u64s(&self) -> Vec<u64> {
         self.slice().chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap())).collect()
     }

@@ -1,5 +1,5 @@
-//! The families `decode_huffman` and `encode_huffman`, compiled by g++ for the simulator and held, byte for byte,
-//! against `unweight_format`'s oracle. Planted bugs show that the comparison can fail.
+//! The families `decode_huffman` and `encode_huffman` in the simulator, compared byte for byte with `unweight_format`'s
+//! oracle. Planted bugs show that the comparison can fail.
 //!
 //! Needs g++ (C++17); nothing else.
 
@@ -20,7 +20,7 @@ use unweight_format::{
     testing::{Random, Weights},
 };
 
-/// Kernels that several tests share. Launches of one library take turns.
+/// Kernels that several tests share. Launches of one library are serialized.
 type Shared = LazyLock<Mutex<CpuKernel>>;
 
 // ---- inputs --------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ impl Case {
     }
 }
 
-/// Every kind of row and of edge.
+/// Returns rows and edges of every kind.
 fn cases() -> Vec<Case> {
     let mut random = Random::new(7);
     let mut weights = Weights::TRAINED.iter(7);
@@ -64,23 +64,24 @@ fn cases() -> Vec<Case> {
     ] {
         cases.push(Case::new(name, n, k, |_| weight()));
     }
-    // About one element in 200 of any exponent: many verbatim rows, most of them alone in their surroundings.
+    // About one element in 200 has a random exponent: many verbatim rows, most of them isolated.
     cases.push(Case::new("outliers", 130, 200, |_| {
         if random.bits().is_multiple_of(200) { random.bits() as u16 } else { weight() }
     }));
     cases.push(Case::new("outliers, k odd", 66, 131, |_| {
         if random.bits().is_multiple_of(50) { random.bits() as u16 } else { weight() }
     }));
-    // Only rows that are too long: 3 * 64 elements of the rarest exponent each, in the palette but 6 bits and up.
+    // Only rows that are too long: 3 * 64 elements of the rarest exponent each, which is in the palette but has 6 bits
+    // or more.
     cases.push(Case::new("rows above 319 bits", 128, 192, |i| {
         let exponent = if (i / 192) % 40 == 3 { 115 } else { 120 + (random.bits().trailing_zeros() as u16).min(7) };
         exponent << 7 | random.bits() as u16 & 0x807f
     }));
     cases.push(Case::new("one exponent", 70, 72, |_| 0x3f80 | random.bits() as u16 & 0x807f));
     cases.push(Case::new("two exponents", 64, 130, |i| 0x3f80 + (((i as u16 % 3) / 2) << 7)));
-    // Every bit pattern: all rows verbatim.
+    // Every bit pattern: all rows are verbatim.
     cases.push(Case::new("all patterns", 256, 256, |i| i as u16));
-    // Every bit pattern once more, but sorted by exponent, so that 16 exponents fill rows of their own.
+    // Every bit pattern, sorted by exponent, so that 16 exponents fill rows of their own.
     cases.push(Case::new("all patterns in order", 256, 256, |i| (i as u16).rotate_right(9)));
     let special = [0x0000u16, 0x8000, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0001, 0x807f, 0x7f81];
     cases.push(Case::new("zeros, infinities, NaNs, subnormals", 100, 136, |_| {
@@ -91,7 +92,7 @@ fn cases() -> Vec<Case> {
 
 // ---- decode --------------------------------------------------------------------------------------------------------
 
-/// What the kernel must write, from the oracle.
+/// Returns the expected output, from the oracle.
 fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, limit: u32) -> Vec<u8> {
     match output {
         DecodeOutput::Full => case.bytes.clone(),
@@ -120,8 +121,8 @@ fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, 
     }
 }
 
-/// Decoders of an architecture whose bits come one way: of another than Hopper as few warps a block as its shared
-/// memory holds.
+/// Decoders of an architecture with one kind of copy. Other architectures than Hopper have fewer warps per block, so
+/// that a block fits in their shared memory.
 struct Decoders {
     arch: Arch,
     copy: SmemCopy,
@@ -143,7 +144,7 @@ impl Decoders {
         Self { arch, copy, outputs, limits, kernels: Mutex::new(CpuKernel::all(&all, &[])) }
     }
 
-    /// What ships for an architecture with less shared memory.
+    /// Returns the decoders that ship for an architecture with less shared memory.
     fn shipped(arch: Arch, limits: &'static [u32]) -> Self {
         Self::of(arch, SmemCopy::of(arch), &[DecodeOutput::Full, DecodeOutput::Palette], limits)
     }
@@ -164,8 +165,8 @@ fn both() -> [&'static Decoders; 2] {
     [&BULK, &ASYNC]
 }
 
-/// And of fewer than 32 warps: 16 and 8 where threads copy, 16 of the larger tables where there is more shared memory,
-/// and 16 and 8 by the copy engine.
+/// Decoders with fewer than 32 warps: 16 and 8 for copies by threads, 16 for the larger tables on architectures with
+/// more shared memory, and 16 and 8 for the copy engine.
 static SMALL: LazyLock<[Decoders; 3]> = LazyLock::new(|| {
     let small = [
         Decoders::shipped(Arch::Sm86, &[6, 7, 8, 9, 12, 15]),
@@ -186,7 +187,7 @@ fn every_way() -> impl Iterator<Item = &'static Decoders> {
     both().into_iter().chain(SMALL.iter())
 }
 
-/// The sections of a tensor as a decoder gets them, to be tampered with.
+/// The sections of a tensor as a decoder reads them, for tests that corrupt them.
 struct Sections {
     n: u32,
     k: u32,
@@ -208,7 +209,7 @@ impl Sections {
         &mut self.sections.iter_mut().find(|(s, _)| *s == section).unwrap().1
     }
 
-    /// Output bytes and fault word.
+    /// Returns the output bytes and the fault word.
     fn decode(
         &self,
         decoders: &Decoders,
@@ -311,7 +312,7 @@ fn a_kernel_of_a_larger_limit_decodes_a_shorter_code() {
     }
 }
 
-/// More tiles than a block has warps, so that warps go round their buffers.
+/// Makes more tiles than a block has warps, so that warps reuse their buffers.
 fn many_tiles() -> Case {
     let mut random = Random::new(11);
     let mut weights = Weights::TRAINED.iter(11);
@@ -370,7 +371,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
             "verbatim rows missing at the end",
             tensor.grid().tiles() - 1,
             Box::new(|s| {
-                // The last tile that has a verbatim row is not necessarily the last tile: take all of them away.
+                // The last tile with a verbatim row is not necessarily the last tile, so remove all verbatim rows.
                 s.get(Section::VERBATIM_EXPONENTS).clear();
             }),
         ),
@@ -387,7 +388,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
                 continue;
             }
             assert_eq!(fault, 1 + faulty as u32, "{name} {output:?}");
-            // The tile is skipped, the others are whole.
+            // The tile is skipped, and the others are complete.
             let right = expected(output, case, &tensor, 7);
             if output != DecodeOutput::Full {
                 let bytes = right.len() / tensor.grid().tiles();
@@ -406,7 +407,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
 
 #[test]
 fn hostile_bytes_neither_crash_nor_hang() {
-    // Every buffer is bounds-checked by the simulator, so success means that nothing was touched outside.
+    // The simulator checks bounds of every buffer, so success means that no access was outside.
     let case = &cases().into_iter().find(|c| c.name == "outliers").unwrap();
     let mut random = Random::new(23);
     for limit in [6, 7, 9, 15] {
@@ -481,7 +482,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(arch, copy, output, 7), &[edit]));
         let kernels = Decoders { arch, copy, outputs: DecodeOutput::ALL, limits: &[7], kernels };
-        // Late copies complete at random points: one of a few seeds shows a race.
+        // Late copies complete at random points, so a race shows with one of a few seeds.
         let caught = (0..4).any(|seed| match Sections::of(&tensor).decode(&kernels, output, 7, 1, seed) {
             Err(_) => true,
             Ok((out, fault)) => fault != 0 || out != expected(output, case, &tensor, 7),
@@ -509,7 +510,7 @@ impl Encoded {
     }
 }
 
-/// Runs stages as a host would. Capacities: `None` = generous.
+/// Runs stages as a host does. Capacities: `None` means large enough.
 fn encode(
     kernels: &Mutex<CpuKernel>,
     case: &Case,
@@ -642,7 +643,7 @@ fn palette_packing_writes_the_oracles_bytes() {
 fn codes_equal_the_cpu_for_many_histograms() {
     let mut random = Random::new(31);
     for round in 0..18u64 {
-        // 1 to 40 exponents of wildly different or nearly equal weights, ties included.
+        // 1 to 40 exponents of very different or nearly equal weights, including ties.
         let exponents = 1 + random.bits() as u16 % 40;
         let spread = 1 + round % 6;
         let case = Case::new("histogram", 8, 256, |_| {
@@ -658,7 +659,7 @@ fn codes_equal_the_cpu_for_many_histograms() {
 
 #[test]
 fn scan_looks_back_over_several_blocks() {
-    // 1100 tiles of one row each: two blocks of scan.
+    // 1100 tiles of one row each need two blocks of `scan`.
     let mut random = Random::new(41);
     let mut weights = Weights::TRAINED.iter(41);
     let case = Case::new("wide", 2, 64 * 1100, |_| {
@@ -755,12 +756,12 @@ fn planted_bugs_in_the_encoder_are_caught() {
         let weight = weights.next().unwrap();
         if random.bits().is_multiple_of(500) { random.bits() as u16 } else { weight }
     }));
-    // Counts in which a leaf meets a package of the same weight.
+    // Counts for which a leaf and a package have equal weights.
     all.push(Case::new("equal weights", 7, 64, |i| ((i % 7) as u16) << 7));
     for (name, (header, from, to)) in bugs {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let kernels = encoders(&[edit]);
-        // Codes of up to 7 bits take a path of their own.
+        // Codes of up to 7 bits have a separate code path.
         let caught = [15, 7].iter().any(|&limit| {
             all.iter().any(|case| match encode(&kernels, case, limit, &HUFFMAN, None) {
                 Err(_) => true,

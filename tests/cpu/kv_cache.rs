@@ -1,5 +1,5 @@
-//! Packing and releasing pages of a KV cache, run in the simulator: byte for byte what the oracle has,
-//! hostile tables, and planted bugs that must be caught.
+//! Packing and releasing pages of a KV cache in the simulator: the bytes equal the oracle's, hostile tables, and
+//! planted bugs that must be caught.
 
 use unweight_bench::kv::{Cache, Counts, Heads, Job, page, set_index};
 use unweight_codegen::{
@@ -18,14 +18,14 @@ use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 
 pub mod attack;
 
-/// An entry of a table without a page, and the position of a row without a token.
+/// A table entry without a page, and the position of a row without a token.
 const NONE: u32 = u32::MAX;
-/// Bytes behind each layer's packed pages and records, and elements behind its bf16 pages.
+/// Gap after each layer's packed pages and records in bytes, and after its bf16 pages in elements.
 pub const GAP: usize = 128;
-/// In bf16 pages that must not be read.
+/// Fills bf16 pages that must not be read.
 const POISON: u16 = 0x7fc1;
 
-/// A cache with gaps behind the pages and records of each layer.
+/// Returns a cache with gaps after the pages and records of each layer.
 pub fn new_cache(heads: Heads, layers_and_pages: (u32, u32), units_and_free: (u32, u32)) -> Cache {
     Cache::new(heads, layers_and_pages, units_and_free, GAP)
 }
@@ -33,7 +33,7 @@ pub fn new_cache(heads: Heads, layers_and_pages: (u32, u32), units_and_free: (u3
 /// A launch of `kv_pack`.
 #[derive(Clone, Default)]
 struct Call {
-    /// bf16 pages `[layers][source_pages]`, each layer with [`GAP`] elements behind it.
+    /// bf16 pages `[layers][source_pages]`, with [`GAP`] elements after each layer.
     source: Vec<u16>,
     source_pages: u32,
     positions: Vec<u32>,
@@ -42,7 +42,7 @@ struct Call {
     hot_table: Vec<u32>,
     m: u32,
     first: u32,
-    /// `step`: how many at most.
+    /// `step`: maximum number of blocks.
     blocks: u32,
 }
 
@@ -53,7 +53,7 @@ struct Done {
 }
 
 impl Call {
-    /// A page of a layer.
+    /// Returns a page of a layer.
     fn page(&self, heads: Heads, layer: u32, page: u32) -> &[u16] {
         let pitch = self.source_pages as usize * heads.page_elements() + GAP;
         heads.page_of(&self.source[layer as usize * pitch..], page as usize)
@@ -112,7 +112,7 @@ impl Call {
     }
 }
 
-/// Pages of layers, each layer with a gap behind it.
+/// Returns the pages of layers, with a gap after each layer.
 fn pages(random: &mut Random, heads: Heads, layers: u32, count: u32) -> Vec<u16> {
     (0..layers)
         .flat_map(|_| {
@@ -135,7 +135,7 @@ fn chunk(random: &mut Random, heads: Heads) -> Call {
     }
 }
 
-/// Pages of a chunk that are packed.
+/// Returns the pages of a chunk that must be packed.
 fn chunk_jobs(call: &Call, cache: &Cache) -> Vec<Job> {
     let wanted = (0..).zip(&call.table).filter(|(i, page)| **page < cache.pages && call.first + i < call.source_pages);
     let job = |(i, &page): (u32, &u32)| Job::new(cache.heads, (0, page), call.page(cache.heads, 0, call.first + i));
@@ -164,7 +164,7 @@ fn chunks_are_packed_as_by_the_oracle() {
     }
 }
 
-/// Also where the list of free units holds numbers that no pool has.
+/// Includes free lists with invalid unit numbers.
 #[test]
 fn units_are_lost_when_none_is_free() {
     let spec = spec("kv_pack_chunk_d32");
@@ -203,7 +203,7 @@ fn hostile_pages_of_a_chunk_are_reported() {
         assert_eq!(done.fault, 1 + place as u32);
         cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
     }
-    // The last one would come from behind the source.
+    // The last page would be after the end of the source.
     let mut call = chunk(&mut Random::new(7), heads);
     call.first = 3;
     let cache = new_cache(heads, (1, 7), (37, 37));
@@ -212,7 +212,7 @@ fn hostile_pages_of_a_chunk_are_reported() {
     cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
 }
 
-/// A batch: row by row a position, and pages in any order.
+/// Makes a batch with a position per row and pages in random order.
 fn step(random: &mut Random, heads: Heads, layers: u32, positions: &[u32]) -> Call {
     let m = positions.len() as u32;
     Call {
@@ -287,9 +287,9 @@ fn hostile_tables_of_a_step_are_reported() {
     run(&|call| call.table[4] = NONE, 0);
     run(&|call| call.hot_table[2] = call.source_pages, 3);
     run(&|call| call.hot_table[2] = u32::MAX, 3);
-    // Behind the table, also of the last row.
+    // Positions after the end of the table, also for the last row.
     run(&|call| call.positions = vec![63, 255, 127, u32::MAX - 64], 0);
-    // Rows of which each unit is lost say so themselves.
+    // Rows whose units are all lost report the loss.
     let none = new_cache(heads, (2, 12), (3, 0));
     let done = right.run(&mut kernel, &spec, &none, 2).unwrap();
     let counts = none.check_packed(&done.cache, &step_jobs(&right, &none)).unwrap();
@@ -302,7 +302,7 @@ fn hostile_tables_of_a_step_are_reported() {
     assert!(counts.lost > 0);
 }
 
-/// Records of all kinds: units of the pool, each once, that are not free.
+/// Makes a cache with records of all kinds. Each refers to a different unit in use.
 fn released(heads: Heads) -> Cache {
     let mut cache = new_cache(heads, (3, 5), (61, 20));
     cache.put_random_records(&mut Random::new(9));
@@ -334,7 +334,7 @@ fn units_of_released_pages_are_free_once() {
         let cache = released(Heads { head_dim: 32, kv_heads });
         let once = check_release(&mut kernel, &spec, &cache, &[3, NONE, 1], false);
         assert!(once.free[0] > cache.free[0]);
-        // Again, and with one more.
+        // Release the same page again, and another one.
         let twice = check_release(&mut kernel, &spec, &once, &[1, 3], false);
         assert!(twice.free == once.free && twice.records == once.records);
         check_release(&mut kernel, &spec, &twice, &[0, 1, 2, 3, 4], false);
@@ -349,7 +349,7 @@ fn hostile_releases_are_reported() {
     for page in [5, 6, 1 << 31, u32::MAX - 1] {
         check_release(&mut kernel, &spec, &released(heads), &[3, page, 1], true);
     }
-    // Numbers that the pool does not have.
+    // Unit numbers outside the pool.
     for number in [61, 1 << 31, u32::MAX] {
         let mut cache = released(heads);
         let record = &mut cache.records[heads.record_at(3 * heads.page_units())..][..RECORD_HEAD];
@@ -357,7 +357,7 @@ fn hostile_releases_are_reported() {
         set_index(record, number);
         check_release(&mut kernel, &spec, &cache, &[3, 1], true);
     }
-    // A list that is full, or says that it has more: nothing is written behind it.
+    // A free list that is full, or claims to be longer: nothing is written after its end.
     for count in [61, 62, u32::MAX - 30] {
         let mut cache = released(heads);
         cache.free[0] = count;
@@ -373,7 +373,7 @@ const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 #[test]
 fn planted_bugs_of_packing_are_caught() {
     let plants = [
-        // Each meeting of the block, and of a warp.
+        // Each barrier of the block and of a warp.
         (PACK, "ptx::bar_sync();  // all tiles' come", "// all tiles' come"),
         (PACK, "ptx::bar_sync();  // all tiles' counts", "// all tiles' counts"),
         (PACK, "ptx::bar_sync();  // the unit is known", "// the unit is known"),
@@ -393,7 +393,7 @@ fn planted_bugs_of_packing_are_caught() {
             "const u32 base = record.base(s);\n            u32 own[4]",
             "const u32 base = record.base(0);\n            u32 own[4]",
         ),
-        // What packs.
+        // The packing itself.
         (PACK, "below += u32(a < base) + u32(b < base);", "below += u32(a < base);"),
         (PACK, "a + kv::kBelow < base", "a + kv::kBelow <= base"),
         (PACK, "a != 0 && a + kv::kBelow", "a + kv::kBelow"),
@@ -407,7 +407,7 @@ fn planted_bugs_of_packing_are_caught() {
         (PACK, "place += all;", ""),
         (PACK, "warp * P::kTileBytes + half * P::kOperandBytes", "(2 * warp + half) * P::kOperandBytes + half"),
         (PACK, "value ? lane / 16 : lane / 8 % 2", "lane / 16"),
-        // Units.
+        // BF16 units.
         (PACK, "if (free == 0 || free > args.units)", "if (free > args.units)"),
         (PACK, "ptx::red_add_global(args.free_units, 1);", ""),
         (PACK, "args.free_units + free)", "args.free_units + free - 1)"),
@@ -415,7 +415,7 @@ fn planted_bugs_of_packing_are_caught() {
         (PAGES, "kLast = kPair + (kRest >= 2 ? 256 : 0)", "kLast = kPair"),
         (PAGES, "shf_r_wrap(f[3], f[3], 4)", "shf_r_wrap(f[3], f[3], 3)"),
     ];
-    // One step of 3 words, and 7 of 21.
+    // One step of 3 words, and 7 steps of 21.
     let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d112_pdl")];
     let (heads, large) = (Heads { head_dim: 16, kv_heads: 2 }, Heads { head_dim: 112, kv_heads: 2 });
     let step = Call { blocks: 3, ..step(&mut Random::new(4), heads, 3, &[63, NONE, 62, 127, 64, 191, 63]) };

@@ -1,5 +1,5 @@
-//! Unpacking pages of a KV cache, run in the simulator: the values that were packed, hostile tables and records, and
-//! planted bugs that must be caught.
+//! Unpacking pages of a KV cache in the simulator: the original values, hostile tables and records, and planted bugs
+//! that must be caught.
 
 use unweight_bench::kv::{Cache, Heads, page, set_index};
 use unweight_codegen::{
@@ -20,7 +20,7 @@ mod attack;
 
 const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 
-/// Pages of one layer as the oracle packs them, all units that need one in the pool.
+/// Packs the pages of one layer with the oracle. The pool contains all needed units.
 fn packed_pages(heads: Heads, count: u32, seed: u64) -> (Cache, Vec<u16>) {
     let random = &mut Random::new(seed);
     let bf16: Vec<u16> = (0..count).flat_map(|_| page(random, heads)).collect();
@@ -51,7 +51,7 @@ fn unpack(
         pages: cache.pages,
         units: cache.units,
     };
-    // The gaps behind pages and records are not theirs.
+    // Exclude the gaps after pages and records.
     let own = |buffer: &'_ Buffer| buffer.slice().len() - GAP;
     let buffers = [
         ("packed", &packed.slice()[..own(&packed)]),
@@ -67,7 +67,7 @@ fn unpack(
     Ok((out.u16s(), fault.u32s()[0]))
 }
 
-/// The pages of a table, one after the other.
+/// Returns the pages of a table, one after the other.
 fn pages_of(bf16: &[u16], heads: Heads, table: &[u32]) -> Vec<u16> {
     table.iter().flat_map(|page| heads.page_of(bf16, *page as usize)).copied().collect()
 }
@@ -101,7 +101,7 @@ fn hostile_packed_pages_lead_nowhere() {
         let mut cache = right.clone();
         change(&mut cache.records[heads.record_at(unit)..][..heads.record_bytes()]);
         let (mut out, fault) = unpack(&mut kernel, &spec, &cache, table, 1).unwrap();
-        // The unit that was changed, and the others.
+        // The changed unit, and the others.
         let own = out[3 * heads.unit_values()..][..heads.unit_values()].to_vec();
         out[3 * heads.unit_values()..][..heads.unit_values()]
             .copy_from_slice(&whole[3 * heads.unit_values()..][..own.len()]);
@@ -122,7 +122,7 @@ fn hostile_packed_pages_lead_nowhere() {
         left_out(run(&change, &[1, 2]), 1);
     }
     left_out(run(&|record| record[RECORD_KIND] = KIND_LOST, &[1, 2]), 0);
-    // Any bases, counts and slots of a packed unit: something in its place, and nothing elsewhere.
+    // Random bases, counts and slots of a packed unit change its own values only.
     for seed in 0..40 {
         let bytes = Random::new(seed).bytes(heads.record_bytes());
         let change = |record: &mut [u8]| {
@@ -156,14 +156,14 @@ fn planted_bugs_of_unpacking_are_caught() {
         (PAGES, "ptx::shf_l_wrap(w2, w2, 4)", "(w2 << 4)"),
         (PAGES, "code == kZeroCode ? 0 : ", ""),
         (PAGES, "(base_of(slot) - kBelow + code) & 255", "(base_of(slot) - kWindow + code) & 255"),
-        // Bases: of another step, of step 0 alone, of steps 0-3 alone.
+        // Bases: of another step, of step 0 only, of steps 0-3 only.
         (kernel_header, "record.pair(s)", "record.pair(0)"),
         (PAGES, "bases[step / 4] >>", "bases[0] >>"),
         (PAGES, "(slot & 1024) == 0 ? bases[0] : bases[1]", "bases[0]"),
         (PAGES, "slot >> 5 & 24", "slot >> 5 & 8"),
         (PAGES, "if (element >> 3 != step * 32 + lane) return;", "if (element >> 3 != lane) return;"),
     ];
-    // Five steps: the bases of two words of a record.
+    // Five steps: the bases fill two words of a record.
     let spec = spec("kv_unpack_d80_pdl");
     let heads = Heads { head_dim: 80, kv_heads: 2 };
     let (cache, bf16) = packed_pages(heads, 6, 3);
@@ -178,7 +178,7 @@ fn planted_bugs_of_unpacking_are_caught() {
         let mut kernel = CpuKernel::of(&spec, edits);
         (1..=4).any(|seed| {
             let out = unpack(&mut kernel, &spec, &cache, &table, seed);
-            // All slots of the last page, and what is behind them.
+            // All slots of the last page, and the bytes after them.
             let last = unpack(&mut kernel, &spec, &hostile, &table, seed);
             out.is_err() || last.is_err() || out.is_ok_and(|(out, _)| out != pages_of(&bf16, heads, &table))
         })

@@ -1,4 +1,4 @@
-//! Log probabilities, run in the simulator: every bit is that of the reference, and planted bugs must be caught.
+//! Log probabilities in the simulator: every bit equals the reference, and planted bugs must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
@@ -15,10 +15,10 @@ const NAN: u16 = 0x7fc0;
 const INFINITY: u16 = 0x7f80;
 const NEGATIVE: u16 = 0x8000;
 const PAIRS: usize = 1 + TOP_MAX as usize;
-/// What is in the results before they are written.
+/// Fills the results before the launch.
 const UNTOUCHED: u32 = 0xa5a5_a5a5;
 
-/// A row: its logits, its sampled token, and 1 and the number of likeliest tokens, or 0.
+/// A row: its logits, its sampled token, and 1 plus the number of most likely tokens, or 0.
 #[derive(Clone, Debug)]
 struct Row {
     logits: Vec<u16>,
@@ -79,7 +79,7 @@ fn rows(vocabulary: usize) -> Vec<Row> {
 fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(), String> {
     let vocabulary = rows[0].logits.len();
     let pitch = vocabulary.next_multiple_of(8) + 8;
-    // What lies behind a row would win.
+    // Values after the end of a row would win.
     let mut logits = vec![INFINITY; rows.len() * pitch - (pitch - vocabulary)];
     for (row, own) in rows.iter().zip(logits.chunks_mut(pitch)) {
         own[..vocabulary].copy_from_slice(&row.logits);
@@ -106,7 +106,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     let words = out.u32s();
     for (at, (row, got)) in rows.iter().zip(words.chunks_exact(2 * PAIRS)).enumerate() {
         let expected = row.expected();
-        // Any NaN is one.
+        // All NaNs are equal.
         let same =
             |(own, other): (&u32, &u32)| own == other || [own, other].iter().all(|w| f32::from_bits(**w).is_nan());
         if !got.iter().zip(&expected).all(same) {

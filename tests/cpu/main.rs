@@ -1,5 +1,5 @@
-//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `tests/simulator`, held against
-//! the oracle.
+//! Tests the kernels on a CPU: compiles the rendered source with a C++ compiler against `tests/simulator`, and compares
+//! the results with the oracle.
 
 mod activations;
 mod attention;

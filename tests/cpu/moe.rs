@@ -1,6 +1,5 @@
-//! Routing and the grouped product of a mixture of experts, run in the simulator: lists of pairs and items against a
-//! sort on the host, rows of every pair against float64, choices against the definition, and planted bugs that must be
-//! caught.
+//! Routing and the grouped product of a mixture of experts in the simulator: lists of pairs and items against a sort on
+//! the host, rows of every pair against float64, choices against the definition, and planted bugs that must be caught.
 
 use unweight_codegen::{
     VariantSpec,
@@ -19,7 +18,7 @@ use crate::packed_problem::{columns, mismatches};
 
 const GUARD: u16 = 0x7fc1;
 const POISON: u32 = 0xa5a5_a5a5;
-/// No expert of this device.
+/// The id of an expert that is not on this device.
 const ELSEWHERE: u32 = u32::MAX;
 
 fn launch<A: KernelArgs>(
@@ -52,7 +51,7 @@ struct Lists {
 }
 
 impl Routes {
-    /// Different experts for each token; one id in ten is of none here.
+    /// Chooses distinct experts for each token; one id in ten is not on this device.
     fn random(tokens: u32, experts: u32, top_k: u32, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let mut ids = Vec::new();
@@ -72,7 +71,7 @@ impl Routes {
         Self { experts, top_k, ids }
     }
 
-    /// All tokens go to one expert.
+    /// Routes all tokens to one expert.
     fn single(tokens: u32, experts: u32, expert: u32) -> Self {
         Self { experts, top_k: 1, ids: vec![expert; tokens as usize] }
     }
@@ -85,7 +84,7 @@ impl Routes {
         RouteSpec::items_max(self.ids.len() as u32, self.experts, rows)
     }
 
-    /// As the kernel must give them, on the host.
+    /// Computes the expected lists on the host.
     fn lists(&self, rows: u32) -> Lists {
         let (mut pairs, mut items) = (Vec::new(), Vec::new());
         for expert in 0..self.experts {
@@ -104,7 +103,7 @@ impl Routes {
         RouteArgs { tokens: self.tokens(), experts: self.experts, top_k: self.top_k, ..RouteArgs::default() }
     }
 
-    /// What the kernel leaves, held against the host's.
+    /// Compares the kernel's lists with the host's.
     fn check_sort(&self, kernel: &mut CpuKernel, spec: &VariantSpec, rows: u32, seed: u64) -> Result<(), String> {
         let items_max = self.items_max(rows);
         let ids = words(&self.ids);
@@ -145,12 +144,12 @@ fn routes() -> Vec<Routes> {
         Routes::random(3, 8, 2, 3),
         Routes::random(5, 8, 8, 4),
         Routes::random(2, 512, 32, 5),
-        // More pairs than the block has threads: several steps of a warp.
+        // More pairs than the block has threads: several steps per warp.
         Routes::random(301, 9, 7, 6),
         Routes::random(5000, 40, 1, 7),
         Routes::single(97, 8, 7),
         Routes::single(40, 33, 32),
-        // Nothing at all.
+        // No pairs at all.
         Routes { experts: 4, top_k: 2, ids: vec![ELSEWHERE; 6] },
         Routes { experts: 1, top_k: 1, ids: vec![0] },
     ]
@@ -193,7 +192,7 @@ fn planted_bugs_of_the_sort_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = routes().iter().enumerate().any(|(i, case)| {
-            // An id that is no expert may lead anywhere in shared memory, which the simulator refuses.
+            // An invalid expert id may address any shared memory, which the simulator reports.
             (0..2).any(|seed| case.check_sort(&mut kernel, &spec, 8, 10 * seed + i as u64).is_err())
         });
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
@@ -202,11 +201,11 @@ fn planted_bugs_of_the_sort_are_caught() {
 
 // ---- products ----
 
-/// Experts one below the other in one packed tensor, and rows of X.
+/// Experts stacked in one packed tensor, and rows of X.
 struct Problem {
     n: usize,
     k: usize,
-    /// X has a row for each pair, not for each token.
+    /// X has a row per pair, not per token.
     by_pair: bool,
     routes: Routes,
     weights: Vec<u16>,
@@ -215,7 +214,7 @@ struct Problem {
 }
 
 impl Problem {
-    /// Weights with exponents 108..=123; one in 1000 lies outside, and a row of the last expert has a run of those.
+    /// Makes weights with exponents 108..=123. One in 1000 is outside, and a row of the last expert has a run of these.
     fn random(routes: Routes, (n, k): (usize, usize), by_pair: bool, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let rows = routes.experts as usize * n;
@@ -236,7 +235,7 @@ impl Problem {
         Self { n, k, by_pair, routes, weights, packed, x }
     }
 
-    /// Y, a row for each pair.
+    /// Returns Y, with a row per pair.
     fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Vec<u16>, String> {
         let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is no grouped product") };
         let lists = self.routes.lists(op.batch_tile.get());
@@ -276,7 +275,8 @@ impl Problem {
         Ok(y.u16s())
     }
 
-    /// Elements that neither one rounding nor fp32 accumulation explains, and those of rows that nobody was to write.
+    /// Counts elements whose error exceeds one rounding plus fp32 accumulation, and elements of rows that must not be
+    /// written.
     fn wrong(&self, y: &[u16], epilogue: Epilogue) -> usize {
         let columns = columns(epilogue, self.n);
         let row_of = |pair: usize| if self.by_pair { pair } else { pair / self.routes.top_k as usize };
@@ -327,7 +327,7 @@ fn every_pair_is_multiplied_by_its_expert() {
     }
 }
 
-/// What serving relies on: neither the batch tile nor the other tokens show in a token's bits.
+/// Serving relies on this: a token's bits depend neither on the batch tile nor on other tokens.
 #[test]
 fn bits_of_a_pair_do_not_depend_on_the_batch() {
     let names = ["b8_r4w4p2", "b16_r4w4p1", "b32_r2w4p2", "b64_r2w4p1"];
@@ -376,7 +376,7 @@ fn planted_bugs_of_the_product_are_caught() {
 
 // ---- choices ----
 
-/// Logits of a router, rows apart.
+/// Logits of a router, with gaps between rows.
 struct Router {
     tokens: usize,
     experts: usize,
@@ -392,13 +392,13 @@ impl Router {
     fn new(tokens: usize, experts: usize, top_k: usize, (normalized, rounded): (bool, bool)) -> Self {
         let mut random = Random::new((tokens * experts + top_k) as u64);
         let pitch = experts + GAP;
-        // Few different values, so that many are equal.
+        // Few distinct values, so that many are equal.
         let mut logits: Vec<u16> = (0..tokens * pitch)
             .map(|_| (random.bits() as u16 & 0x8060) | (124 + random.below(6) as u16) << 7)
             .collect();
         if tokens > 2 {
             logits[..experts].fill(0x3f80);
-            // NaN is below everything, -inf among it.
+            // NaN sorts below everything else, -inf is among the other values.
             logits[pitch..][..experts].fill(0xff80);
             logits[pitch] = 0x7fc0;
             logits[pitch + experts - 1] = 0xc000;
@@ -406,7 +406,7 @@ impl Router {
         Self { tokens, experts, top_k, normalized, rounded, logits }
     }
 
-    /// By the definition: of equal logits the lower expert first.
+    /// Returns the choice by definition: among equal logits the lower expert is first.
     fn expected(&self, token: usize) -> Vec<(u32, f64)> {
         let logits = &self.logits[token * (self.experts + GAP)..][..self.experts];
         let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) };
@@ -511,7 +511,7 @@ fn check_combine(
         (0..count).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect()
     };
     let (rows, before) = (values(routes.ids.len() * n), values(tokens * pitch));
-    // Rows that nobody wrote are not to be read.
+    // Rows that were not written must not be read.
     let product =
         |pair: usize| if routes.ids[pair] < routes.experts { &rows[pair * n..][..n] } else { &[GUARD; 4096][..n] };
     let products: Vec<u16> = (0..routes.ids.len()).flat_map(|pair| product(pair).to_vec()).collect();
@@ -553,7 +553,7 @@ fn check_combine(
     Ok(())
 }
 
-/// Shapes with columns, and whether Y is added to.
+/// Returns shapes with columns, and whether the kernel adds to Y.
 fn sums() -> Vec<(Routes, usize, bool)> {
     vec![
         (Routes::random(5, 8, 2, 31), 2048, false),

@@ -1,5 +1,5 @@
-//! Families `pack` and `unpack`, run in the simulator against `unweight_format::raw::packed`: the same bytes,
-//! any bytes survived, and planted bugs that must be caught.
+//! Families `pack` and `unpack` in the simulator, against `unweight_format::raw::packed`: equal bytes, no faults on
+//! random bytes, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
@@ -14,14 +14,14 @@ use unweight_format::raw::{
 };
 use unweight_format::{Histogram, Matrix, testing::Random};
 
-/// Row blocks of a block of `lists`.
+/// Row blocks per block of `lists`.
 const GROUP_BLOCKS: usize = 64;
 
 const TILES: VariantSpec = VariantSpec::pack(Arch::Sm90a, PackStage::Tiles);
 const LISTS: VariantSpec = VariantSpec::pack(Arch::Sm90a, PackStage::Lists);
 const UNPACK: VariantSpec = VariantSpec::unpack(Arch::Sm90a);
 
-/// Both stages of `pack`, and `unpack`.
+/// Builds both stages of `pack`, and `unpack`.
 fn build(edits: &[Edit]) -> CpuKernel {
     CpuKernel::all(&[TILES, LISTS, UNPACK], edits)
 }
@@ -38,12 +38,12 @@ struct Case {
     bytes: Vec<u8>,
 }
 
-/// What the stages leave behind.
+/// The output of the stages.
 struct Outcome {
     packed: Vec<u8>,
     heads: Vec<u8>,
     escapes: Vec<u8>,
-    /// Place in the matrix.
+    /// Index in the matrix.
     inexact: Option<usize>,
 }
 
@@ -52,8 +52,8 @@ impl Case {
         Self { n, k, bytes: (0..n * k).map(element).flat_map(u16::to_le_bytes).collect() }
     }
 
-    /// Exponents 108..=123, and every so many elements one of `odd`; a run of them in row 21, so that a list is longer
-    /// than a warp.
+    /// Makes weights with exponents 108..=123 and every `every`-th element from `odd`. Row 21 has a run of these, so
+    /// that a list is longer than a warp.
     fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
         let mut random = Random::new(n as u64 * 31 + every);
         let run = if odd.is_empty() { 0 } else { (n * k / 1000).min(40) };
@@ -90,7 +90,7 @@ impl Case {
         }
     }
 
-    /// Both stages of `pack` as a host runs them; `short`: words that the list is given too few.
+    /// Runs both stages of `pack` as a host does. `short` is the number of words missing for the lists.
     fn pack(&self, kernel: &mut CpuKernel, window: Window, short: usize) -> Result<Outcome, String> {
         let weights = Buffer::of(&self.bytes);
         let packed = Buffer::new(self.tiles() * TILE_BYTES);
@@ -157,7 +157,7 @@ impl Case {
         Ok(weights.slice().to_vec())
     }
 
-    /// Both ways against the oracle.
+    /// Checks both directions against the oracle.
     fn check(&self, kernel: &mut CpuKernel) -> Result<PackedTensor<Vec<u8>>, String> {
         let oracle = self.oracle();
         let same = |what: &str, got: &[u8], expected: &[u8]| match got.iter().zip(expected).position(|(a, b)| a != b) {
@@ -180,7 +180,7 @@ impl Case {
     }
 }
 
-/// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, one of the largest, and neighbours of the
+/// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, a very large number, and neighbors of the
 /// window.
 const SPECIAL: [u16; 16] = [
     0x0000, 0x8000, 0x0001, 0x807f, 0x0040, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x7f81, 0x0080, 0x7d7f, 0x35ff, 0xb580,
@@ -193,7 +193,7 @@ fn cases() -> Vec<Case> {
         Case::with(192, 128, 900, &SPECIAL),
         Case::with(64, 320, 500, &SPECIAL),
         Case::with(128, 192, 700, &[0, 0x8000]),
-        // Several groups of lists, the last not full.
+        // Several groups of lists, the last one not full.
         Case::with(64, 64 * 67, 400, &SPECIAL[..4]),
     ];
     // Windows at both ends of the exponents. Below 17 an operand of Inf stays Inf, a subnormal becomes normal.
@@ -201,7 +201,7 @@ fn cases() -> Vec<Case> {
         let mut random = Random::new(u64::from(base));
         cases.push(Case::new(64, 128, |i| match i % 600 {
             77 => [0u16, 0x8000, 0x7f80, 0xffc3][i / 600 % 4],
-            // Scaled by up to 2^-8, seven bits are lost at most: an even significand survives.
+            // Scaling by up to 2^-8 loses at most seven bits, so an even significand survives.
             400 if base <= 120 => (base + 16) << 7,
             _ => (random.bits() as u16 & 0x807f) | (base + (random.below(16) as u16)) << 7,
         }));
@@ -231,7 +231,7 @@ fn packing_and_unpacking_equal_the_cpu() {
 #[test]
 fn an_element_without_exact_operand_is_named() {
     let mut kernel = build(&[]);
-    // In a window above 112 the smallest subnormals lose their bits; 200 * 64 of the first row block come late in the
+    // In a window above 112, the smallest subnormals lose bits. 200 * 64 of the first row block comes late in the
     // tile's order.
     for (places, base) in [(vec![70], 113u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 239)] {
         let case = Case::new(64, 192, |i| if places.contains(&i) { 1 } else { (base + i as u16 % 16) << 7 });
@@ -241,7 +241,7 @@ fn an_element_without_exact_operand_is_named() {
         let oracle = pack(case.matrix(), &Histogram::of(&case.bytes));
         assert!(matches!(oracle, Err(Unpackable::Operand { .. })), "{oracle:?}");
     }
-    // Above: a large exponent in a window below 112 overflows.
+    // Above: a large exponent overflows in a window below 112.
     let case = Case::new(64, 64, |i| if i == 4095 { 200 << 7 } else { (20 + i as u16 % 16) << 7 });
     assert_eq!(case.pack(&mut kernel, Window::new(20).unwrap(), 0).unwrap().inexact, Some(4095));
     assert!(pack(case.matrix(), &Histogram::of(&case.bytes)).is_err());
@@ -270,7 +270,7 @@ fn unpacking_any_bytes_stays_in_bounds() {
     let stored = oracle.escapes().len() / 4;
     for words in [0, 1, 2, 70, stored] {
         let (packed, escapes) = (noise(oracle.packed().len()), noise(words * 4));
-        // Half of the indices near the section, so that the bound is met from both sides.
+        // Half of the indices are near the section, so that both sides of the bound are tested.
         let heads: Vec<u8> = noise(oracle.escape_heads().len())
             .chunks_exact(4)
             .flat_map(|head| {
@@ -283,7 +283,7 @@ fn unpacking_any_bytes_stays_in_bounds() {
             case.unpack(&mut kernel, Window::new(base).unwrap(), &packed, &heads, &escapes).unwrap();
         }
     }
-    // Counts that promise more than a row block has.
+    // Counts that promise more elements than a row block has.
     let escapes: Vec<u8> = (0..2000u32).flat_map(|i| (if i == 0 { u32::MAX } else { i << 16 }).to_le_bytes()).collect();
     let heads: Vec<u8> = std::iter::repeat_n((1u32 << 31).to_le_bytes(), case.tiles() * 4).flatten().collect();
     case.unpack(&mut kernel, oracle.window(), oracle.packed(), &heads, &escapes).unwrap();
@@ -345,7 +345,7 @@ fn planted_bugs_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
         let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {
-            // Odd subnormals and halves of them: what is lost is one bit.
+            // Odd subnormals and halves of them lose one bit.
             let case = Case::new(64, 64, |i| if i == 70 || i == 700 { 3 } else { (113 + i as u16 % 16) << 7 });
             !matches!(case.pack(&mut kernel, Window::new(113).unwrap(), 0), Ok(got) if got.inexact == Some(70))
         };

@@ -1,5 +1,4 @@
-//! What the CPU tests of the packed matmuls share: a problem with escapes, its launch, and what its results
-//! are held against.
+//! Shared by the simulator tests of the packed matmuls: a problem with escapes, its launch, and its expected results.
 
 use unweight_codegen::{
     VariantSpec,
@@ -19,7 +18,7 @@ const TILE: usize = 64;
 const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
 
-/// Weights, inputs and what Y holds before.
+/// Weights, inputs, and the contents of Y before the launch.
 pub struct Problem {
     pub m: usize,
     pub n: usize,
@@ -37,8 +36,8 @@ pub struct Outcome {
 }
 
 impl Problem {
-    /// Weights with exponents 108..=123; one in 1000 lies outside: a zero, a subnormal, something larger or smaller.
-    /// The first row block holds a run of them: from 24,000 elements on, a list longer than a warp.
+    /// Makes weights with exponents 108..=123. One in 1000 is outside: a zero, a subnormal, a larger or a smaller
+    /// number. The first row block has a run of these: from 24,000 elements on, a list longer than a warp.
     pub fn random(spec: &VariantSpec, (m, n, k): (usize, usize, usize), seed: u64) -> Self {
         let (_, epilogue) = traits(spec);
         let mut random = Random::new(seed);
@@ -65,13 +64,13 @@ impl Problem {
         Self { m, n, k, packed, epilogue, weights, x, y }
     }
 
-    /// Y, and what was left in the workspace, on a device of this many multiprocessors.
+    /// Returns Y and the workspace after a launch on a device with this many SMs.
     pub fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, sms: u32, seed: u64) -> Result<Outcome, String> {
         let words = (self.packed.escapes().len() / 4) as u32;
         self.run_with(kernel, spec, (sms, seed), self.packed.escape_heads(), words)
     }
 
-    /// With other heads, and only the first words of the lists.
+    /// Runs with other heads, and with only the first words of the lists.
     fn run_with(
         &self,
         kernel: &mut CpuKernel,
@@ -142,7 +141,7 @@ impl Problem {
         Ok(Outcome { y: result, operands: workspace.u32s() })
     }
 
-    /// Random heads, and lists that end anywhere: nothing out of bounds is read.
+    /// Runs with random heads and truncated lists: nothing out of bounds is read.
     pub fn survives_hostile_escapes(&self, kernel: &mut CpuKernel, spec: &VariantSpec, sms: u32) {
         let stored = (self.packed.escapes().len() / 4) as u32;
         let mut random = Random::new(77);
@@ -158,12 +157,12 @@ impl Problem {
         }
     }
 
-    /// Elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
+    /// Counts elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
     pub fn mismatches(&self, outcome: &Outcome) -> usize {
         mismatches(&outcome.y, &self.y, &self.x, &self.weights, self.k, self.epilogue)
     }
 
-    /// What a dump left in the workspace is the oracle's operands, among them those of lists.
+    /// Checks that the workspace contains the oracle's operands after a dump, including those from lists.
     pub fn assert_operands(&self, outcome: &Outcome) {
         for tile in 0..self.packed.grid().tiles() {
             for (i, registers) in self.packed.operands(tile).iter().enumerate() {
@@ -179,7 +178,7 @@ impl Problem {
     }
 }
 
-/// Batch rows of a box of X, and epilogue.
+/// Returns the batch rows of a box of X, and the epilogue.
 fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
     match spec.op {
         Op::GemmMma(op) => (op.batch_tile.get(), op.epilogue),
@@ -188,12 +187,12 @@ fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
     }
 }
 
-/// Elements of `y` further from the float64 result than bf16 rounding and fp32 accumulation explain; `before` was added
-/// to.
+/// Counts elements of `y` further from the float64 result than bf16 rounding and fp32 accumulation explain. `before` is
+/// the contents of Y before an addition.
 pub fn mismatches(y: &[u16], before: &[u16], x: &[u16], weights: &[u16], k: usize, epilogue: Epilogue) -> usize {
     let x: Vec<f64> = x.iter().map(|&b| bf16(b)).collect();
     let w: Vec<f64> = weights.iter().map(|&b| bf16(b)).collect();
-    // The product of a batch row and a row of W, and the magnitudes that went into it.
+    // The product of a batch row and a row of W, and the sum of the magnitudes of its terms.
     let product = |row: usize, column: usize| {
         let terms = x[row * k..][..k].iter().zip(&w[column * k..][..k]).map(|(a, b)| a * b);
         terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
@@ -225,7 +224,7 @@ pub fn mismatches(y: &[u16], before: &[u16], x: &[u16], weights: &[u16], k: usiz
     y.iter().enumerate().filter(|element| wrong(*element)).count()
 }
 
-/// Columns of Y.
+/// Returns the number of columns of Y.
 pub fn columns(epilogue: Epilogue, n: usize) -> usize {
     if epilogue == Epilogue::SiluMul { n / 2 } else { n }
 }

@@ -1,5 +1,5 @@
-//! The sampler, run in the simulator: every token is that of the reference, at every cluster size, in any batch; and
-//! planted bugs must be caught.
+//! The sampler in the simulator: every token equals the reference, at every cluster size and in any batch; planted bugs
+//! must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
@@ -11,9 +11,9 @@ use unweight_codegen::{
 use unweight_format::testing::Random;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams, adjust, choose, forbid, sample};
 
-/// Of a row without a token.
+/// The position of a row without a token.
 const PAD: u32 = u32::MAX;
-/// Of the fault word and the ids before they are written.
+/// Fills the fault word and the ids before the launch.
 const UNTOUCHED: u32 = 0xa5a5_a5a5;
 
 const NAN: u16 = 0x7fc0;
@@ -33,7 +33,7 @@ struct Row {
 }
 
 impl Row {
-    /// Its token, or none.
+    /// Returns the row's token, if it has one.
     fn expected(&self) -> Option<u32> {
         (self.position != PAD).then(|| sample(bytemuck::cast_slice(&self.logits), &self.params, self.position))
     }
@@ -48,11 +48,11 @@ fn device_row(params: &SampleParams) -> SampleRow {
     SampleRow { seed, temperature, top_k, top_p, min_p }
 }
 
-/// Runs a batch, whose rows have one length, and compares.
+/// Runs a batch of rows of equal length and compares.
 fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(), String> {
     let vocabulary = rows[0].logits.len();
     let pitch = vocabulary.next_multiple_of(8) + 8;
-    // What lies behind a row would win.
+    // Values after the end of a row would win.
     let mut logits = vec![INFINITY; rows.len() * pitch - (pitch - vocabulary)];
     for (row, own) in rows.iter().zip(logits.chunks_mut(pitch)) {
         own[..vocabulary].copy_from_slice(&row.logits);
@@ -104,7 +104,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     }
 }
 
-/// Logits with ties, some NaN and infinities, in the spread of models.
+/// Returns logits with ties, some NaN and infinities, with the spread of models.
 fn logits(random: &mut Random, count: usize) -> Vec<u16> {
     let spread = [1.0, 4.0][random.below(2) as usize];
     (0..count)
@@ -118,7 +118,7 @@ fn logits(random: &mut Random, count: usize) -> Vec<u16> {
         .collect()
 }
 
-/// Every combination of filters, and greedy.
+/// Returns every combination of filters, and greedy.
 fn params() -> Vec<SampleParams> {
     let mut all = vec![SampleParams::default()];
     for (i, temperature) in [1.0, 0.3].into_iter().enumerate() {
@@ -143,7 +143,7 @@ fn batch(vocabulary: usize) -> Vec<Row> {
     rows
 }
 
-/// Rows at the edges of keys, counts and weights.
+/// Returns rows at the edges of keys, counts and weights.
 fn edges(vocabulary: usize) -> Vec<Row> {
     let warm = SampleParams::default().temperature(0.7).seed(3);
     let row = |logits: Vec<u16>, params| Row { logits, params, position: 9 };
@@ -157,7 +157,7 @@ fn edges(vocabulary: usize) -> Vec<Row> {
         row(of(&[NAN, INFINITY | NEGATIVE]), warm.top_k(3)),
         row(of(&[0, NEGATIVE]), warm.top_k(1).top_p(0.5)),
         row(of(&[NEGATIVE, 0]), SampleParams::default()),
-        // Many more of one key than a counter of 32 bits has units of 2^-31.
+        // More equal keys than a 32-bit counter in units of 2^-31 can sum.
         row(flat.clone(), warm.top_p(0.999)),
         row(flat, warm.top_k(2).min_p(1.0)),
         row(falling.clone(), warm.top_k(17)),
@@ -183,8 +183,8 @@ fn tokens_match_the_reference() {
         let name = spec.name();
         let (single, dependent) = (name.as_str().contains("_c1"), name.as_str().ends_with("_pdl"));
         for vocabulary in [1, 2, 63, 257, 1000, 5003] {
-            // In the simulator a dependent launch is one like another, and large clusters are many threads: each sees
-            // other rows.
+            // In the simulator, dependent launches behave alike and large clusters need many threads, so each variant
+            // gets other rows.
             if dependent && vocabulary != 63 {
                 continue;
             }
@@ -228,7 +228,7 @@ fn planted_bugs_are_caught() {
     }
 }
 
-/// A row with adjustments or a mask, or without: then it stays as it is.
+/// A row with adjustments, a mask, or neither; without adjustments it is unchanged.
 #[derive(Clone, Debug)]
 struct AdjustedRow {
     row: Row,
@@ -248,7 +248,7 @@ impl AdjustedRow {
         History { prompt: &self.prompt, answer: &self.answer, ends: &self.ends }
     }
 
-    /// Its next token; none if the row stays as it is.
+    /// Returns the row's next token; `None` if the row is unchanged.
     fn next(&self) -> Option<u32> {
         let mut logits = adjust(bytemuck::cast_slice(&self.row.logits), &self.adjustments, self.history());
         self.mask.iter().for_each(|mask| forbid(&mut logits, mask));
@@ -265,8 +265,8 @@ impl AdjustedRow {
         states
     }
 
-    /// As the device has it, with slot `slot`, which has the mask of its number. Positions are those behind an ordinary
-    /// sampler.
+    /// Returns the row's device state for slot `slot`, whose mask has the same number. Positions are those after an
+    /// ordinary sampler.
     fn device(&self, slot: u32) -> AdjustRow {
         let Adjustments { repetition_penalty, frequency_penalty, presence_penalty, min_new_tokens, .. } =
             self.adjustments;
@@ -278,14 +278,14 @@ impl AdjustedRow {
             repetition: repetition_penalty,
             frequency: frequency_penalty,
             presence: presence_penalty,
-            // A position may be smaller than the answer is long: then nothing is left to wait for.
+            // A position may be less than the length of the answer: then there is nothing to wait for.
             end_from: (self.row.position.wrapping_add(1) + min_new_tokens).saturating_sub(self.answer.len() as u32),
             mask: if self.mask.is_some() { 1 + slot } else { 0 },
         }
     }
 }
 
-/// Runs several steps of a batch whose logits stay the same, and compares: only what the device counts changes them.
+/// Runs several steps of a batch with constant logits and compares. Only the device's counts change the logits.
 fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<AdjustedRow>) -> Result<(), String> {
     let vocabulary = rows[0].row.logits.len();
     let (pitch, token_pitch) = (vocabulary.next_multiple_of(8) + 8, vocabulary.next_multiple_of(2) + 2);
@@ -294,7 +294,7 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
     let mut states = vec![TokenState { bias: 1e9, marks: 7 }; count * token_pitch];
     for (at, row) in rows.iter().enumerate() {
         logits[at * pitch..][..vocabulary].copy_from_slice(&row.row.logits);
-        // Slots are not in the order of rows.
+        // Slots are in another order than rows.
         states[(count - 1 - at) * token_pitch..][..vocabulary].copy_from_slice(&row.states());
     }
     let params: Vec<_> = rows.iter().map(|row| device_row(&row.row.params)).collect();
@@ -302,7 +302,7 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
     let logits = Buffer::of(bytemuck::cast_slice(&logits));
     let (params, adjusts) = (Buffer::of(bytemuck::cast_slice(&params)), Buffer::of(bytemuck::cast_slice(&adjusts)));
     let states = Buffer::of(bytemuck::cast_slice(&states));
-    // Only rows with a mask read theirs: another one forbids all tokens.
+    // Only rows with a mask read their mask: this mask forbids all tokens.
     let none = vec![0; vocabulary.div_ceil(32)];
     let masks: Vec<u32> = rows.iter().rev().flat_map(|row| row.mask.as_ref().unwrap_or(&none)).copied().collect();
     let masks = Buffer::of(bytemuck::cast_slice(&masks));
@@ -346,12 +346,12 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
                 return Err(format!("step {step}, row {at} of {vocabulary}: {} for {next:?}: {what:?}", ids[at]));
             }
             row.answer.extend(next.filter(|token| *token != NO_TOKEN));
-            // A sequence without a token ends in an engine; here it tries again.
+            // An engine ends a sequence without a token; this test tries again.
             if row.row.position != PAD && next != Some(NO_TOKEN) {
                 row.row.position += 1;
             }
         }
-        // What is counted, and nothing between or behind the slots.
+        // The counts, and no writes between or after the slots.
         let words = states.u32s();
         for (at, row) in rows.iter().enumerate() {
             let slot = &words[(count - 1 - at) * token_pitch * 2..][..token_pitch * 2];
@@ -388,7 +388,7 @@ fn adjusted_batch(vocabulary: usize) -> Vec<AdjustedRow> {
             4 => none().min_new_tokens(answer.len() as u32 + 2),
             _ => none(),
         };
-        // With and without adjustments: many tokens, few, none.
+        // Rows with and without adjustments, for many tokens, few or none.
         let mask = (i % 4 == 1).then(|| {
             let bits = |word: usize| match i / 4 % 4 {
                 0 => 0x5a5a_0ff1_u32.rotate_left(word as u32),
@@ -403,7 +403,7 @@ fn adjusted_batch(vocabulary: usize) -> Vec<AdjustedRow> {
     batch(vocabulary).into_iter().chain(edges(vocabulary)).enumerate().map(row).collect()
 }
 
-/// The penalties hold for the token of the step before, which only the device knows.
+/// Penalties apply to the token of the step before, which only the device knows.
 #[test]
 fn adjusted_tokens_match_the_reference() {
     let specs = specs(true);
@@ -423,14 +423,14 @@ fn adjusted_tokens_match_the_reference() {
     }
 }
 
-/// With neutral adjustments the tokens are those of the ordinary sampler.
+/// With neutral adjustments, the tokens equal those of the ordinary sampler.
 #[test]
 fn neutral_adjustments_change_nothing() {
     let spec = spec("sample_t1024_c2_adjusted");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let rows = batch(1000).into_iter().map(|row| AdjustedRow {
         row,
-        // Of a token without an effect.
+        // A bias of 0 has no effect.
         adjustments: Adjustments::default().bias(vec![(5, 0.0)]),
         prompt: vec![1, 2],
         answer: vec![3],

@@ -1,5 +1,4 @@
-//! Factors of activations, run in the simulator: the nearest bf16 of every element, and planted bugs that must be
-//! caught.
+//! Scaling of activations in the simulator: the nearest bf16 of every element, and planted bugs that must be caught.
 
 use unweight_bench::oracle;
 use unweight_codegen::{
@@ -50,7 +49,7 @@ fn check_scale(
             ScaleForm::Add => product + oracle::value(before[row * y_pitch + column]),
             ScaleForm::Cap => return oracle::capped(x[row * x_pitch + column], FACTOR),
         };
-        // One rounding to fp32, exactly, and one to bf16.
+        // One exact rounding to fp32, and one to bf16.
         oracle::Span::about(f64::from(exact as f32), 0.0)
     };
     let spans: Vec<_> = (0..m).flat_map(|row| (0..n).map(move |column| (row, column))).map(of).collect();

@@ -1,5 +1,5 @@
-//! The simulator itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
-//! reports every kind of mistake it promises to find (`tests/simulator/README.md`).
+//! Tests the simulator itself: its matrix instructions, swizzled copies, clusters and stores, and that it reports every
+//! kind of error that `tests/simulator/README.md` promises to detect.
 
 use crate::harness::{CpuKernel, Launch, MapSpec};
 use bytemuck::{Pod, Zeroable};
@@ -111,7 +111,7 @@ fn wgmma_from_descriptors_and_from_registers() {
             swizzle_bytes: 128,
         })
     };
-    // Four rows of A lie past the tensor and must read as zero.
+    // Four rows of A are outside the tensor and must read as zero.
     let expected = [product(&a, &b, 60, 64, 64), vec![0.0; 4 * 64]].concat();
     for seed in 0..4 {
         let (mut d, mut e) = (vec![f32::NAN; 64 * 64], vec![f32::NAN; 64 * 64]);
@@ -185,7 +185,7 @@ fn blocks_of_a_cluster_reach_each_other() {
     );
     let mut out = vec![f32::NAN; 64];
     let args = Args { output: out.as_mut_ptr() as u64, ..Args::zeroed() };
-    // SAFETY: 2 x 32 floats.
+    // SAFETY: the output holds 2 x 32 floats.
     unsafe { kernel.launch(&launch(32, 2, 9), &args).unwrap() };
     let expected: Vec<f32> = (0..64).map(|i| if i < 32 { 100.0 + i as f32 } else { (i - 32) as f32 }).collect();
     assert_eq!(out, expected);
@@ -223,7 +223,7 @@ fn tensor_stores_clip_and_add() {
     let args = Args { a, output: linear.as_ptr() as u64, ..Args::zeroed() };
     // SAFETY: the map covers `target`, and `linear` holds 256 bytes.
     unsafe { kernel.launch(&launch(32, 1, 4), &args).unwrap() };
-    // Written behind the compiler's back: read through the pointers again.
+    // The compiler does not know of these writes, so read through the pointers again.
     let (target, linear) = (std::hint::black_box(target), std::hint::black_box(linear));
     for row in 0..12 {
         for column in 0..10 {
@@ -236,11 +236,11 @@ fn tensor_stores_clip_and_add() {
     assert!(linear.iter().enumerate().all(|(i, &v)| v == i as f32));
 }
 
-/// Every lane of the first warp has loaded bytes that a copy brought.
+/// Every lane of the first warp has loaded bytes that a bulk copy wrote.
 const LOADED: &str = "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); \
      mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } bar_sync(); \
      if (thread >= 32) break; mbarrier_wait_parity(shared, 0); ld_shared_x4(shared + 128 + lane % 4 * 16); ";
-/// A copy over them.
+/// A bulk copy that overwrites these bytes.
 const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } \
      mbarrier_wait_parity(shared, 1);";
 
@@ -264,12 +264,12 @@ fn released_memory_may_be_refilled() {
     }
 }
 
-/// Two blocks leave a word a thread each; whoever takes the second ticket reads the other's.
+/// Each thread of two blocks writes a word; the block with the second ticket reads the other's words.
 const LAST: &str = "u32* parts = (u32*)args.output; u32* counter = (u32*)args.second; const u32 own = ctaid(); \
     st_global(parts + own * 64 + thread, 7); MEET \
     if (thread == 0) { RELEASE const u32 ticket = atom_add_global(counter, 1); ACQUIRE st_shared(shared, ticket); } \
     TELL if (ld_shared(shared) == 1 && ld_global(parts + (own ^ 1) * 64 + thread) != 7) trap();";
-/// Block 0 leaves them, block 1 waits for a flag.
+/// Block 0 writes the words, and block 1 waits for a flag.
 const FLAG: &str = "u32* parts = (u32*)args.output; u32* flag = (u32*)args.second; \
     if (ctaid() == 0) { st_global(parts + thread, 7); MEET if (thread == 0) st_release_global(flag, 1); } \
     else { if (thread == 0) while (LOAD == 0) poll(); TELL if (ld_global(parts + thread) != 7) trap(); }";
@@ -287,8 +287,8 @@ fn stream_k_partial_sums_are_handed_over() {
         let replace = |text: String, (from, to): (&str, &str)| text.replace(from, to);
         right.into_iter().fold(wrong.into_iter().fold(text.to_owned(), replace), replace)
     };
-    // A meeting of half of the block, a fence too few, a fence of one who knows nothing, a load that acquires nothing.
-    // Who does not even wait may read what nobody has written yet.
+    // Broken synchronization: only half of the block meets, a fence is missing, a thread fences that has not met the
+    // others, a load does not acquire. A block that does not even wait may read unwritten words.
     let unread = "load of `partials`";
     let half = "if (thread < 32) bar_warp_sync();";
     let cases = [
@@ -342,15 +342,15 @@ fn stream_k_partial_sums_are_handed_over() {
     }
 }
 
-/// A warp may be ahead of the others, or behind them, by all that no barrier forbids, whatever it meets in between.
+/// A warp may run ahead of the others or behind them as far as barriers permit, whatever other operations it passes.
 #[test]
 fn missing_barriers_are_detected() {
-    // Each warp leaves a number and adds up all of them, round by round.
+    // Each warp writes a number and adds up all of them, round by round.
     const SUMS: &str = "u32 sum = 0; for (u32 round = 0; round < 4; ++round) { \
         for (u32 i = 0; i < 6; ++i) bar_warp_sync(); \
         if (lane == 31) st_shared(shared + thread / 32 * 4, round * 10 + thread / 32); WRITTEN \
         for (u32 w = 0; w < 4; ++w) sum += ld_shared(shared + 4 * w); READ } args.output[thread] = sum;";
-    // Three warps make a number together, which the last one reads.
+    // Three warps produce a number together, which the last warp reads.
     const MADE: &str = "float sum = 0; for (u32 round = 0; round < 4; ++round) { \
         if (thread < 96) { for (u32 i = 0; i < 6; ++i) bar_sync(1, 96); \
             if (thread == 0) st_shared(shared, round + 1); } WRITTEN \
@@ -369,11 +369,11 @@ fn missing_barriers_are_detected() {
         let wrong = (1..=8).filter(|&seed| {
             let out = vec![f32::NAN; 128];
             let args = Args { output: out.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
-            // SAFETY: `out` holds a number a thread; everything else is shared memory.
+            // SAFETY: `out` holds one number per thread; everything else is shared memory.
             unsafe { kernel.launch(&launch(128, 1, seed), &args) }.unwrap();
             let out = std::hint::black_box(out);
             let expected = |thread: usize| match name {
-                // 0 to 3, and tens of the round, four times each.
+                // 0 to 3, plus tens of the round, four times each.
                 "SUMS" => 4.0 * 6.0 + 40.0 * 6.0,
                 _ => {
                     if thread < 96 {
@@ -395,7 +395,7 @@ fn missing_barriers_are_detected() {
 
 #[test]
 fn simulator_reports_mistakes() {
-    // (body, what the report must say)
+    // (body, expected part of the report)
     let cases = [
         (
             "if (thread == 0) mbarrier_init(shared, 2); bar_sync(); if (thread == 0) mbarrier_arrive(shared); mbarrier_wait_parity(shared, 0);",
@@ -429,13 +429,13 @@ fn simulator_reports_mistakes() {
             "nobody waited for",
         ),
         ("trap();", "trap"),
-        // What ordinary loads have read is not the copy engine's to overwrite ...
+        // The copy engine must not overwrite what ordinary loads have read ...
         ("LOADED bar_warp_sync(); REFILL", "nobody has released"),
         ("LOADED bar_sync(1, 32); REFILL", "nobody has released"),
         // ... unless every reader has fenced.
         ("LOADED if (lane < 31) fence_proxy_async_shared(); bar_warp_sync(); REFILL", "nobody has released"),
         ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); bar_warp_sync(); REFILL", "nobody has released"),
-        // An arrival speaks for those that have met, not for those that have not, and only to who waits for it.
+        // An arrival covers only threads that have met before it, and only for threads that wait for it.
         ("LOADED bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } bar_sync(); \
@@ -462,7 +462,7 @@ fn simulator_reports_mistakes() {
         ),
     ]
     .map(|(body, report)| (body.replace("LOADED", LOADED).replace("REFILL", REFILL), report));
-    // One library for all: compiling is what takes time.
+    // One library for all cases, because compiling takes most of the time.
     let arms: String =
         cases.iter().enumerate().map(|(i, (body, _))| format!("case {i}: {{ {body} break; }}\n")).collect();
     let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));

@@ -1,5 +1,5 @@
-//! Kernels of activations on the GPU, through their operations: right to one rounding, the same bits whatever else is
-//! in the batch, and everything refused that the kernels do not take.
+//! Activation kernels on the GPU through their operations: correct to one rounding, the same bits in any batch, and
+//! errors for everything that the kernels do not support.
 
 use unweight_bench::{halves, normal_bf16, oracle};
 use unweight_codegen::spec::{
@@ -19,7 +19,7 @@ use unweight_rt::{
 use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
 
 const EPS: f32 = 1e-5;
-/// Repetitions of what must give the same bits.
+/// Repetitions that must give the same bits.
 const AGAIN: usize = 2000;
 
 fn random(count: usize, seed: u64) -> Vec<u16> {
@@ -30,14 +30,14 @@ fn buffer(stream: &Stream, elements: &[u16]) -> DeviceBuffer<u16> {
     DeviceBuffer::from_host(stream, elements).unwrap()
 }
 
-/// An output of `rows` rows, poisoned.
+/// Returns a poisoned output of `rows` rows.
 fn output(stream: &Stream, rows: usize, pitch: usize) -> DeviceBuffer<u16> {
     let mut y = DeviceBuffer::zeroed(stream, rows * pitch).unwrap();
     poison(stream, &mut y);
     y
 }
 
-/// The rows of a matrix with gaps, which are still poisoned.
+/// Returns the rows of a matrix with gaps, which must still be poisoned.
 fn rows(stream: &Stream, y: &DeviceBuffer<u16>, columns: usize, pitch: usize, what: &str) -> Vec<u16> {
     guard_is_whole(stream, y, what);
     let mut rows = Vec::new();
@@ -93,7 +93,7 @@ fn norms_of_every_width() {
             ctx.synchronize().unwrap();
             let whole = rows(&stream, &y, d, pitch, &what);
             assert_eq!(oracle::outside(&whole, &spans), None, "{what}");
-            // The last row, the first and the last again, by a list: the same bits.
+            // A list of the last row, the first, and the last again gives the same bits.
             let list: Vec<u32> = vec![rows_u32 - 1, 0, rows_u32 - 1];
             let list_on_device = DeviceBuffer::from_host(&stream, &list).unwrap();
             let mut y = output(&stream, 3, d);
@@ -174,7 +174,7 @@ fn embeddings_copy_their_rows() {
     let mut ctx = context(&stream);
     for (n, k, d, vocabulary) in [(128usize, 128usize, 72usize, 100u32), (6400, 4096, 4096, 6400), (64, 64, 64, 64)] {
         let mut weights = halves(&normal_bf16(n * k, 0.02, n as u64));
-        // Escapes, alone and in lists.
+        // Single escapes, and escapes in lists.
         for (at, weight) in weights.iter_mut().enumerate() {
             if at % 499 == 7 || at / k == 5 && at % k < 40.min(n * k / 1000) {
                 *weight = [0, 0x8000, 0x7f80, 0x4640][at % 4];
@@ -187,7 +187,7 @@ fn embeddings_copy_their_rows() {
         let mut rng = Random::new(9);
         let mut ids: Vec<u32> = (0..300).map(|_| rng.below(vocabulary.into()) as u32).collect();
         ids[..3].copy_from_slice(&[0, vocabulary - 1, vocabulary - 1]);
-        // No row of the table.
+        // Not a row of the table.
         ids[17] = vocabulary;
         let on_device = DeviceBuffer::from_host(&stream, &ids).unwrap();
         for (source, pdl) in EmbedSource::ALL.iter().flat_map(|source| [(*source, false), (*source, true)]) {
@@ -218,7 +218,7 @@ fn embeddings_copy_their_rows() {
     }
 }
 
-/// A chain of dependent launches, each reading what the one before wrote, as a graph: the same bits every time.
+/// A chain of dependent launches in a graph, each reading the output of the one before: the same bits every time.
 #[test]
 #[ignore = "needs a GPU"]
 fn dependent_launches_give_the_same_bits_again_and_again() {
@@ -264,7 +264,7 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
         for buffer in [&mut h, &mut x, &mut a] {
             buffer.fill_bytes(&stream, 0xff).unwrap();
         }
-        // SAFETY: all that the launches name lives through the reads below.
+        // SAFETY: everything that the launches use lives until the reads below.
         unsafe { graph.launch() }.unwrap();
         assert!(a.to_host(&stream).unwrap() == first, "launch {round}");
     }
@@ -287,7 +287,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     assert!(matches!(run(72, 76, 4), LaunchError::Pitch { pitch: 76, .. }));
     assert!(matches!(run(72, 80, 3), LaunchError::Output { .. }));
     assert!(matches!(run(64, 80, 4), LaunchError::Elements { buffer: "gamma", got: 72, expected: 64 }));
-    // In place: another block may still read what one has written.
+    // Not allowed in place: a block may read what another block has already written.
     let place = MatrixRef::new(&x, 4, 72, 80).unwrap();
     // SAFETY: nothing is enqueued.
     let same = unsafe { MatrixMut::from_raw(kernels.device(), x.address(), 4, 72, 80) }.unwrap();

@@ -1,4 +1,4 @@
-//! Adjusted logits and log probabilities of a whole engine: right tokens, and no effect on other sequences.
+//! Adjusted logits and log probabilities of a whole engine: correct tokens, and no effect on other sequences.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -13,13 +13,13 @@ use crate::{
     harness::rms,
 };
 
-/// As the bound of logits in `engine.rs`.
+/// The bound of logits in `engine.rs`.
 const BOUND: f64 = 0.02;
 
-/// A token, and its log probabilities.
+/// A token with its log probabilities.
 type Told = (u32, Option<Box<Logprobs>>);
 
-/// Runs all requests to their ends; tokens and log probabilities of each.
+/// Runs all requests to their ends. Returns tokens and log probabilities of each.
 fn run_with_logprobs(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<Told>> {
     let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
     let mut told = BTreeMap::<SeqId, Vec<_>>::new();
@@ -31,7 +31,7 @@ fn run_with_logprobs(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<Told>
     ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
 }
 
-/// Two requests of three are adjusted, each in another way.
+/// Adjusts two of three requests, each in another way.
 fn adjusted(requests: &[Request], vocab: u32) -> Vec<Request> {
     let none = Adjustments::default;
     let change = |(i, request): (usize, &Request)| {
@@ -48,7 +48,7 @@ fn adjusted(requests: &[Request], vocab: u32) -> Vec<Request> {
     requests.iter().enumerate().map(change).collect()
 }
 
-/// Rows without adjustments keep their bits; adjusted ones take the largest adjusted logit, whatever the host has read.
+/// Rows without adjustments keep their bits. Adjusted rows take the largest adjusted logit, whatever the host has read.
 #[test]
 #[ignore = "needs a GPU"]
 fn adjusted_sequences_are_right_and_leave_others_alone() {
@@ -75,7 +75,7 @@ fn adjusted_sequences_are_right_and_leave_others_alone() {
     }
 }
 
-/// Sequences that are preempted and computed again keep their penalties.
+/// Sequences keep their penalties if they are preempted and computed again.
 #[test]
 #[ignore = "needs a GPU"]
 fn preempted_sequences_keep_their_counts() {
@@ -100,7 +100,7 @@ fn preempted_sequences_keep_their_counts() {
     }
 }
 
-/// Each token has the largest adjusted logit behind those before it, but for rounding.
+/// Checks that each token has the largest adjusted logit after the tokens before, up to rounding.
 fn assert_best(engine: &mut Engine, vocab: usize, request: &Request, told: &[u32]) {
     assert_eq!(told.len(), request.max_new_tokens as usize);
     let text = [&request.prompt[..], told].concat();
@@ -116,7 +116,7 @@ fn assert_best(engine: &mut Engine, vocab: usize, request: &Request, told: &[u32
     }
 }
 
-/// Log probabilities are those of the logits, in steps and behind prompts, and the tokens stay the same.
+/// Log probabilities match the logits, in steps and after prompts, and tokens do not change.
 #[test]
 #[ignore = "needs a GPU"]
 fn logprobs_are_those_of_the_logits() {
@@ -156,7 +156,7 @@ fn logprobs_are_those_of_the_logits() {
     }
 }
 
-/// Allows tokens by the token before them, and ends after so many.
+/// Allows tokens depending on the token before, and ends after a number of tokens.
 #[derive(Clone, Debug)]
 struct Rule {
     before: u32,
@@ -187,7 +187,7 @@ impl ConstraintState for Rule {
     }
 }
 
-/// Every second request has a constraint, some of them adjustments, too.
+/// Gives every second request a constraint, and some of these adjustments, too.
 fn constrained(requests: &[Request], vocab: u32) -> Vec<Request> {
     let change = |(i, request): (usize, Request)| {
         let rule = Rule { before: i as u32, left: request.max_new_tokens };
@@ -216,8 +216,8 @@ fn assert_rule(engine: &mut Engine, vocab: usize, i: usize, request: &Request, t
     }
 }
 
-/// Each token is the best that its constraint allows behind the token before, also when sampled or computed again after
-/// a preemption; sequences without a constraint keep their bits.
+/// Each token is the best that its constraint allows after the token before, also when sampled or computed again after
+/// a preemption. Sequences without a constraint keep their bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn constrained_sequences_are_right_and_leave_others_alone() {
@@ -254,8 +254,8 @@ fn constrained_sequences_are_right_and_leave_others_alone() {
     }
 }
 
-/// A constraint that is complete ends its sequence with the token that completes it; one that allows nothing ends its
-/// own alone.
+/// A complete constraint ends its sequence with the token that completes it. A constraint that allows no token ends
+/// only its own sequence.
 #[test]
 #[ignore = "needs a GPU"]
 fn constraints_end_sequences() {

@@ -1,5 +1,5 @@
-//! Attention over pages, against float64: every variant that ships, fresh random rows each run, NaN where nobody may
-//! read, thousands of launches with the same bits, hostile tables, refusals.
+//! Attention over paged KV caches against float64: every shipped variant, fresh random rows in each run, NaN wherever
+//! reads are forbidden, thousands of launches with the same bits, hostile tables, errors.
 
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem};
 use unweight_codegen::{
@@ -17,7 +17,8 @@ fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
 }
 
-/// What ships for a BF16 cache, and what ships for cards without a copy engine. `kv_engine` holds packed caches to it.
+/// Returns the variants that ship for a BF16 cache, and those for GPUs without a copy engine. `kv_engine` compares
+/// packed caches with these.
 fn shipped(step: AttentionStep) -> Vec<(VariantSpec, AttentionSpec)> {
     let of = |spec: VariantSpec| match spec.op {
         Op::Attention(op) if op.step == step && op.cache == KvCache::Bf16 => Some((spec, op)),
@@ -26,7 +27,7 @@ fn shipped(step: AttentionStep) -> Vec<(VariantSpec, AttentionSpec)> {
     catalog::of::<AttentionSpec>().chain(catalog::asynchronous(Arch::Sm90a)).filter_map(of).collect()
 }
 
-/// Lengths at the edges of tiles and pages, any others, and rows without a token.
+/// Returns lengths at the edges of tiles and pages, random lengths, and rows without a token.
 fn positions(random: &mut Random, rows: usize, longest: u64) -> Vec<u32> {
     (0..rows)
         .map(|_| match random.below(8) {
@@ -111,7 +112,7 @@ fn long_rows_and_large_batches() {
     }
 }
 
-/// Where the number of parts that have a token changes, and the tile of the newest token goes from part to part.
+/// Lengths where the number of parts with tokens changes, and the tile of the newest token moves from part to part.
 #[test]
 #[ignore = "needs a GPU"]
 fn parts_at_every_edge() {
@@ -120,7 +121,7 @@ fn parts_at_every_edge() {
         let Op::Attention(op) = spec.op else { unreachable!("named above") };
         let (attention, head_dim) = (attention(&spec), op.head_dim.get() as usize);
         for parts in [1, 2, 8, 9, PARTS_MAX] {
-            // A part takes 64 tokens before the next one has any, and all of them as much again in each round.
+            // A part takes 64 tokens before the next part has any; then each round gives every part as many again.
             let edges = [1, 2, parts - 1, parts, 2 * parts].map(|part| part * 64).into_iter();
             let edges = edges.flat_map(|edge| [edge.saturating_sub(17), edge.saturating_sub(1), edge, edge + 16]);
             let positions: Vec<u32> = edges.chain([0, 15, 16, PAD]).collect();
@@ -132,8 +133,8 @@ fn parts_at_every_edge() {
     }
 }
 
-/// As an engine does: recorded once for one row, and replayed while the row grows from part to part, beside others. The
-/// counters are left as they were found, and a row has the bits that it has in any batch.
+/// As in an engine: recorded once for one row, and replayed while the row grows from part to part, next to others. The
+/// counters are restored, and a row has the same bits in any batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_recorded_launch_in_parts_replays_at_every_length() {
@@ -154,7 +155,7 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
         batch.decode(&attention, &mut ctx, view).unwrap();
         let together = together.to_host(&stream).unwrap();
 
-        // A row alone, whose position, table, queries and pages become those of each of the rows in turn.
+        // A row alone, whose position, table, queries and pages are set to those of each row.
         let alone = problem.row(0);
         let mut one = DeviceProblem::new(&stream, &alone).unwrap().in_parts(&attention, &mut ctx, parts).unwrap();
         let mut out = DeviceBuffer::<u16>::zeroed(&stream, columns).unwrap();
@@ -168,7 +169,7 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
             for row in 0..lengths.len() {
                 one.set(&stream, &problem.row(row)).unwrap();
                 poison(&stream, &mut out);
-                // SAFETY: everything that the launch names lives through the read below.
+                // SAFETY: everything that the launch uses lives until the read below.
                 unsafe { graph.launch() }.unwrap();
                 let got = out.to_host(&stream).unwrap();
                 let expected = &together[row * columns..][..columns];
@@ -179,7 +180,7 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
     }
 }
 
-/// As many launches in one graph as the device holds in flight, again and again.
+/// As many launches in one graph as the device runs at once, repeatedly.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_launches_give_the_same_bits() {
@@ -219,7 +220,7 @@ fn repeated_launches_give_the_same_bits() {
         let mut first: Option<Vec<u16>> = None;
         for _ in 0..40 {
             outs.iter_mut().for_each(|out| poison(&stream, out));
-            // SAFETY: everything that the launches name lives through the reads below.
+            // SAFETY: everything that the launches use lives until the reads below.
             unsafe { graph.launch() }.unwrap();
             for (run, out) in outs.iter().enumerate() {
                 let got = out.to_host(&stream).unwrap();
@@ -290,7 +291,7 @@ fn operands_that_do_not_agree_are_refused() {
         let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
         assert!(matches!(refused(right.decode(&attention, &mut ctx, view)), LaunchError::AttentionHeads { .. }));
     }
-    // Parts: too many, for a kernel that has none, and for an execution context without room.
+    // Parts: too many, for a kernel without parts, and for an execution context that is too small.
     assert_eq!(refused(attention.context_size(2, 2, 2)), LaunchError::Parts { parts: 2, limit: 1 });
     let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1_split_async".parse().unwrap();
     let split = self::attention(&spec);
@@ -355,7 +356,7 @@ fn long_chunks() {
     }
 }
 
-/// What Gemma 2 and Gemma 3 have: soft caps, and norms with one plus the weight.
+/// Features of Gemma 2 and Gemma 3: soft caps, and norms that multiply by one plus the weight.
 #[test]
 #[ignore = "needs a GPU"]
 fn scores_have_soft_caps_and_norms_one_plus_their_weight() {

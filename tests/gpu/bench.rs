@@ -1,4 +1,4 @@
-//! The benchmark itself on a GPU: small problems, every family, a report whose numbers can be true.
+//! The benchmarks on a GPU: small problems, every family, a plausible report.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use unweight_bench::{
 use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_rt::raw::choose::recon::{Source, candidates};
 
-/// Small problems: the numbers are not for records.
+/// Small problems, whose times are not representative.
 fn quick() -> BenchOptions {
     BenchOptions::nothing().shapes(vec![(256, 320)]).batches(vec![1, 130])
 }
@@ -33,7 +33,7 @@ fn decoders_and_encoder() {
     let kernels = gpu();
     let options = quick().decode(true).encode(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // Three decoders; five stages of a Huffman tensor, each with those before it, and the palette encoder.
+    // Three decoders; five stages of the Huffman encoder, each with the stages before, and the palette encoder.
     check(&report, 3 + 6);
 }
 
@@ -55,7 +55,8 @@ fn matmuls_against_cublas() {
             let is_of_it = |spec: &VariantSpec| spec.to_string().contains("_gemm_recon_palette_") == palette;
             variants.iter().copied().filter(is_of_it).collect::<BTreeSet<_>>()
         };
-        // Every variant that takes the shape, of both sources; that of exponents does not depend on the weights.
+        // Every variant that supports the shape, for both sources. The number for exponents does not depend on the
+        // weights.
         let problem = GemmShape { m, n: 256, k: 320 };
         let every = candidates(info.arch, Source::Exponent, problem, info.sms, Epilogue::Store);
         assert!(every.len() > 1, "{every:?}");
@@ -70,8 +71,7 @@ fn conversions_of_the_packed_encoding() {
     let kernels = gpu();
     let options = quick().packed(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // Three steps of packing, each with those before it, and unpacking; of the compact encoding to BF16 and to the
-    // packed one.
+    // Three steps of packing, each with the steps before, and unpacking; the compact encoding to BF16 and to packed.
     check(&report, 4 + 2);
 }
 
@@ -82,7 +82,7 @@ fn packed_matmuls_against_cublas() {
     let options =
         MatmulOptions::default().shapes(vec![(256, 320), (192, 64)]).batches(vec![1, 70]).candidates(3).layer(false);
     let report = bench_matmul(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // Of each problem and kind of launch what dispatch takes, once; at least one of the model's besides.
+    // The dispatched variant once per problem and kind of launch, plus at least one candidate of the cost model.
     assert_eq!(report.rows.iter().filter(|row| row.dispatched).count(), 2 * 2 * 2);
     assert!(report.rows.len() >= 2 * 2 * (1 + 2 * 3));
     let table = report.table(kernels.chooser().registered());
@@ -108,7 +108,7 @@ fn rivals_against_cublas() {
     println!("{report}");
     let of = |family: &str, m: u32| report.rows.iter().filter(|row| row.family == family && row.m == m).count();
     assert_eq!((of("rivals_decode", 0), of("rivals_elements", 0), of("rivals_fp8", 0)), (7, 4, 5));
-    // Four ways to multiply, and decoding by itself of the two that do it first.
+    // Four ways to multiply, and separate decoding for the two that decode first.
     assert_eq!((of("rivals_layer", 1), of("rivals_layer", 40)), (6, 6));
     assert!(report.rows.iter().all(|row| row.median_us > 0.0));
     let host = report.rows.iter().find(|row| row.contender == "copy from the host").map(|row| row.bytes);
@@ -120,7 +120,7 @@ fn rivals_against_cublas() {
 fn packed_kv_cache_is_measured() {
     let options = BenchOptions::nothing().kv_cache(true);
     let report = bench_kernels(gpu(), &options, &quick_timing(), &|line| println!("{line}")).unwrap();
-    // Nine problems by two caches; a chunk, its way back, and steps with three numbers of full pages.
+    // Nine problems with two caches; packing and unpacking of a chunk, and steps with three numbers of full pages.
     check(&report, 23);
     let attention = report.rows.iter().filter(|row| row.family == "attention");
     assert!(attention.clone().count() == 18 && attention.clone().all(|row| row.speedup_over_bf16.is_some()));

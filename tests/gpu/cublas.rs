@@ -1,9 +1,9 @@
-//! What cuBLASLt proposes, timed: the fastest is taken, and gives the product that the library's own choice gives.
+//! Tuning of cuBLASLt: the fastest proposed algorithm is used and gives the same product as the default choice.
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, stream, value};
 use unweight_rt::{ContextSize, DeviceBuffer, DeviceMatrix, ExecContext, LaunchError, MatrixRef};
 
-/// Elements that neither rounding nor the order of fp32 sums explains.
+/// Checks that rounding and the order of fp32 sums explain all differences.
 fn close(got: &[u16], other: &[u16], what: &str) {
     for (at, (got, other)) in got.iter().zip(other).enumerate() {
         let (got, other) = (value(*got), value(*other));
@@ -43,12 +43,12 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
             let tuned = product(&mut ctx, &mut y);
             close(&tuned, &own, &what);
             assert!(product(&mut ctx, &mut y) == tuned, "{what}: two runs differ");
-            // And in a graph.
+            // The same in a graph.
             let graph = stream
                 .capture(|| ctx.cublas()?.matmul(x.view(), ws[1].view(), y.view_mut(), add))
                 .unwrap_or_else(|error| panic!("{what}: {error}"));
             y.write(&stream, 0, &before).unwrap();
-            // SAFETY: everything that the graph names is alive.
+            // SAFETY: everything that the graph uses is alive.
             unsafe { graph.launch() }.unwrap();
             assert!(y.to_host(&stream).unwrap() == tuned, "{what}: a captured product has other bits");
         }
@@ -56,7 +56,7 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
     assert!(proposed > 8, "the library proposes nothing: {proposed}");
 }
 
-/// What is tuned for aligned operands is not used for others, and what is wrong is refused.
+/// An algorithm that was tuned for aligned operands is not used for others, and invalid operands are errors.
 #[test]
 #[ignore = "needs a GPU"]
 fn tuned_algorithms_apply_only_to_what_was_tuned() {
@@ -67,7 +67,7 @@ fn tuned_algorithms_apply_only_to_what_was_tuned() {
     let w = DeviceMatrix::from_host(&stream, 256, 128, &random(256 * 128)).unwrap();
     let inputs = DeviceBuffer::from_host(&stream, &random(9 * 128)).unwrap();
     let whole = MatrixRef::new(&inputs, 9, 128, 128).unwrap();
-    // Rows 1 to 8 begin 256 bytes on; columns 1 to 127 of rows do not.
+    // Rows 1 to 8 begin at a multiple of 256 bytes; columns 1 to 127 of rows do not.
     let (aligned, shifted) = (whole.part(1..9, 0..128).unwrap(), whole.part(0..8, 1..128).unwrap());
     let mut y = DeviceMatrix::zeroed(&stream, 8, 256).unwrap();
     let cublas = ctx.cublas().unwrap();

@@ -1,4 +1,4 @@
-//! The conversions of the compact encoding on the GPU against the CPU's: the weights back, bit for bit.
+//! The conversions of the compact encoding on the GPU, compared with the CPU's: weights are restored bit for bit.
 
 use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_format::{
@@ -10,8 +10,8 @@ use unweight_rt::{
     raw::{ops::decode_compact::CompactDecoder, weight::DeviceCompact},
 };
 
-/// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the
-/// machine holds at once.
+/// Multiples of 64 with one tile, a row and a column of tiles, blocks with idle warps, and more tiles than the GPU
+/// holds at once.
 const SHAPES: [(usize, usize); 8] =
     [(64, 64), (64, 128), (192, 64), (128, 320), (704, 192), (64, 8192), (1984, 2112), (4096, 4096)];
 
@@ -36,7 +36,7 @@ fn check(stream: &Stream, transcoder: &CompactDecoder, bytes: &[u8], shape: (usi
     true
 }
 
-/// Trained weights, and one element in so many one of `SPECIAL`.
+/// Returns trained weights with every `every`-th element from `SPECIAL`.
 pub fn sprinkled(shape: (usize, usize), every: u64, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut bytes = Weights::TRAINED.bytes(shape.0 * shape.1, seed);
@@ -66,7 +66,7 @@ fn every_kind_of_weight_in_every_shape_round_trips() {
         for every in [400, 1000, 20_000] {
             let bytes = sprinkled(shape, every, seed as u64 * 7 + every);
             let what = format!("one in {every} {shape:?}");
-            // Small matrices may exceed the limit by chance.
+            // Small matrices may exceed the limit of escapes by chance.
             assert!(check(&stream, &transcoder, &bytes, shape, &what) || shape.0 * shape.1 < 1 << 16, "{what}");
         }
     }

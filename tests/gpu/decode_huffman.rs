@@ -1,4 +1,4 @@
-//! The three decoders on the GPU: bit-exact, on every shape, for every code limit.
+//! The three decoders on the GPU: bit-exact for every shape and code limit.
 
 use crate::harness::{SHAPES, Weights, context, gpu, guard_is_whole, poison, refused, stream};
 use unweight_bench::{halves, normal_bf16};
@@ -19,8 +19,8 @@ use unweight_rt::{
     },
 };
 
-/// How bits come, and the warps of a block: as many as fit, which here are 32, and as few as cards with less shared
-/// memory have.
+/// The kind of copy, and the warps of a block: as many as fit, which is 32 on this GPU, or as few as GPUs with less
+/// shared memory have.
 #[derive(Clone, Copy, Debug)]
 struct Block(SmemCopy, u32);
 
@@ -46,7 +46,8 @@ fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32, block: Block) -
     Decoder::new(kernel).unwrap()
 }
 
-/// All three decoders, of `bits` code bits, on one matrix; with the copy engine and without, and of fewer warps.
+/// Checks all three decoders for codes of `bits` bits on one matrix, with and without the copy engine, and with fewer
+/// warps.
 fn exact(kernels: &KernelSet, bytes: &[u8], shape: (usize, usize), limit: CodeLimit, bits: Option<u32>, what: &str) {
     for block in BLOCKS {
         exact_by(kernels, bytes, shape, limit, bits, block, &format!("{what} {block:?}"));
@@ -131,7 +132,7 @@ fn every_code_limit() {
             let bytes = weights.bytes(190 * 257, u64::from(bits));
             exact(kernels, &bytes, (190, 257), limit, Some(bits), &format!("{weights:?} limit {bits}"));
         }
-        // A decoder for longer codes takes shorter ones.
+        // A decoder for longer codes accepts shorter ones.
         let bytes = Weights::TRAINED.bytes(130 * 66, u64::from(bits));
         let six = CodeLimit::new(6).unwrap();
         exact(kernels, &bytes, (130, 66), six, Some(bits), &format!("limit 6 through {bits}"));
@@ -198,7 +199,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let mut small = DeviceMatrix::zeroed(&stream, 64, 63).unwrap();
     let shape = LaunchError::Output { output: [64, 63], tensor: [64, 64] };
     assert_eq!(refused(full.full(&mut ctx, &device, small.view_mut())), shape);
-    // Rows with a gap between them.
+    // Rows with a gap in between.
     let mut wide = DeviceBuffer::zeroed(&stream, 64 * 72).unwrap();
     let apart = MatrixMut::new(&mut wide, 64, 64, 72).unwrap();
     assert!(matches!(refused(full.full(&mut ctx, &device, apart)), LaunchError::Pitch { pitch: 72, .. }));

@@ -1,4 +1,4 @@
-//! The encoder of the compact encoding on the GPU against the CPU's: the same bytes, the same refusals.
+//! The encoder of the compact encoding on the GPU, compared with the CPU's: equal bytes and equal errors.
 
 use crate::{
     decode_compact::sprinkled,
@@ -13,12 +13,12 @@ use unweight_rt::{
     },
 };
 
-/// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the
-/// machine holds at once.
+/// Multiples of 64 with one tile, a row and a column of tiles, blocks with idle warps, and more tiles than the GPU
+/// holds at once.
 const SHAPES: [(usize, usize); 9] =
     [(64, 64), (64, 128), (192, 64), (128, 320), (704, 192), (64, 64 * 17), (64, 8192), (1984, 2112), (4096, 4096)];
 
-/// Whether there is a compact tensor: then with the CPU's bytes.
+/// Returns whether the matrix has a compact encoding, and checks its bytes against the CPU's.
 fn check(
     stream: &Stream,
     (compressor, packer): (&EncodeCompact, &mut Packer),
@@ -88,9 +88,9 @@ fn escapes_of_every_kind() {
             taken += u32::from(check(&stream, (&compressor, &mut packer), &bytes, shape, &what));
         }
     }
-    // Small matrices may exceed the limit by chance.
+    // Small matrices may exceed the limit of escapes by chance.
     assert!(taken >= 20, "{taken}");
-    // An element without an operand is the same one.
+    // Both report the same element that cannot be packed.
     for places in [vec![70usize], vec![9000, 8191, 8256]] {
         let bytes: Vec<u8> = (0..64 * 192)
             .flat_map(|i| (if places.contains(&i) { 1 } else { (128 + i as u16 % 32) << 7 }).to_le_bytes())

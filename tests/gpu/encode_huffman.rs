@@ -23,8 +23,8 @@ fn same_bytes(
     let stream = stream(kernels);
     let matrix = Matrix::new(bytes, shape.0, shape.1).unwrap();
     let mut buffers = EncodeBuffers::new(&stream, matrix.grid()).unwrap();
-    // What a stage forgets to write is not zero.
-    // SAFETY: a whole pipeline comes next.
+    // Nonzero, so that the test finds bytes that a stage does not write.
+    // SAFETY: a whole pipeline runs next and overwrites the buffers.
     unsafe { buffers.poison(0xff) }.unwrap();
     buffers.set_weights(matrix).unwrap();
     encoder.enqueue_huffman(&mut buffers).unwrap();
@@ -37,7 +37,7 @@ fn same_bytes(
         assert!(got.section(section) == expected.section(section), "{what}: section {section:?} differs");
     }
 
-    // SAFETY: a whole pipeline comes next.
+    // SAFETY: a whole pipeline runs next and overwrites the buffers.
     unsafe { buffers.poison(0xff) }.unwrap();
     encoder.enqueue_palette(&mut buffers).unwrap();
     let got: PaletteTensor<_> = buffers.palette().unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -94,7 +94,7 @@ fn a_matrix_of_many_scan_blocks() {
     let kernels = gpu();
     let limit = CodeLimit::DEFAULT;
     let encoder = GpuEncoder::new(kernels, limit).unwrap();
-    // 4,097 tiles and a remainder on both sides.
+    // 4,097 tiles, with partial tiles on both sides.
     let shape = (4097, 4031);
     let bytes = unweight_bench::normal_bf16(shape.0 * shape.1, 0.02, 9);
     same_bytes(kernels, &encoder, limit, &bytes, shape, "4097 x 4031");

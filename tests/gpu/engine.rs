@@ -1,4 +1,4 @@
-//! Whole models: against the f32 reference, against themselves by other ways, thousands of times.
+//! Whole models: compared with the f32 reference, between execution paths, and over thousands of repetitions.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -19,7 +19,7 @@ use unweight_model::{
 
 use crate::harness::{Random, WHOLE_TILES, error, gpu, rms};
 
-/// Whole tiles, and nothing whole at all: columns that are padded, a gate and an up that cannot be merged.
+/// One model with whole tiles, and one without: padded columns, and a gate and an up that cannot be merged.
 pub(crate) const MODELS: [DemoOptions; 2] = [
     WHOLE_TILES,
     DemoOptions {
@@ -60,7 +60,8 @@ pub(crate) fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
     (0..count).map(|_| random.below(vocab as u64) as u32).collect()
 }
 
-/// Rounding to bf16 everywhere costs a few parts in a thousand; a wrong element of a wrong row costs its own size.
+/// Rounding to bf16 everywhere causes an error of a few parts in a thousand. A wrong row causes an error of its own
+/// size.
 const BOUND: f64 = 0.02;
 
 #[test]
@@ -85,7 +86,7 @@ fn logits_match_the_reference_on_every_route() {
                     if count > 130 {
                         continue;
                     }
-                    // Alone, and in a batch with texts of other lengths: another kernel, the same bound.
+                    // Alone, and in a batch with texts of other lengths: other kernels, the same bound.
                     let alone = engine.logits_by_steps(&[&text]).unwrap();
                     let apart = error(&alone[0], &truth);
                     assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens by steps: {apart}");
@@ -101,8 +102,8 @@ fn logits_match_the_reference_on_every_route() {
     }
 }
 
-/// What is counted before anything is loaded is what the engine then says of itself; or a little more, where tensors
-/// turn out to have no escapes.
+/// The memory that is predicted before loading equals the engine's own figure, or exceeds it slightly if tensors turn
+/// out to have no escapes.
 #[test]
 #[ignore = "needs a GPU"]
 fn planned_memory_equals_reserved_memory() {
@@ -129,8 +130,8 @@ fn planned_memory_equals_reserved_memory() {
     }
 }
 
-/// Both ways of running a compact bundle: the same bound to the reference at every batch, greedy tokens that are the
-/// likeliest ones by the reference's logits, and the same tokens but where two logits are as close as rounding.
+/// Both placements of a compact bundle have the same error bound at every batch. Greedy tokens are the most likely ones
+/// by the reference's logits, and both placements choose the same tokens unless two logits are equal up to rounding.
 #[test]
 #[ignore = "needs a GPU"]
 fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
@@ -140,7 +141,7 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
         let config = ModelConfig::of_bundle(&bundle).unwrap();
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
-        // Steps of up to 64 rows: straight from the weights, and from the slot.
+        // Steps of up to 64 rows: directly from the weights, and through the slot.
         let ways = [Placement::Packed, Placement::Compact].map(|way| options().max_batch(64).placement(way));
         let mut engines = ways.map(|options| load(&bundle, options));
         let [fast, small] = [0, 1].map(|at: usize| *engines[at].memory());
@@ -183,7 +184,7 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
                     assert!(slack < 4.0 * BOUND * rms(row.iter().copied()), "token {index} is {slack} below {best}");
                 }
             }
-            // They go apart where two logits are within that bound, and nowhere else: both were held against the truth
+            // They differ only where two logits are within that bound, because both were compared with the reference
             // above.
             first += usize::from(fast.first() == small.first());
         }
@@ -222,7 +223,7 @@ fn greedy_sampling_takes_the_most_likely_token() {
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for graphs in [true, false] {
         let mut engine = load(&bundle, options().graphs(graphs));
-        // More than there are rows, and more pages than there are for all at once.
+        // More requests than rows, and fewer pages than all of them need at once.
         let requests = requests(30, MODELS[0].vocab, SampleParams::default(), 7);
         let free = engine.free_pages();
         let told = run(&mut engine, &requests);
@@ -233,7 +234,7 @@ fn greedy_sampling_takes_the_most_likely_token() {
     }
 }
 
-/// Each token of a sequence has the largest logit behind those before it, but for rounding.
+/// Checks that each token of a sequence has the largest logit after the tokens before, up to rounding.
 pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Request, told: &[u32]) {
     assert_eq!(told.len(), request.max_new_tokens as usize);
     let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
@@ -248,7 +249,7 @@ pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Re
     }
 }
 
-/// A sequence gets tokens while the prompt of another runs, and both get the right ones.
+/// A sequence gets tokens while the prompt of another one is processed, and both get the correct tokens.
 #[test]
 #[ignore = "needs a GPU"]
 fn long_prompts_run_between_steps() {
@@ -273,7 +274,7 @@ fn long_prompts_run_between_steps() {
                     second = Some(engine.add(long.clone()).unwrap());
                 }
             }
-            // Eight chunks, and a step between any two.
+            // Eight chunks, with a step between any two.
             assert!(between >= 7, "{cache:?}, round {round}: {between} tokens while the prompt ran");
             let second = &told[&second.unwrap()];
             assert_eq!(second[0], alone[0][0], "{cache:?}, round {round}: the prompt has the same bits");
@@ -283,7 +284,7 @@ fn long_prompts_run_between_steps() {
     }
 }
 
-/// Sequences that share the beginnings of their prompts get the bits that they get without.
+/// Sequences that share prefixes of their prompts get the same bits as without the prefix cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn equal_beginnings_give_the_same_bits() {
@@ -295,7 +296,7 @@ fn equal_beginnings_give_the_same_bits() {
             [false, true].map(|shares| load(&bundle, options().chunk(64).kv_cache(cache).prefix_cache(shares)));
         let free = with.free_pages();
         for round in 0..30 {
-            // 64 tokens to 384 of the beginning; the last page of it is never whole.
+            // Prefixes of 64 to 384 tokens; their last page is never full.
             let beginning = tokens(64 * (1 + round as usize % 6) + 7, vocab, 100 + round % 3);
             let prompt = [beginning, tokens(1 + round as usize, vocab, round)].concat();
             let params = SampleParams::default().temperature(0.9).seed(round);
@@ -311,7 +312,7 @@ fn equal_beginnings_give_the_same_bits() {
     }
 }
 
-/// A cache that holds the prompts of all sequences, but not their ends.
+/// A cache that holds the prompts of all sequences, but not their answers.
 #[test]
 #[ignore = "needs a GPU"]
 fn sequences_without_pages_are_computed_again() {
@@ -336,14 +337,14 @@ fn sequences_without_pages_are_computed_again() {
     }
 }
 
-/// What a race would break: the same sequences, thousands of steps, with others that come and go beside them.
+/// Finds races: the same sequences for thousands of steps, while others start and end.
 #[test]
 #[ignore = "needs a GPU"]
 fn the_same_seeds_give_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for placement in [Placement::Packed, Placement::Bf16] {
-        // What a round finds in the prefix cache would change which sequences run together.
+        // Prefix cache hits would change which sequences run together.
         let mut engine = load(&bundle, options().placement(placement).prefix_cache(false));
         let params = SampleParams::default().temperature(0.9).top_k(50).top_p(0.95).min_p(0.01);
         let requests = requests(8, MODELS[0].vocab, params, 9);
@@ -385,7 +386,7 @@ fn rejected_requests_do_not_stop_the_others() {
             _ => engine.add(good.clone().params(SampleParams::default().top_p(0.0))),
         };
         assert!(refused.is_err());
-        // Beside what runs: the same bits as alone, and nobody is disturbed.
+        // Run next to other sequences: the same bits as alone, and no effect on others.
         if turn % 3 == 0 {
             assert_eq!(engine.logits(&text).unwrap(), truth, "turn {turn}");
         }
@@ -406,7 +407,7 @@ fn load_error(bundle: &Bundle, options: EngineOptions) -> EngineError {
     }
 }
 
-/// A cache that holds two of them at a time.
+/// A cache that holds two sequences at a time.
 #[test]
 #[ignore = "needs a GPU"]
 fn sequences_wait_for_pages() {
@@ -431,14 +432,14 @@ fn sequences_wait_for_pages() {
     assert_eq!((count, most, engine.free_pages()), (9 * 50, 2, free));
 }
 
-/// One model's logits are all NaN: its sequences are told so, and the engine goes on.
+/// A model whose logits are all NaN: its sequences end with an error, and the engine continues to run.
 #[test]
 #[ignore = "needs a GPU"]
 fn nan_logits_end_a_sequence_without_stopping_the_engine() {
     let home = tempfile::tempdir().unwrap();
     let source = home.path().join("model");
     demo_model::write(&source, &MODELS[0]).expect("a model");
-    // An infinity in the norm before the head, and so in every logit: NaN.
+    // An infinity in the norm before the head makes every logit NaN.
     let file = source.join("model.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -489,9 +490,9 @@ fn cancelled_sequences_report_no_more_tokens() {
     assert_eq!((count, engine.free_pages()), (40, free));
 }
 
-/// A mixture of experts: where a router's logits are as close as rounding, another expert is chosen than the reference
-/// has, so most tokens are held to the bound and not all. Its own bits are the same every time, and at every place in a
-/// batch.
+/// A mixture of experts. If a router's logits are equal up to rounding, the engine may choose another expert than the
+/// reference, so only most tokens must meet the bound. The engine's own bits are the same every time, and in every row
+/// of a batch.
 #[test]
 #[ignore = "needs a GPU"]
 fn a_mixture_follows_the_reference() {
@@ -533,7 +534,8 @@ fn a_mixture_follows_the_reference() {
     }
 }
 
-/// The tokens of several requests that join one after the other, and what `engine` says of a text by every way.
+/// Returns the tokens of several requests that join one after the other, and the logits of a text by every execution
+/// path.
 fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec<Vec<bf16>>) {
     let mut said = BTreeMap::new();
     for (index, (prompt, more)) in [(1, 200), (70, 90), (200, 40), (3, 200), (9, 10), (64, 60)].into_iter().enumerate()
@@ -554,7 +556,7 @@ fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec
     }
     let texts: Vec<Vec<u32>> = (0..8).map(|row| tokens(4 + 5 * row, vocab, 90 + row as u64)).collect();
     let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
-    // A prompt of several chunks, whose experts are more than there are slots; one row, and eight.
+    // A prompt of several chunks, with more experts than slots; one row, and eight.
     let mut logits = vec![engine.logits(&tokens(300, vocab, 5)).unwrap()];
     logits.extend(engine.logits_by_steps(&texts[3..4]).unwrap());
     logits.extend(engine.logits_by_steps(&texts).unwrap());
@@ -563,8 +565,8 @@ fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec
 
 type Make<'a> = &'a dyn Fn(EngineOptions) -> Engine;
 
-/// Experts that are fetched when they are chosen: the tokens and the logits are those of the engine that has all of
-/// them on the device, bit by bit, whatever has room there.
+/// Experts that are fetched on demand: tokens and logits equal those of the engine with all experts on the device, bit
+/// for bit, for any number of slots.
 #[test]
 #[ignore = "needs a GPU"]
 fn offloaded_experts_give_the_same_tokens() {
@@ -600,11 +602,11 @@ fn offloaded_experts_give_the_same_tokens() {
             println!("{name}, {resident} of {experts}: {traffic}");
             assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Placement::Packed));
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
-            // Once more with all slots filled by what came last.
+            // Repeat with all slots overwritten.
             engine.poison_experts(0x5a).unwrap();
             assert!(sayings(&mut engine, 1024).1 == expected.1, "{name}, {resident}: other logits the second time");
         }
-        // Room for all is no reason to fetch.
+        // With slots for all experts, nothing is fetched.
         let mut all = make(options().resident_experts(experts));
         assert_eq!((all.expert_traffic().unwrap(), all.memory().weights), (None, whole.memory().weights));
     }

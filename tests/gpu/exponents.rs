@@ -1,5 +1,5 @@
-//! Decoders of the encoding `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie
-//! stay inside. Meant to be run under `compute-sanitizer` as well.
+//! Decoders of the encoding `exponents` on the GPU for FP8, F16 and F32: the original bytes are restored, and corrupt
+//! sections cause no access outside the buffers. Also meant to run under `compute-sanitizer`.
 
 use crate::harness::{OwnedCoded, Random, SHAPES, context, gpu, guard_is_whole, launch_error, poison, refused, stream};
 use unweight_codegen::{
@@ -22,7 +22,7 @@ use unweight_rt::{
 
 const CODED: [Float; 4] = [Float::E4M3, Float::E5M2, Float::F16, Float::F32];
 
-/// How bits come, and the warps of a block; 0: as many as fit.
+/// The kind of copy, and the warps of a block; 0: as many as fit.
 const BLOCKS: [(SmemCopy, u32); 4] =
     [(SmemCopy::Bulk, 0), (SmemCopy::Async, 0), (SmemCopy::Async, 16), (SmemCopy::Async, 8)];
 
@@ -40,12 +40,12 @@ fn decoder(kernels: &KernelSet, spec: &VariantSpec) -> Decoder {
     Decoder::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
 }
 
-/// What ships, as the runtime chooses it.
+/// Returns the shipped decoder that the runtime selects.
 fn shipped(kernels: &KernelSet, float: Float, bits: u32) -> Decoder {
     decoder(kernels, &graph::element_decoder(kernels.device().info().arch, float, bits).unwrap())
 }
 
-/// Weights of which one in `one_in` has any bits; 1: all of them.
+/// Returns weights of which one in `one_in` has random bits; 1: all of them.
 fn weights(float: Float, elements: usize, one_in: u64, seed: u64) -> Vec<u8> {
     let (mut bytes, mut random) = (float_weights(float, elements, seed), Random::new(seed ^ 1));
     for element in bytes.chunks_exact_mut(float.bytes()) {
@@ -61,7 +61,7 @@ fn encode(float: Float, bytes: &[u8], (rows, cols): (usize, usize), limit: u32) 
     exponents::encode(matrix, CodeLimit::new(limit).unwrap()).unwrap()
 }
 
-/// `bits`: of the kernel.
+/// `bits` is the code limit of the kernel.
 fn exact(kernels: &KernelSet, tensor: &ExponentsTensor<Vec<u8>>, bytes: &[u8], bits: u32, what: &str) {
     let stream = stream(kernels);
     let device = DeviceExponents::upload(&stream, tensor).unwrap();
@@ -131,7 +131,7 @@ fn every_code_limit() {
     }
 }
 
-/// 2000 launches of each type: new weights every 100.
+/// 2000 launches for each type, with new weights every 100.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_launches_decode_the_same_bytes() {
@@ -140,7 +140,7 @@ fn repeated_launches_decode_the_same_bytes() {
     let mut ctx = context(&stream);
     for float in CODED {
         for seed in 0..20 {
-            // Rows that end within a tile.
+            // Rows that end inside a tile.
             let shape = (1000 + 37 * seed as usize, 1032);
             let bytes = weights(float, shape.0 * shape.1, 1000, 0x5eed + seed);
             let tensor = encode(float, &bytes, shape, if seed % 4 == 3 { 15 } else { 7 });
@@ -192,7 +192,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let mut small = DeviceBuffer::zeroed(&stream, bytes.len() - 1).unwrap();
     let elements = LaunchError::Elements { buffer: "the output", got: 8191, expected: 8192 };
     assert_eq!(refused(right.elements(&mut ctx, &device, &mut small)), elements);
-    // BF16 by a decoder of F16, F16 by one of indices.
+    // A decoder of F16 with BF16, and a decoder of indices with F16.
     let huffman = huffman::encode(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::DEFAULT).unwrap();
     let huffman = DeviceHuffman::upload(&stream, &huffman).unwrap();
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
@@ -212,7 +212,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     ctx.synchronize().unwrap();
 }
 
-/// Owned sections, to be damaged.
+/// Owned sections, for tests that corrupt them.
 #[derive(Clone)]
 struct Sections {
     float: Float,
@@ -240,7 +240,7 @@ impl Sections {
         }
     }
 
-    /// Decodes what may be damaged: the bytes, and whether a fault was reported.
+    /// Decodes sections that may be corrupt. Returns the bytes, and whether a fault was reported.
     fn survive(&self, kernels: &KernelSet, stream: &Stream, bits: u32, what: &str) -> (Vec<u8>, bool) {
         let decoder = shipped(kernels, self.float, bits);
         let mut ctx = context(stream);
@@ -268,7 +268,7 @@ fn hostile_sections_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     for (float, bits) in CODED.into_iter().flat_map(|float| [(float, 7), (float, 15)]) {
-        // Whole groups of eight, and one by one. The last tile row and column are ragged.
+        // Groups of eight elements, and single elements. The last tile row and column are partial.
         for shape in [(200, 152), (190, 131)] {
             let bytes = weights(float, shape.0 * shape.1, 100, 5);
             let good = Sections::of(&encode(float, &bytes, shape, bits));
@@ -280,13 +280,13 @@ fn hostile_sections_stay_in_bounds() {
                     let mut bad = good.clone();
                     bad.coded.metadata(tile, |m| {
                         m.start_word = start;
-                        // Some row must be coded for a start to matter.
+                        // A start matters only if some row is coded.
                         (m.verbatim_low, m.verbatim_high) = (0, 0);
                     });
                     let what = format!("tile {tile} starts at word {start} of {words}");
                     let (got, fault) = survive(&bad, &what);
                     assert!(fault, "no fault: {what}");
-                    // The tile is left out.
+                    // The tile is skipped.
                     let (row, col) = (tile / good.grid.tile_cols() * 64, tile % good.grid.tile_cols() * 64);
                     let first = (row * shape.1 + col) * float.bytes();
                     assert!(got[first..first + float.bytes()].iter().all(|byte| *byte == 0xff), "{what}");
@@ -321,7 +321,7 @@ fn hostile_sections_stay_in_bounds() {
                 }
                 survive(&bad, &format!("random damage {seed}"));
             }
-            // What came before has left the device able to do its work.
+            // The device still works after the faults.
             assert!(survive(&good, "undamaged, afterwards") == (bytes.clone(), false));
         }
     }

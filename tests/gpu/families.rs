@@ -1,5 +1,5 @@
-//! Families of models: the tiny models of `unweight-model/tests/fixtures` against the logits that transformers computed
-//! in f32, and kernels that only some families need.
+//! Model families: logits of the tiny models of `unweight-model/tests/fixtures` compared with those that transformers
+//! computed in f32, and kernels that only some families need.
 
 use std::{fs, path::Path};
 
@@ -100,8 +100,8 @@ fn factors_are_rounded_once() {
     }
 }
 
-/// A tiny model, the longest context that has its factors of LongRoPE, and the error of transformers' forward in BF16
-/// next to its forward in f32 (root of the mean square, relative).
+/// A tiny model, the longest context with its LongRoPE factors, and the relative RMS error of transformers' BF16
+/// forward pass compared with its f32 forward pass.
 pub(crate) const MODELS: [(&str, u32, f64); 13] = [
     ("llama", 64, 0.0210),
     ("mistral", 64, 0.0199),
@@ -118,10 +118,10 @@ pub(crate) const MODELS: [(&str, u32, f64); 13] = [
     ("gemma3", 64, 0.0040),
 ];
 
-/// Below the root of the repository, where cargo runs the tests, and below a pack (`cargo xtask gpu-pack`).
+/// Relative to the repository's root, where cargo runs the tests, or to a pack (`cargo xtask gpu-pack`).
 pub(crate) const FIXTURES: &str = "unweight-model/tests/fixtures";
 
-/// The tensor of a file.
+/// Returns the tensor of a file.
 fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
     let header = Header::parse(file, file.len() as u64, SOURCE_HEADER_MAX).unwrap();
     let tensor = header.tensors.iter().find(|tensor| tensor.name == name).unwrap();
@@ -129,7 +129,7 @@ fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
     file[begin..begin + tensor.bytes as usize].as_chunks().0.to_vec()
 }
 
-/// Every family with heads that the engine takes, from every profile, by prompts and by steps.
+/// Every family whose heads the engine supports, from every profile, by prompts and by steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn tiny_models_match_transformers() {

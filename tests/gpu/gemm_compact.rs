@@ -1,11 +1,11 @@
-//! Every catalogued matmul from the compact encoding on the GPU.
+//! Every catalogued compact matmul on the GPU.
 //!
-//! - Every weight comes back, bit for bit but for the sign of a zero, when each row of X takes one column of W.
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
+//! - Every weight is restored bit for bit, except for the sign of zero, when each row of X selects one column of W.
+//! - Results are within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
 //!   tile.
 //! - The same input gives the same bits, run after run, and with dependent launch the same as without.
 //!
-//! Outputs start as NaN, with guards behind them.
+//! Outputs start as NaN and are followed by guard bytes.
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream, value};
 use unweight_codegen::{
@@ -31,12 +31,12 @@ struct Case {
     x: Vec<u16>,
 }
 
-/// Batches of every case: beyond the largest batch tile.
+/// Batches of every case; more than the largest batch tile.
 const ROWS: usize = 80;
 
 impl Case {
-    /// One weight in 700 lies far outside of the window: zeros, subnormals, larger and smaller ones; row 5 has a run of
-    /// them, longer than a warp.
+    /// Makes weights of which one in 700 is far outside the window: zeros, subnormals, larger and smaller numbers. Row
+    /// 5 has a run of these, longer than a warp.
     fn new(n: usize, k: usize, seed: u64) -> Self {
         let mut rng = Random::new(seed);
         let weights = (0..n * k)
@@ -61,7 +61,7 @@ impl Case {
         if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n }
     }
 
-    /// For each element of the product its value, and the sum of the magnitudes that went into it.
+    /// Returns each element of the product, with the sum of the magnitudes of its terms.
     fn exact(&self) -> Vec<(f64, f64)> {
         let values = |bits: &[u16]| bits.iter().map(|bits| value(*bits)).collect::<Vec<f64>>();
         let (x, w) = (values(&self.x), values(&self.weights));
@@ -72,7 +72,8 @@ impl Case {
         (0..ROWS * self.n).map(element).collect()
     }
 
-    /// Elements of `y` that neither one rounding nor fp32 accumulation explains; `before` was added to.
+    /// Counts elements of `y` whose error exceeds one rounding plus fp32 accumulation. `before` is Y before an
+    /// addition.
     fn mismatches(&self, exact: &[(f64, f64)], y: &[u16], epilogue: Epilogue, before: &[u16]) -> usize {
         let columns = self.columns(epilogue);
         let wrong = |at: usize, got: u16| {
@@ -82,7 +83,7 @@ impl Case {
                     let old = value(before[at]);
                     (exact[at].0 + old, (exact[at].1 + old.abs()) * 1e-6)
                 }
-                // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
+                // Rows of gate and up are interleaved. The slope of silu is at most 1.1.
                 Epilogue::SiluMul => {
                     let (row, column, turn) = (at / columns, at % columns, Epilogue::GATE_ROWS as usize);
                     let gate_at = row * self.n + column / turn * 2 * turn + column % turn;
@@ -140,21 +141,21 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
     let kernels = gpu();
     let stream = stream(kernels);
     let specs = catalogued(kernels);
-    // A row and a column of tiles; odd numbers of tiles; more than a warp reads places of at once.
+    // A row and a column of tiles; odd numbers of tiles; more tiles than a warp reads start offsets of at once.
     for case in [
         Case::new(64, 512, 1),
         Case::new(512, 64, 6),
         Case::new(320, 448, 2),
         Case::new(1088, 640, 3),
         Case::new(64, 64 * 531, 4),
-        // Several rows of tiles for each cluster of persistent ones.
+        // Several rows of tiles per persistent cluster.
         Case::new(64 * 66 * 4 - 64, 192, 5),
     ] {
         let w = case.upload(&stream);
         let exact = case.exact();
         let mut rng = Random::new(99);
         let before: Vec<u16> = (0..ROWS * case.n).map(|_| bf16(rng.normal())).collect();
-        // By shape and batch: what the ordinary variant gave, for the dependent one.
+        // The ordinary variant's output by shape and batch, for comparison with the dependent one.
         let mut ordinary = std::collections::BTreeMap::new();
         for spec in &specs {
             let GemmCompactSpec { epilogue, pdl, .. } = op(spec);

@@ -1,13 +1,13 @@
 //! Every catalogued packed matmul on the GPU.
 //!
-//! - What enters the tensor cores is the oracle's operand, bit for bit (variants with `_dump`).
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
+//! - The tensor cores' operands equal the oracle's, bit for bit (variants with `_dump`).
+//! - Results are within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch
 //!   tile.
-//! - The same input gives the same bits, run after run, and in a chain under dependent launch the same as one after the
-//!   other.
-//! - Heads and lists that nobody has checked lead nowhere.
+//! - The same input gives the same bits in every run, and a chain under dependent launch gives the same bits as
+//!   launches in sequence.
+//! - Unvalidated heads and lists cause no access outside the buffers.
 //!
-//! Outputs start as NaN, with guards behind them.
+//! Outputs start as NaN and are followed by guard bytes.
 
 use std::sync::OnceLock;
 
@@ -33,7 +33,7 @@ use unweight_rt::{
 
 fn catalogued(dump: bool) -> Vec<VariantSpec> {
     let all = catalog::of::<GemmMmaSpec>().chain(catalog::of::<GemmWgmmaSpec>());
-    // And those for cards without a copy engine.
+    // And the variants for GPUs without a copy engine.
     let of_family = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(_));
     let all = all.chain(catalog::asynchronous(Arch::Sm90a).filter(of_family));
     all.filter(|spec| traits(spec).dump == dump).collect()
@@ -55,8 +55,8 @@ fn traits(spec: &VariantSpec) -> Traits {
     Traits { batch_tile, escapes, epilogue, dump }
 }
 
-/// A matrix whose exponents lie in a window of 16, but for one element in `one_in` (0: none): zeros, subnormals, larger
-/// and smaller ones. Row 5 has a run of them, longer than a warp, where there are any.
+/// Returns a matrix whose exponents are in a window of 16, except for one element in `one_in` (0: none): zeros,
+/// subnormals, larger and smaller numbers. If there are any, row 5 has a run of these, longer than a warp.
 pub fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
     let mut rng = Random::new(seed);
     (0..n * k)
@@ -64,7 +64,7 @@ pub fn weights(n: usize, k: usize, one_in: usize, seed: u64) -> Vec<u16> {
             let outside =
                 one_in > 0 && (rng.below(one_in as u64) == 0 || at / k == 5 && at % k < (n * k / 600).min(40));
             let exponent = if outside { [0, 90, 100, 130][rng.below(4) as usize] } else { 108 + rng.below(16) as u16 };
-            // Half of those with exponent 0 are zeros, the others subnormals.
+            // Half of the elements with exponent 0 are zeros, the others subnormals.
             let mantissa = if rng.below(2) == 0 { 0x7f } else { 0 };
             (rng.bits() as u16 & (0x8000 | mantissa)) | exponent << 7
         })
@@ -77,11 +77,11 @@ struct Case {
     k: usize,
     tensor: PackedTensor<Vec<u8>>,
     x: Vec<u16>,
-    /// For each element of Y the product, and the sum of the magnitudes that went into it.
+    /// For each element of Y, the product and the sum of the magnitudes of its terms.
     exact: Vec<(f64, f64)>,
 }
 
-/// Batches of every case: beyond the largest batch tile.
+/// Batches of every case; more than the largest batch tile.
 const ROWS: usize = 530;
 
 impl Case {
@@ -107,12 +107,13 @@ impl Case {
         DeviceMatrix::from_host(stream, m, self.k as u32, &self.x[..m as usize * self.k]).unwrap()
     }
 
-    /// Columns of Y.
+    /// Returns the number of columns of Y.
     fn columns(&self, epilogue: Epilogue) -> usize {
         if epilogue == Epilogue::SiluMul { self.n / 2 } else { self.n }
     }
 
-    /// Elements of `y` that neither one rounding nor fp32 accumulation explains; `before` was added to.
+    /// Counts elements of `y` whose error exceeds one rounding plus fp32 accumulation. `before` is Y before an
+    /// addition.
     fn mismatches(&self, y: &[u16], epilogue: Epilogue, before: &[u16]) -> usize {
         let columns = self.columns(epilogue);
         let wrong = |at: usize, got: u16| {
@@ -123,7 +124,7 @@ impl Case {
                     let old = value(before[at]);
                     (self.exact[at].0 + old, (self.exact[at].1 + old.abs()) * 1e-6)
                 }
-                // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
+                // Rows of gate and up are interleaved. The slope of silu is at most 1.1.
                 Epilogue::SiluMul => {
                     let turn = Epilogue::GATE_ROWS as usize;
                     let gate_at = row * self.n + column / turn * 2 * turn + column % turn;
@@ -139,7 +140,7 @@ impl Case {
     }
 }
 
-/// Odd numbers of tiles and of row blocks per block, with escapes; the same without.
+/// Returns cases with odd numbers of tiles and of row blocks per block, with and without escapes.
 fn cases() -> &'static [Case; 3] {
     static CASES: OnceLock<[Case; 3]> = OnceLock::new();
     CASES.get_or_init(|| [Case::new(320, 448, 300, 1), Case::new(1088, 640, 1000, 2), Case::new(320, 448, 0, 3)])
@@ -149,7 +150,7 @@ fn ready(kernels: &KernelSet, specs: &[VariantSpec]) {
     kernels.prepare(specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// An execution context for launches of this variant up to this problem.
+/// Returns an execution context for launches of this variant up to this problem.
 pub fn context(stream: &Stream, spec: &VariantSpec, problem: GemmShape) -> ExecContext {
     let sms = stream.device().info().sms;
     ExecContext::new(stream, context_size(spec, problem, sms).unwrap()).unwrap()
@@ -231,8 +232,8 @@ fn operands_are_the_weights_bit_for_bit() {
     }
 }
 
-/// A chain `x -> W x -> W (W x) ...` in a graph: under dependent launch each kernel starts while the one that makes its
-/// input still runs.
+/// A chain `x -> W x -> W (W x) ...` in a graph: under dependent launch, each kernel starts while the kernel that makes
+/// its input still runs.
 #[test]
 #[ignore = "needs a GPU"]
 fn dependent_launches_wait_for_their_input() {
@@ -240,7 +241,7 @@ fn dependent_launches_wait_for_their_input() {
     let kernels = gpu();
     let stream = stream(kernels);
     let (n, info) = (1024usize, kernels.device().info());
-    // Small weights, so that a chain of products stays finite.
+    // Small weights keep a chain of products finite.
     let mut rng = Random::new(5);
     let w: Vec<u16> = (0..n * n).map(|_| bf16(rng.normal() / 32.0)).collect();
     let bytes: &[u8] = bytemuck::cast_slice(&w);
@@ -254,7 +255,7 @@ fn dependent_launches_wait_for_their_input() {
             .into_iter()
             .map(|pdl| {
                 let wanted = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
-                // The same shape of kernel both times: sums in the same order.
+                // The same shape of kernel in both cases, so that sums have the same order.
                 let shape = dispatch.choose(problem, PackedUse { pdl: true, ..wanted }).unwrap();
                 let spec = wanted.of(shape).unwrap();
                 let matmul = matmul(kernels, &spec);
@@ -336,7 +337,7 @@ fn mismatched_operands_are_rejected() {
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
-    // A variant without escapes, whatever dispatch would take.
+    // A variant without escapes, independent of dispatch.
     let info = kernels.device().info();
     let plain = |spec: &VariantSpec| {
         let blocks = |spec: &VariantSpec| Plan::new(spec).ok()?.launch.grid.blocks(problem, info.sms);
@@ -352,15 +353,16 @@ fn mismatched_operands_are_rejected() {
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, case.n as u32 - 64).unwrap();
     let shape = refused(matmul.enqueue(&mut ctx, x.view(), &w, narrow.view_mut()));
     assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
-    // Rows with gaps between them.
+    // Rows with gaps in between.
     let (columns, pitch) = (case.n as u32, case.n as u64 + 8);
     let mut wide = DeviceBuffer::zeroed(&stream, 4 * pitch as usize).unwrap();
     let gaps = MatrixMut::new(&mut wide, 4, columns, pitch).unwrap();
     assert!(matches!(refused(matmul.enqueue(&mut ctx, x.view(), &w, gaps)), LaunchError::Pitch { operand: "y", .. }));
 
-    // Memory of somebody else, as another framework would hand it over.
+    // Borrowed memory, as another framework would pass it.
     let (device, at, in_w) = (kernels.device(), x.data().address(), w.packed().address());
-    // SAFETY: inside the allocations of `x` and `w`, which live through the test; every launch is refused.
+    // SAFETY: the addresses are inside the allocations of `x` and `w`, which live until the end of the test; every
+    // launch fails.
     let (odd, over, inside) = unsafe {
         (
             MatrixRef::from_raw(device, at + 2, 3, case.k as u32, case.k as u64).unwrap(),
@@ -377,7 +379,7 @@ fn mismatched_operands_are_rejected() {
     stream.synchronize().unwrap();
 }
 
-/// X inside a wider matrix: its rows are apart.
+/// X inside a wider matrix, so that its rows have gaps.
 #[test]
 #[ignore = "needs a GPU"]
 fn rows_of_x_may_be_apart() {
@@ -408,8 +410,8 @@ fn rows_of_x_may_be_apart() {
     }
 }
 
-/// An execution context that is too small for stream-K is refused and written nowhere; once it is reserved, the same
-/// launch runs.
+/// An execution context that is too small for stream-K is an error, and nothing is written. Once it is reserved, the
+/// same launch runs.
 #[test]
 #[ignore = "needs a GPU"]
 fn too_small_workspace_is_rejected() {

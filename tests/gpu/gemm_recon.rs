@@ -1,10 +1,10 @@
-//! Every catalogued matmul variant on the GPU: exact where it can be, close to a double-precision reference, close to
-//! cuBLAS.
+//! Every catalogued reconstructive matmul on the GPU: exact where possible, close to a double-precision reference,
+//! close to cuBLAS.
 //!
-//! - One-hot rows of X pick out single weights, so Y is W^T to the bit: every reconstructed weight of every variant is
-//!   seen.
+//! - One-hot rows of X select single weights, so Y is W^T bit for bit. This covers every reconstructed weight of every
+//!   variant.
 //! - Random X at batches around every tile boundary, against float64.
-//! - Outputs start as NaN, with guards behind them.
+//! - Outputs start as NaN and are followed by guard bytes.
 
 use crate::harness::{Random, bf16, context, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
@@ -40,17 +40,17 @@ const BATCHES: [u32; 10] = [1, 2, 17, 64, 65, 128, 129, 256, 1000, 1024];
 const N: usize = 768;
 const K: usize = 512;
 
-/// Finite weights whose most laden tile has exactly `verbatim` verbatim rows.
+/// Returns finite weights whose tile with the most verbatim rows has exactly `verbatim`.
 ///
-/// Sixteen exponents are everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that
-/// one-hot rows see every palette entry.
+/// Sixteen exponents occur everywhere; a row with a seventeenth is verbatim. The sixteen span 2^-19 to 2^-4, so that
+/// one-hot rows cover every palette entry.
 fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
     let mut rng = Random::new(seed);
     let mut bits: Vec<u16> =
         (0..n * k).map(|_| (rng.bits() as u16 & 0x807f) | (108 + rng.below(16) as u16) << 7).collect();
     if verbatim > 0 {
         for tile in 0..(n / 64) * (k / 64) {
-            // Different counts from tile to tile, the largest in the first and the last.
+            // Counts vary from tile to tile; the first and the last have the maximum.
             let last = (n / 64) * (k / 64) - 1;
             let count = if tile == 0 || tile == last {
                 verbatim as usize
@@ -71,13 +71,13 @@ fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
     bits.into_iter().flat_map(u16::to_le_bytes).collect()
 }
 
-/// Weights in every encoding that a matmul takes.
+/// Weights in every encoding that a matmul reads.
 struct Encodings {
     tensor: HuffmanTensor<Vec<u8>>,
     huffman: DeviceHuffman,
     palette: DevicePalette,
     exponents: DeviceBuffer<u8>,
-    /// Transcoded on the device: metadata with word offsets, unlike those of `palette`.
+    /// Decoded on the device: their metadata has word offsets, unlike that of `palette`.
     indices: DeviceBuffer<u8>,
     whole: DeviceMatrix,
 }
@@ -106,7 +106,7 @@ fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
     matmul
 }
 
-/// Runs a variant on the encodings; `stored` takes a palette source as stored rather than as transcoded.
+/// Runs a variant on the encodings. `stored` selects the stored palette instead of the decoded one.
 fn run(
     kernels: &KernelSet,
     stream: &Stream,
@@ -136,7 +136,7 @@ fn enqueue(
     }
 }
 
-/// What an output starts as: NaN where it is overwritten, known values where it is added to.
+/// Initializes an output: NaN if it is overwritten, known values if it is added to.
 fn start(stream: &Stream, spec: &VariantSpec, y: &mut DeviceMatrix, before: &[u16]) {
     poison(stream, y);
     if spec_of(spec).epilogue == Epilogue::StoreAdd {
@@ -144,7 +144,7 @@ fn start(stream: &Stream, spec: &VariantSpec, y: &mut DeviceMatrix, before: &[u1
     }
 }
 
-/// `X[m, k] * W[n, k]^T` in double precision.
+/// Returns `X[m, k] * W[n, k]^T` in double precision.
 fn reference(x: &[u16], w: &[u16], m: usize, n: usize, k: usize) -> Vec<f64> {
     let (x, w): (Vec<f64>, Vec<f64>) = (x.iter().map(|b| value(*b)).collect(), w.iter().map(|b| value(*b)).collect());
     (0..m * n)
@@ -168,7 +168,7 @@ fn by_budget() -> Vec<(u32, Vec<VariantSpec>)> {
         .collect()
 }
 
-/// Needs no GPU: the tests below are as good as these weights.
+/// Needs no GPU: the tests below rely on these weights.
 #[test]
 fn the_weights_have_the_verbatim_rows_that_they_are_asked_for() {
     for (budget, specs) in by_budget() {
@@ -185,7 +185,7 @@ fn the_weights_have_the_verbatim_rows_that_they_are_asked_for() {
 fn every_variant_reconstructs_every_weight_exactly() {
     let kernels = gpu();
     let stream = stream(kernels);
-    // One-hot rows: m = k, and a ragged last tile of rows that repeat the first ones.
+    // One-hot rows: m = k, plus a partial last tile of rows that repeat the first ones.
     let m = K + 7;
     let x: Vec<u16> = (0..m * K).map(|at| if at / K % K == at % K { 0x3f80 } else { 0 }).collect();
     let x = DeviceMatrix::from_host(&stream, m as u32, K as u32, &x).unwrap();
@@ -198,7 +198,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
         let w = halves(&bytes);
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
         for spec in &specs {
-            // Only a palette source is stored in another encoding than it is decoded to.
+            // Only a palette source has a stored encoding that differs from the decoded one.
             let forms_of_source: &[bool] =
                 if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
             for &stored in forms_of_source {
@@ -209,7 +209,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
                 for (at, got) in got.iter().enumerate() {
                     let weight = w[at % N * K + at / N % K];
                     let want = if add { bf16(0.5 + value(weight)) } else { weight };
-                    // A sum that begins with +0 makes +0 of -0.
+                    // A sum that begins with +0 turns -0 into +0.
                     let same = *got == want || value(*got) == 0.0 && value(want) == 0.0;
                     assert!(
                         same,
@@ -236,7 +236,7 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
         let bytes = weights(N, K, budget, 70 + u64::from(budget));
         let encodings = encodings(kernels, &stream, &bytes, N, K);
         let w = halves(&bytes);
-        // Rows do not depend on each other: every batch is the first rows of the largest.
+        // Rows are independent: every batch consists of the first rows of the largest.
         let exact = reference(&x, &w, most, N, K);
         let norm: Vec<f64> = {
             let magnitude = |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>();
@@ -259,7 +259,8 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
                 for at in 0..count {
                     let want = exact[at] + if add { value(before[at]) } else { 0.0 };
                     let error = value(got[at]) - want;
-                    // bf16 rounding of the result (2^-9) and fp32 accumulation of K products (K * 2^-24, generously).
+                    // bf16 rounding of the result (2^-9) and fp32 accumulation of K products (at most K * 2^-24), with
+                    // a factor of two.
                     let bound = want.abs() * 2f64.powi(-8) + norm[at] * K as f64 * 2f64.powi(-23);
                     assert!(
                         error.abs() <= bound,
@@ -337,18 +338,18 @@ fn the_same_launch_gives_the_same_bits() {
     }
 }
 
-/// Those that ship with so many blocks to share k and room for 8 verbatim rows.
+/// Returns the shipped variants that split k over `splits` blocks and have room for 8 verbatim rows.
 fn split_by(splits: u32) -> Vec<VariantSpec> {
     let all = catalog::all(Arch::Sm90a).into_iter().filter(|spec| match spec.op {
         Op::GemmRecon(op) => op.splits.get() == splits && [0, 8].contains(&op.verbatim_rows()),
         _ => false,
     });
-    // The budget of 0 is that of exponents, too.
+    // Variants of exponents have a budget of 0.
     all.filter(|spec| spec_of(spec).source == WeightSource::Exponent || spec_of(spec).verbatim_rows() == 8).collect()
 }
 
-/// Splits of k at odd shapes, uneven shares among them: near float64, and the same bits on all of the device, on shares
-/// of it where clusters take several tasks in turn, and captured.
+/// Splits of k at odd shapes, including uneven shares: close to float64, and the same bits on the whole device, on
+/// parts where clusters process several tasks in turn, and in a graph.
 #[test]
 #[ignore = "needs a GPU"]
 fn splits_of_k_give_the_same_bits_on_any_grid() {
@@ -392,7 +393,7 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
                 let graph =
                     stream.capture(|| enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, &mut y)).unwrap();
                 start(&stream, &spec, &mut y, &before[..m * n]);
-                // SAFETY: everything that the graph names is alive.
+                // SAFETY: everything that the graph uses is alive.
                 unsafe { graph.launch() }.unwrap();
                 assert!(y.to_host(&stream).unwrap() == got, "{what}: captured, it has other bits");
             }
@@ -400,14 +401,14 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
     }
 }
 
-/// Blocks that read each other's memory, thousands of times back to back: the same bits.
+/// Blocks that read each other's memory, in thousands of launches without a pause: the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn splits_of_k_give_the_same_bits_thousands_of_times() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut ctx = context(&stream);
-    // 129 tasks at 300 rows: clusters take several in turn.
+    // 129 tasks at 300 rows: clusters process several in turn.
     let (n, k) = (2752, K);
     let bytes = weights(n, k, 8, 61);
     let encodings = encodings(kernels, &stream, &bytes, n, k);
@@ -421,7 +422,7 @@ fn splits_of_k_give_the_same_bits_thousands_of_times() {
             let mut first = None;
             for round in 0..20 {
                 ys.iter_mut().for_each(|y| start(&stream, &spec, y, &before));
-                // Back to back: one begins on multiprocessors that another leaves.
+                // Without a pause: a launch begins on SMs that another one leaves.
                 for y in &mut ys {
                     enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, y).unwrap();
                 }
@@ -461,7 +462,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let shape = refused(v16.palette(&mut ctx, x.view(), palette, wrong.view_mut()));
     assert!(matches!(shape, LaunchError::Shape { y: [4, _], x: [3, _], .. }), "{shape}");
 
-    // Two steps of k are none for some of four blocks.
+    // Two steps of k leave some of four blocks without work.
     let split = matmul("uw_sm90a_gemm_recon_exponent_n1p6s4_store");
     let bytes = weights(N, 128, 0, 42);
     let short = self::encodings(kernels, &stream, &bytes, N, 128);
@@ -469,7 +470,7 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let few = refused(split.exponent(&mut ctx, x.view(), short.huffman.as_exponent(&short.exponents), y.view_mut()));
     assert!(matches!(few, LaunchError::Grid { cluster: 4, .. }), "{few}");
 
-    // A batch of nothing is nothing to do.
+    // An empty batch needs no work.
     let none = DeviceMatrix::zeroed(&stream, 0, K as u32).unwrap();
     let mut nothing = DeviceMatrix::zeroed(&stream, 0, N as u32).unwrap();
     v16.palette(&mut ctx, none.view(), palette, nothing.view_mut()).unwrap();

@@ -1,4 +1,4 @@
-//! What the GPU tests share: the device, contexts, guards around outputs.
+//! Shared by the GPU tests: the device, contexts, guards around outputs.
 
 use std::{
     sync::OnceLock,
@@ -15,8 +15,7 @@ use unweight_rt::{
     env::Env, raw::weight::CodedSections,
 };
 
-/// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is
-/// none.
+/// Returns the GPU of this machine. Tests that use it are ignored by default; if they are run without a GPU, they fail.
 pub fn gpu() -> &'static KernelSet {
     static GPU: OnceLock<KernelSet> = OnceLock::new();
     GPU.get_or_init(|| {
@@ -29,7 +28,7 @@ pub fn stream(kernels: &KernelSet) -> Stream {
     kernels.device().stream().expect("a stream")
 }
 
-/// Sections of coded exponents, to be damaged.
+/// Sections of coded exponents, for tests that corrupt them.
 #[derive(Clone)]
 pub struct OwnedCoded {
     pub encoded_exp: Vec<u8>,
@@ -70,15 +69,15 @@ impl OwnedCoded {
     }
 }
 
-/// Behind every output of a test.
+/// Guard bytes after every output of a test.
 pub const GUARD: u8 = 0xa5;
 
-/// An execution context for launches that need nothing beside their operands.
+/// Returns an execution context for launches that need no workspace.
 pub fn context(stream: &Stream) -> ExecContext {
     ExecContext::new(stream, ContextSize::default()).expect("an execution context")
 }
 
-/// An output that can be filled, with what lies behind it.
+/// An output that can be filled, together with the guard after it.
 pub trait Output {
     fn poison(&mut self, stream: &Stream);
     fn padding(&self, stream: &Stream) -> Vec<u8>;
@@ -106,7 +105,7 @@ impl Output for DeviceMatrix {
     }
 }
 
-/// Fills an output with NaN (all ones) and what lies behind it with the guard.
+/// Fills an output with NaN (all ones), and the bytes after it with the guard.
 pub fn poison(stream: &Stream, output: &mut impl Output) {
     output.poison(stream);
 }
@@ -116,12 +115,12 @@ pub fn guard_is_whole(stream: &Stream, output: &impl Output, what: &str) {
     assert_eq!(written, None, "{what} wrote past the end of its output");
 }
 
-/// A seed that differs in every run; a failure prints it.
+/// Returns a seed that differs in every run. A failure prints it.
 pub fn fresh() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
 }
 
-/// Why a result that must be a refusal is one.
+/// Returns the error of a launch that must be rejected.
 pub fn refused<T>(result: Result<T, DeviceError>) -> LaunchError {
     match result {
         Ok(_) => panic!("not refused"),
@@ -129,7 +128,7 @@ pub fn refused<T>(result: Result<T, DeviceError>) -> LaunchError {
     }
 }
 
-/// The message of a result that must be an error of the runtime's own, not of the driver.
+/// Returns the message of an error that must come from the runtime, not from the driver.
 pub fn launch_error<T>(result: Result<T, DeviceError>) -> Option<String> {
     match result {
         Ok(_) => None,
@@ -138,7 +137,7 @@ pub fn launch_error<T>(result: Result<T, DeviceError>) -> Option<String> {
     }
 }
 
-/// Rounded to nearest even through f32.
+/// Rounds to the nearest bf16, ties to even, through f32.
 pub fn bf16(x: f64) -> u16 {
     testing::bf16(x as f32)
 }
@@ -147,7 +146,7 @@ pub fn value(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// Each element differs from its exact value by at most one rounding and its slack.
+/// Checks that each element differs from its exact value by at most one rounding plus its slack.
 pub fn close(got: &[u16], exact: impl Iterator<Item = (f64, f64)>, what: &str) {
     for (at, (got, (sum, slack))) in got.iter().zip(exact).enumerate() {
         let error = (value(*got) - sum).abs();
@@ -155,7 +154,7 @@ pub fn close(got: &[u16], exact: impl Iterator<Item = (f64, f64)>, what: &str) {
     }
 }
 
-/// A small model whose matrices are whole tiles.
+/// A small model whose matrices consist of whole tiles.
 pub const WHOLE_TILES: DemoOptions = DemoOptions {
     layers: 3,
     hidden: 256,
@@ -188,13 +187,13 @@ pub const SHAPES: [(usize, usize); 16] = [
     (768, 512),
 ];
 
-/// Root of the mean square.
+/// Returns the root mean square.
 pub fn rms(values: impl Iterator<Item = f32>) -> f64 {
     let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + f64::from(value).powi(2), count + 1));
     (sum / f64::from(count.max(1))).sqrt()
 }
 
-/// RMS of the difference over the RMS of the truth.
+/// Returns the RMS of the difference over the RMS of the truth.
 pub fn error(got: &[half::bf16], truth: &[f32]) -> f64 {
     assert_eq!(got.len(), truth.len());
     rms(got.iter().zip(truth).map(|(got, truth)| got.to_f32() - truth)) / rms(truth.iter().copied())

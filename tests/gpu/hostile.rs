@@ -1,5 +1,5 @@
-//! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and
-//! the device as healthy as before. Meant to be run under `compute-sanitizer` as well.
+//! Corrupt sections in every decoder and the matmul: no driver error, no write outside an output, and a device that
+//! still works. Also meant to run under `compute-sanitizer`.
 
 use crate::harness::{OwnedCoded, Random, Weights, context, gpu, guard_is_whole, launch_error, poison, stream};
 use unweight_bench::{halves, normal_bf16};
@@ -20,7 +20,7 @@ use unweight_rt::{
     },
 };
 
-/// Owned sections, to be damaged.
+/// Owned sections, for tests that corrupt them.
 #[derive(Clone)]
 struct Sections {
     grid: TileGrid,
@@ -43,7 +43,7 @@ impl Sections {
     }
 }
 
-/// Runs one decoder over damaged sections: `Ok(true)` if it reported a fault.
+/// Runs one decoder over corrupt sections. Returns `Ok(true)` if it reported a fault.
 fn survives(
     kernels: &KernelSet,
     stream: &Stream,
@@ -109,7 +109,7 @@ fn metadata_that_leave_their_section_are_reported() {
     let kernels = gpu();
     let stream = stream(kernels);
     each_decoder(|output, bits| {
-        // The last tile row and column are ragged.
+        // The last tile row and column are partial.
         let good = Sections::of(&tensor(200, 150, bits));
         let (tiles, words) = (good.grid.tiles(), (good.coded.encoded_exp.len() / 4) as u32);
         assert!(!survives(kernels, &stream, &good, output, bits, "undamaged"));
@@ -118,7 +118,7 @@ fn metadata_that_leave_their_section_are_reported() {
                 let mut bad = good.clone();
                 bad.coded.metadata(tile, |m| {
                     m.start_word = start;
-                    // Some row must be coded for a start to matter.
+                    // A start matters only if some row is coded.
                     (m.verbatim_low, m.verbatim_high) = (0, 0);
                 });
                 let what = format!("tile {tile} starts at word {start} of {words}");
@@ -133,7 +133,7 @@ fn metadata_that_leave_their_section_are_reported() {
                 });
                 let what = format!("tile {tile}: verbatim row {offset} of {rows}");
                 let fault = survives(kernels, &stream, &bad, output, bits, &what);
-                // The transcoder does not read verbatim rows; whether it looks at their offset is its own affair.
+                // The decoder to palette indices does not read verbatim rows, so it may or may not check their offset.
                 assert!(fault || output == DecodeOutput::Palette, "no fault: {what}");
             }
         }
@@ -208,7 +208,7 @@ fn random_damage_stays_in_bounds() {
             }
             survives(kernels, &stream, &bad, output, bits, &format!("random damage {seed}"));
         }
-        // What came before has left the device able to do its work.
+        // The device still works after the faults.
         assert!(!survives(kernels, &stream, &good, output, bits, "undamaged, afterwards"));
     });
 }
@@ -250,7 +250,7 @@ fn hostile_palette_source_stays_in_bounds() {
                 };
                 let device = DevicePalette::from_sections(&stream, tensor.grid(), &sections).unwrap();
                 poison(&stream, &mut y);
-                // More rows than the budget is refused; wrong offsets are the kernel's to survive.
+                // More rows than the budget is an error; the kernel must tolerate wrong offsets.
                 launch_error(matmul.palette(&mut ctx, x.view(), device.view(), y.view_mut()));
                 stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {what}: {error}"));
                 guard_is_whole(&stream, &y, what);
@@ -271,6 +271,6 @@ fn oversized_allocation_is_reported_with_its_bytes() {
         assert!(bytes >= asked as u64 && free > 0, "{bytes} {free}");
         assert!(refused.to_string().contains("a smaller batch"), "{refused}");
     }
-    // Nothing is lost by it.
+    // The context is still usable.
     assert!(DeviceBuffer::<u8>::zeroed(&stream, 1 << 20).is_ok());
 }

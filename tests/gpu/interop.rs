@@ -1,5 +1,5 @@
-//! Layers in memory and on streams that are somebody else's: the bits of layers that the runtime owns, at any batch,
-//! captured, on several streams.
+//! Layers in borrowed memory and on borrowed streams: the bits equal those of layers that the runtime owns, at any
+//! batch, in graphs, and on several streams.
 
 use std::{thread, time::Instant};
 
@@ -29,20 +29,20 @@ use unweight_rt::{
     },
 };
 
-/// A layer of one launch, and some of whose batches share tiles out.
+/// A layer with one launch, and layers that split tiles at some batches.
 const SHAPES: [(u32, u32); 3] = [(64, 64), (1024, 4096), (4096, 4096)];
 const BATCHES: [u32; 12] = [1, 2, 7, 8, 33, 64, 129, 192, 300, 1024, 2048, 5000];
-/// Below the largest batch: that one takes turns.
+/// Less than the largest batch, which therefore runs in several parts.
 const MAX_BATCH: u32 = 2048;
 
-/// What the machine does by itself, and with weights that are expanded for cuBLAS above batch 64, as others do.
+/// The default, and weights that are expanded for cuBLAS above batch 64, as on architectures without `wgmma`.
 const WAYS: [Expand; 2] = [Expand::Model, Expand::Above(64)];
 
 fn options(expand: Expand) -> LoadOptions {
     LoadOptions::default().max_batch(MAX_BATCH).expand(expand)
 }
 
-/// Kernels that dispatch by this table where it has a row.
+/// Returns kernels whose dispatch follows this table where it has a row.
 fn kernels(table: MeasuredTable) -> KernelSet {
     KernelSet::open(gpu().device(), Env::process().expect("the environment")).with_table(table)
 }
@@ -51,7 +51,8 @@ fn interop(expand: Expand, table: MeasuredTable) -> Interop {
     Interop::new(kernels(table), options(expand)).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// A catalogued variant that needs a workspace for this problem (stream-K); `None` on architectures without one.
+/// Returns a catalogued variant that needs a workspace for this problem (stream-K); `None` on architectures without
+/// one.
 fn stream_k(problem: GemmShape) -> Option<VariantSpec> {
     let info = gpu().device().info();
     let needs_workspace = |spec: &VariantSpec| {
@@ -61,8 +62,8 @@ fn stream_k(problem: GemmShape) -> Option<VariantSpec> {
     catalog::on::<GemmWgmmaSpec>(info.arch).find(needs_workspace)
 }
 
-/// A table by which large batches of a shape take [`stream_k`], whatever table ships for this device. Empty where there
-/// is none.
+/// Returns a table that selects [`stream_k`] for large batches of a shape, whatever table ships for this device. Empty
+/// if there is no such variant.
 fn stream_k_table((n, k): (u32, u32)) -> MeasuredTable {
     let info = gpu().device().info();
     let pdl = info.arch.has(Instruction::DependentLaunch);
@@ -70,7 +71,7 @@ fn stream_k_table((n, k): (u32, u32)) -> MeasuredTable {
     MeasuredTable { device: info.name.clone(), rows: [129, 192, 300, 1024, 2048].into_iter().filter_map(row).collect() }
 }
 
-/// Sections in memory that stands for a framework's, full of ones.
+/// Sections in memory that represents a framework's, filled with ones.
 struct Sections {
     packed: DeviceBuffer<u8>,
     heads: DeviceBuffer<u32>,
@@ -102,7 +103,7 @@ impl Sections {
     }
 }
 
-/// A layer in borrowed memory, what it lies in, and the same layer of the runtime's own.
+/// A layer in borrowed memory with that memory, and the same layer owned by the runtime.
 struct Case {
     shape: (u32, u32),
     interop: Interop,
@@ -112,13 +113,14 @@ struct Case {
 }
 
 impl Case {
-    /// Large batches need a scratch: by stream-K where the architecture has it, and by weights that are expanded.
+    /// Makes a case whose large batches need scratch memory: for stream-K if the architecture has it, and for expanded
+    /// weights.
     fn with_scratch(stream: &Stream, expand: Expand) -> Self {
         let shape = SHAPES[2];
         Self::new(stream, shape, Weights::TRAINED, expand, stream_k_table(shape))
     }
 
-    /// Whether some batch of [`Case::with_scratch`] needs a scratch.
+    /// Returns whether some batch of [`Case::with_scratch`] needs scratch memory.
     fn has_scratch(expand: Expand) -> bool {
         expand != Expand::Model || !stream_k_table(SHAPES[2]).rows.is_empty()
     }
@@ -132,7 +134,7 @@ impl Case {
         let weights = DeviceMatrix::upload(stream, matrix).unwrap();
         let sections = Sections::new(stream, matrix.grid());
         let to = sections.at(sections.escapes.len());
-        // SAFETY: buffers of these sizes, which nobody uses meanwhile.
+        // SAFETY: the buffers have these sizes, and nothing else uses them at the same time.
         let (window, words) = unsafe { interop.pack_at(weights.data().address(), shape, to) }
             .unwrap_or_else(|error| panic!("{shape:?}: {error}"));
         let expected = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
@@ -145,7 +147,7 @@ impl Case {
         // SAFETY: the sections are dropped after the layer.
         let layer = unsafe { interop.layer(shape, window, sections.at(words)) }.unwrap();
         let back = DeviceMatrix::zeroed(stream, n, k).unwrap();
-        // SAFETY: a buffer of this shape.
+        // SAFETY: the buffer has this shape.
         unsafe { interop.unpack_at(&layer, back.data().address()) }.unwrap();
         assert_eq!(back.to_host(stream).unwrap(), weights.to_host(stream).unwrap(), "the weights come back");
 
@@ -160,7 +162,7 @@ impl Case {
         DeviceMatrix::from_host(stream, m, self.shape.1, &values).unwrap()
     }
 
-    /// What the runtime's own layer says.
+    /// Returns the output of the runtime's own layer.
     fn expected(&self, stream: &Stream, x: &DeviceMatrix, before: u8, epilogue: Epilogue) -> Vec<u16> {
         let mut ctx = unweight_rt::ExecContext::new(stream, self.own.context_size()).unwrap();
         let mut y = DeviceMatrix::zeroed(stream, x.rows(), self.shape.0).unwrap();
@@ -169,7 +171,7 @@ impl Case {
         y.to_host(stream).unwrap()
     }
 
-    /// A scratch for a batch, full of ones: what is in it does not matter.
+    /// Returns scratch memory for a batch, filled with ones, because its contents do not matter.
     fn scratch(&self, stream: &Stream, m: u32, epilogue: Epilogue) -> DeviceBuffer<u8> {
         let bytes = self.interop.scratch_bytes(&self.layer, m, epilogue).unwrap();
         let mut scratch = DeviceBuffer::zeroed(stream, bytes as usize).unwrap();
@@ -180,7 +182,7 @@ impl Case {
     fn enqueue(&self, stream: &Stream, x: &DeviceMatrix, y: &DeviceMatrix, scratch: &DeviceBuffer<u8>, to: Epilogue) {
         let operands = (x.data().address(), x.rows(), y.data().address());
         let scratch = Scratch { address: scratch.address(), bytes: scratch.len() as u64 };
-        // SAFETY: buffers of these shapes on this device, which live until the callers have waited.
+        // SAFETY: the buffers have these shapes, are on this device, and live until the callers have synchronized.
         unsafe { self.interop.enqueue(&self.layer, stream.handle(), operands, scratch, to) }
             .unwrap_or_else(|error| panic!("{:?} at {}: {error}", self.shape, x.rows()));
     }
@@ -199,7 +201,7 @@ fn borrowed_layers_equal_owned_layers() {
             let weights = u64::from(shape.0) * u64::from(shape.1) * 2 + (32 << 20);
             assert_eq!(room >= weights, expand != Expand::Model && m > 64, "{shape:?} m = {m}: {room} B");
             let x = case.x(&stream, m);
-            // 0x3c3c is a number, small beside the sums.
+            // 0x3c3c is a number that is small compared with the sums.
             for (epilogue, before) in [(Epilogue::Store, 0xff), (Epilogue::StoreAdd, 0x3c)] {
                 let expected = case.expected(&stream, &x, before, epilogue);
                 let mut y = DeviceMatrix::zeroed(&stream, m, shape.0).unwrap();
@@ -214,13 +216,13 @@ fn borrowed_layers_equal_owned_layers() {
     }
 }
 
-/// What was measured decides in layers of bundles, of matrices and of somebody else.
+/// A measured table applies to layers of bundles, of matrices and of borrowed memory.
 #[test]
 #[ignore = "needs a GPU"]
 fn measured_table_is_used_by_every_layer() {
     let stream = stream(gpu());
     let (info, (n, k)) = (gpu().device().info(), SHAPES[1]);
-    // 64 rows for one: no model takes that.
+    // 64 rows for a batch of one: no cost model selects this.
     let odd = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.batch_tile.get() == 64 && !op.dump);
     let variant = catalog::on::<GemmMmaSpec>(info.arch).find(odd).unwrap();
     let pdl = info.arch.has(Instruction::DependentLaunch);
@@ -240,7 +242,7 @@ fn measured_table_is_used_by_every_layer() {
     let interop = Interop::new(kernels(), options(Expand::Model)).unwrap();
     let sections = Sections::new(&stream, matrix.grid());
     let to = sections.at(sections.escapes.len());
-    // SAFETY: buffers of these sizes, which nobody uses meanwhile.
+    // SAFETY: the buffers have these sizes, and nothing else uses them at the same time.
     let (window, words) = unsafe { interop.pack_at(weights.data().address(), (n, k), to) }.unwrap();
     // SAFETY: the sections are dropped after the layer.
     let layer = unsafe { interop.layer((n, k), window, sections.at(words)) }.unwrap();
@@ -291,7 +293,7 @@ fn graphs_run(stream: &Stream, case: &Case, has_scratch: bool) {
         stream.synchronize().unwrap();
         for _ in 0..50 {
             for (graph, _, _) in &runs {
-                // SAFETY: on a stream of its own, with memory of its own, waited for below.
+                // SAFETY: the graph has its own stream and memory, and is waited for below.
                 unsafe { graph.launch() }.unwrap();
             }
             case.enqueue(stream, &x, &eager, &scratch, Epilogue::Store);
@@ -304,8 +306,7 @@ fn graphs_run(stream: &Stream, case: &Case, has_scratch: bool) {
     assert_eq!(with_scratch > 0, has_scratch);
 }
 
-/// The launches of one capture, one after the other and on a stream of its own beside them, and two captures of one
-/// stream.
+/// The launches of one capture, in sequence and on a second stream, and two captures of one stream.
 #[test]
 #[ignore = "needs a GPU"]
 fn concurrent_launches_of_a_graph_share_no_counters() {
@@ -343,7 +344,7 @@ fn concurrent_launches_of_a_graph_share_no_counters() {
                     }
                     stream.synchronize().unwrap();
                 }
-                // SAFETY: memory of its own, waited for below; one after the other on its stream.
+                // SAFETY: each graph has its own memory, runs in order on its stream, and is waited for below.
                 unsafe { graph.launch() }.unwrap();
             }
             if turn % 50 == 49 {
@@ -402,7 +403,7 @@ fn refusals(stream: &Stream, case: &Case) {
     let scratch = case.scratch(stream, m, Epilogue::Store);
     let (need, have) = (scratch.len() as u64, scratch.len() as u64 - 1);
     let enqueue = |(x, m, y), scratch, epilogue| {
-        // SAFETY: what is refused touches nothing.
+        // SAFETY: a rejected call accesses nothing.
         refused(unsafe { case.interop.enqueue(&case.layer, stream.handle(), (x, m, y), scratch, epilogue) })
     };
     let (x, y) = (x.data().address(), y.data().address());
@@ -420,15 +421,15 @@ fn refusals(stream: &Stream, case: &Case) {
     let weights = DeviceMatrix::upload(stream, Matrix::new(&bytes, 128, 192).unwrap()).unwrap();
     let sections = Sections::new(stream, TileGrid::new(128, 192).unwrap());
     let address = weights.data().address();
-    // SAFETY: buffers of these sizes.
+    // SAFETY: the buffers have these sizes.
     let why = unsafe { case.interop.pack_at(address, (128, 192), sections.at(sections.escapes.len())) };
     assert!(matches!(why, Err(PackError::Unpackable(_))));
-    // SAFETY: refused before anything is touched.
+    // SAFETY: the call fails before any access.
     let why = unsafe { case.interop.pack_at(address, (128, 192), sections.at(1)) };
     assert!(
         matches!(why, Err(PackError::Device(error)) if matches!(error.launch_error(), Some(LaunchError::Room { .. })))
     );
-    // SAFETY: refused before anything is touched.
+    // SAFETY: the call fails before any access.
     let why = unsafe { case.interop.layer((100, 192), Window::new(100).unwrap(), sections.at(0)) };
     assert!(matches!(refused(why), LaunchError::Multiple { .. } | LaunchError::Elements { .. }));
 }

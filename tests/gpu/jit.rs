@@ -1,4 +1,4 @@
-//! From nothing to loaded kernels: the time of a whole bundle with a cold cache, and of a new process with a warm one.
+//! Time to load kernels: a whole bundle with a cold cache, and a new process with a warm one.
 
 use std::{collections::BTreeSet, path::Path, process::Command, sync::Arc, time::Instant};
 
@@ -26,11 +26,11 @@ use unweight_rt::{
     },
 };
 
-/// Where the warm child finds its cache.
+/// The environment variable with the warm child's cache.
 const CHILD: &str = "UNWEIGHT_TEST_WARM_CACHE";
 
-/// What an 8 B Llama-shaped bundle of the report's encodings takes at batches up to 1024, kept as it is stored: a
-/// decoder and the matmuls of each shape.
+/// Returns the kernels for an 8 B Llama-shaped bundle in the report's encodings, at batches up to 1024 with stored
+/// placement: a decoder and the matmuls of each shape.
 fn specs() -> Vec<VariantSpec> {
     let mut specs: BTreeSet<VariantSpec> = [DecodeOutput::Exponent, DecodeOutput::Full]
         .into_iter()
@@ -68,7 +68,7 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
 
     let start = Instant::now();
     let mut requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
-    // NVRTC keeps a cache of its own where there is a driver; a cold start has neither.
+    // NVRTC has its own cache where a driver is installed; a cold start must not use it.
     requests.iter_mut().for_each(|request| request.options.push("--no-cache".to_owned()));
     let line = |progress: &unweight_rt::cache::Progress<'_>| {
         let ms = progress.artifact.elapsed.as_secs_f64() * 1e3;
@@ -110,7 +110,7 @@ fn a_cold_bundle_takes_seconds_and_a_warm_one_milliseconds() {
     assert!(warm_ms < 50.0, "warm: {warm_ms:.1} ms, target 50");
 }
 
-/// A bundle's kernels are loaded without a compiler; those that the driver refuses are compiled, without a word.
+/// A bundle's kernels load without a compiler. Those that the driver rejects are compiled without a message.
 #[test]
 #[ignore = "needs a GPU"]
 fn attached_kernels_are_loaded_and_refused_ones_compiled() {
@@ -134,13 +134,13 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
         std::fs::write(&path, Attached::encode(&entries).unwrap()).unwrap();
         Attached::open(&path).unwrap().unwrap()
     };
-    // Nothing but the driver.
+    // An environment with only the driver.
     let mut bare = env.clone();
     bare.nvrtc = Some(home.path().join("nowhere.so"));
     let trusting = cache(&bare, &home.path().join("bare")).trust(attached(None));
     let prepared = KernelSet::new(kernels.device(), trusting, 1).prepare(&specs, &|_| {}).unwrap();
     assert_eq!((prepared.loaded, prepared.compiled), (specs.len(), 0));
-    // The first is for another generation, under the key of this one.
+    // The first kernel is for another generation, under this generation's key.
     let other = if arch == Arch::Sm80 { Arch::Sm90a } else { Arch::Sm80 };
     let foreign = CompileRequest::render(&VariantSpec { arch: other, ..specs[0] }).unwrap();
     let foreign = cache(env, &home.path().join("foreign")).get(&foreign).unwrap();
@@ -159,13 +159,13 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
     assert!(set.get(&specs[1]).is_ok());
 }
 
-/// Not a test of its own: what the test above starts as a new process.
+/// Not a separate test: the test above starts it as a new process.
 #[test]
 #[ignore = "started by the test above"]
 fn warm_child() {
     let Some(dir) = std::env::var_os(CHILD) else { return };
     let env = Env::process().unwrap();
-    // The context is the application's own, kernels or not.
+    // The application creates the context in any case, so its time does not count.
     let device = Device::open(0).unwrap();
     let specs = specs();
     let start = Instant::now();

@@ -1,5 +1,5 @@
-//! A packed KV cache under attack in the engine: models whose values are hard to pack, pools of few units, prompts that
-//! begin alike, cancellation at any time, texts in between. What a BF16 cache gives is right.
+//! Attacks on a packed KV cache in the engine: models whose values are hard to pack, pools of few units, shared
+//! prefixes, cancellation at any time, logits of texts in between. A BF16 cache is the reference.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -19,7 +19,8 @@ use crate::{
 const LARGE_HEADS: DemoOptions =
     DemoOptions { layers: 2, hidden: 512, intermediate: 512, heads: 4, kv_heads: 1, seed: 8, ..WHOLE_TILES };
 
-/// A model whose values (or keys) have a channel `2^doublings` as large, in these layers and KV heads.
+/// Makes a model whose values (or keys) have a channel that is `2^doublings` times as large, in these layers and KV
+/// heads.
 fn spiky(
     home: &Path,
     model: &DemoOptions,
@@ -66,7 +67,7 @@ fn all_units(engine: &mut Engine) -> u32 {
     engine.free_units().unwrap().expect("a packed cache")
 }
 
-/// Texts take the pages of earlier prompts, whose units are to be released before: one unit for each page.
+/// Texts reuse the pages of earlier prompts, whose units must be released first: one unit per page.
 #[test]
 #[ignore = "needs a GPU"]
 fn texts_leave_no_unit_to_two_pages() {
@@ -77,7 +78,7 @@ fn texts_leave_no_unit_to_two_pages() {
     let (pages, units) = (packed.free_pages(), all_units(&mut packed));
     assert_eq!((pages, units), (7, 12));
     for round in 0..10 {
-        // A beginning that stays: six of the pages, each with a unit.
+        // A prefix that stays in the cache: six pages, each with a unit.
         run(&mut packed, &[Request::new(tokens(400, vocab, round)).max_new_tokens(3)]);
         for count in [400, 448, 300] {
             let what = format!("round {round}, {count} tokens");
@@ -87,17 +88,17 @@ fn texts_leave_no_unit_to_two_pages() {
             let texts = [&text[..200]];
             let got = packed.logits_by_steps(&texts).unwrap_or_else(|error| panic!("{what}, by steps: {error}"));
             assert!(got == bf16.logits_by_steps(&texts).unwrap(), "{what}: other bits by steps");
-            // Of the beginning at most six are left.
+            // At most six pages of the prefix remain.
             let free = all_units(&mut packed);
             assert!((units - 6..=units).contains(&free), "{what}: {free} of {units} units are free");
         }
     }
-    // A text that takes all pages leaves no beginning: all units are free behind it.
+    // A text that needs all pages evicts every prefix, so afterwards all units are free.
     packed.logits(&tokens(512, vocab, 5)).unwrap();
     assert_eq!((packed.free_pages(), all_units(&mut packed)), (pages, units));
 }
 
-/// Beginnings that nobody reads hold all units: a text that fits alone gets them, as a sequence does.
+/// Unused prefixes hold all units: a text that fits alone gets them, as a sequence does.
 #[test]
 #[ignore = "needs a GPU"]
 fn texts_take_the_units_of_beginnings() {
@@ -113,7 +114,7 @@ fn texts_take_the_units_of_beginnings() {
     assert!(packed.logits(&text).unwrap() == bf16.logits(&text).unwrap(), "other bits");
 }
 
-/// Ends of sequences, by their ids.
+/// The finish reasons of sequences, by id.
 #[derive(Default)]
 struct Told {
     tokens: BTreeMap<SeqId, Vec<u32>>,
@@ -132,9 +133,9 @@ impl Told {
     }
 }
 
-/// Random requests, cancellations and texts, until all is idle. `fits`: no sequence needs more units than there are.
-/// Every reported token must be a likeliest one by a BF16 cache, texts have the same bits in every round, and no page
-/// or unit is missing at the end.
+/// Sends random requests, cancellations and texts until the engine is idle. With `fits`, no sequence needs more units
+/// than there are. Every reported token must be a most likely one by a BF16 cache, texts have the same bits in every
+/// round, and no page or unit is missing at the end.
 fn attack(bf16: &mut Engine, packed: &mut Engine, model: &DemoOptions, (rounds, seed): (u32, u64), fits: bool) {
     let (vocab, random) = (model.vocab, &mut Random::new(seed));
     let beginnings: Vec<Vec<u32>> = (0..3).map(|index| tokens(400, vocab, seed + index)).collect();
@@ -184,11 +185,11 @@ fn attack(bf16: &mut Engine, packed: &mut Engine, model: &DemoOptions, (rounds, 
     }
 }
 
-/// Without beginnings that stay, every unit and page is back after every round.
+/// Without a prefix cache, every unit and page is free after every round.
 #[test]
 #[ignore = "needs a GPU"]
 fn no_unit_is_gone_after_any_round() {
-    // Keys that are as large would let rounding choose tokens.
+    // With keys as large, rounding would choose tokens.
     for one in [true, false] {
         let home = tempfile::tempdir().unwrap();
         let wanted = |layer: usize, head: usize| !one || layer == 1 && head == 1;
@@ -206,7 +207,7 @@ fn no_unit_is_gone_after_any_round() {
     }
 }
 
-/// With beginnings that stay and hold units, in pools of few pages.
+/// With prefixes that stay and hold units, in pools of few pages.
 #[test]
 #[ignore = "needs a GPU"]
 fn beginnings_that_hold_units_change_no_bit() {
@@ -219,10 +220,10 @@ fn beginnings_that_hold_units_change_no_bit() {
             let before = (packed.free_pages(), all_units(&mut packed));
             attack(&mut bf16, &mut packed, &WHOLE_TILES, (4, fresh()), one);
             assert!(packed.shared_prompt_tokens() > 0);
-            // Alone, behind all that: the same bits.
+            // Alone, after all of this: the same bits.
             for count in [63, 64, 129, 150] {
                 let text = tokens(count, WHOLE_TILES.vocab, count as u64);
-                // Beginnings may hold the units.
+                // Prefixes may hold the units.
                 if let Ok(got) = packed.logits(&text) {
                     assert!(got == bf16.logits(&text).unwrap(), "{count} tokens");
                 }
@@ -232,8 +233,8 @@ fn beginnings_that_hold_units_change_no_bit() {
     }
 }
 
-/// Outliers of many sizes: a share of the units from none to all has escapes, or is BF16. Where no sequence is
-/// preempted, 256 sequences have the same tokens by either cache.
+/// Outliers of many sizes, so that a share of the units from none to all has escapes or is BF16. If no sequence is
+/// preempted, 256 sequences have the same tokens with either cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn outliers_of_any_size_give_the_same_tokens() {
@@ -253,7 +254,7 @@ fn outliers_of_any_size_give_the_same_tokens() {
                     Request::new(prompt).max_new_tokens(1 + random.below(150) as u32).params(params.seed(index))
                 })
                 .collect();
-            // Sequences that a cache without units ends have fewer tokens: each of them is right.
+            // Sequences that a cache without units ends have fewer tokens, each of which is correct.
             let told = run(&mut packed, &requests);
             assert_eq!(all_units(&mut packed), units);
             if packed.preempted() == 0 && told.iter().zip(&requests).all(|(t, r)| t.len() == r.max_new_tokens as usize)
@@ -261,7 +262,7 @@ fn outliers_of_any_size_give_the_same_tokens() {
                 compared += 1;
                 assert!(told == run(&mut bf16, &requests), "{projection} x2^{doublings}: other tokens");
             }
-            // One at a time, whatever fits.
+            // One sequence at a time always fits.
             for (request, seed) in requests.iter().zip(0..12) {
                 let one = std::slice::from_ref(request);
                 let [told, whole] = [&mut packed, &mut bf16].map(|engine| run(engine, one).remove(0));
@@ -273,7 +274,7 @@ fn outliers_of_any_size_give_the_same_tokens() {
     assert!(compared >= 2, "{compared} runs without preemption");
 }
 
-/// Contexts around the ends of the only pages, also none at all.
+/// Contexts around the ends of the only pages, including an empty context.
 #[test]
 #[ignore = "needs a GPU"]
 fn tiny_contexts_have_no_packed_page() {

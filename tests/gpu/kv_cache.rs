@@ -1,5 +1,5 @@
-//! Packing, unpacking and releasing pages of a KV cache, held against the oracle: every head size, pages that are hard
-//! to store, hostile tables, refusals.
+//! Packing, unpacking and releasing pages of a KV cache, compared with the oracle: every head size, pages that are hard
+//! to pack, hostile tables, errors.
 
 use unweight_bench::{
     attention::{Decode, DeviceProblem, PAD, Problem},
@@ -43,7 +43,7 @@ fn numbers(stream: &Stream, values: &[u32]) -> DeviceBuffer<u32> {
     DeviceBuffer::from_host(stream, values).unwrap()
 }
 
-/// BF16 pages of a layer on the device.
+/// The BF16 pages of a layer on the device.
 struct Source {
     bf16: Vec<u16>,
     device: DeviceBuffer<u16>,
@@ -66,7 +66,7 @@ impl Source {
     }
 }
 
-/// A fault of a table, and no other error.
+/// Returns the fault of a table; panics on any other error.
 fn page_fault(result: Result<(), DeviceError>) -> Option<u32> {
     match result {
         Ok(()) => None,
@@ -92,7 +92,7 @@ fn chunks_are_packed_as_by_the_oracle_and_restored() {
             let (on_device, mut lost) = (numbers(&stream, &table), numbers(&stream, &[0]));
             let mut ctx = context(&stream);
             let chunk = pack(&format!("chunk_d{head_dim}{pdl}"));
-            // All in two launches: the second begins inside of the table.
+            // All pages in two launches; the second one begins inside the table.
             for (at, count) in [(0, 4), (4, COUNT - 4)] {
                 let tables = (&on_device, at, count);
                 chunk.chunk(&mut ctx, (source.layer(), 2 + at), device.layers(), tables, &mut lost).unwrap();
@@ -116,14 +116,14 @@ fn chunks_are_packed_as_by_the_oracle_and_restored() {
     }
 }
 
-/// Rows of a step.
+/// Positions of the rows of a step.
 const POSITIONS: [u32; 7] = [63, 5, 127, PAD, 62, 63, 64];
 const TABLE_PAGES: u32 = 2;
 const ROWS: u32 = POSITIONS.len() as u32;
-/// Rows whose newest token is the last of a page.
+/// Rows whose newest token fills a page.
 const FULL: [u32; 3] = [0, 2, 5];
 
-/// What a step packs, and where from.
+/// The pages that a step packs, and their source.
 struct Step {
     hot: Source,
     hot_table: Vec<u32>,
@@ -146,7 +146,7 @@ impl Step {
         FULL.into_iter().flat_map(of).map(job).collect()
     }
 
-    /// Runs it. Returns the lost rows and what was reported.
+    /// Runs the step. Returns the lost rows and the reported fault.
     fn run(&mut self, stream: &Stream, kernel: &KvPack, cache: &mut PackedKv) -> (Vec<u32>, Option<u32>) {
         let mut ctx = context(stream);
         let [positions, table, hot_table] =
@@ -191,12 +191,12 @@ fn steps_pack_full_pages_of_all_layers() {
     }
 }
 
-/// Releases the pages of a step: all units are free again.
+/// Releases the pages of a step: all units are free afterwards.
 fn release(stream: &Stream, heads: Heads, before: &Cache, device: &mut PackedKv, what: &str) {
     let kernel = pack(&format!("release_d{}", heads.head_dim));
     let table: Vec<u32> = (0..TABLE_PAGES * ROWS).filter(|page| *page != 4).chain([NO_PAGE]).collect();
     let mut ctx = context(stream);
-    // Pages that were never packed have records that no encoder writes: they are left out.
+    // Pages that were never packed have records that no encoder writes; these are skipped.
     kernel.release(&mut ctx, device.layers(), &numbers(stream, &table), table.len() as u32).unwrap();
     ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
     let after = before.read_from(stream, device).unwrap();
@@ -280,7 +280,7 @@ fn hostile_caches_of_unpacking_are_reported() {
         assert!(out[elements..2 * elements].iter().all(|value| *value == 0xffff), "a page that is not there");
         assert!(out[2 * elements..] == bf16[2 * elements..3 * elements], "the page behind");
     }
-    // A kind that no encoder writes, and a unit that the pool does not have.
+    // A kind that no encoder writes, and a unit outside the pool.
     for (kind, index) in [(3, 0), (255, 0), (1, right.units), (1, u32::MAX)] {
         let mut records = right.records.clone();
         let record = &mut records[heads.record_at(heads.page_units() + 1)..];
@@ -288,7 +288,7 @@ fn hostile_caches_of_unpacking_are_reported() {
         set_index(record, index);
         assert_eq!(run(&[0, 1], &records).0, Some(1), "kind {kind}, unit {index}");
     }
-    // What was lost is left out, and is not an error.
+    // A lost unit is skipped without an error.
     let mut records = right.records.clone();
     let at = heads.record_at(heads.page_units());
     records[at..at + heads.record_bytes()].copy_from_slice(&heads.lost_record());
@@ -297,7 +297,7 @@ fn hostile_caches_of_unpacking_are_reported() {
     assert!(out[heads.unit_values()..] == bf16[elements + heads.unit_values()..2 * elements]);
 }
 
-/// A problem with its pages in both encodings.
+/// Makes a problem with its pages in both encodings.
 fn both_caches(stream: &Stream, case: &Decode) -> (Problem, PackedPages, DeviceProblem, DevicePages) {
     let mut problem = Problem::new(case);
     salt(&mut problem, case.seed);
@@ -350,7 +350,7 @@ fn attention_reports_pages_that_a_packed_cache_does_not_have() {
     }
 }
 
-/// The same shape over packed pages.
+/// Returns the same shape over packed pages.
 fn packed_like(name: &str) -> VariantSpec {
     named(&format!("attention_decode_{name}_packed"))
 }

@@ -1,4 +1,4 @@
-//! A packed KV cache in the engine: the bits of a BF16 cache, and nothing wrong when pages cannot be packed.
+//! A packed KV cache in the engine: the bits of a BF16 cache, and correct results when pages cannot be packed.
 
 use std::{fs, path::Path};
 
@@ -17,7 +17,7 @@ use crate::{
     harness::{Random, WHOLE_TILES},
 };
 
-/// Heads of 128, as most models have them.
+/// Heads of 128, as in most models.
 const LARGE_HEADS: DemoOptions =
     DemoOptions { layers: 2, hidden: 512, intermediate: 512, heads: 4, kv_heads: 1, seed: 8, ..WHOLE_TILES };
 
@@ -27,7 +27,7 @@ fn with(bundle: &Bundle, cache: KvCache, options: EngineOptions) -> Engine {
     engine
 }
 
-/// Logits of prompts by chunks and by steps, and sampled tokens of batches, by either cache.
+/// Compares logits of prompts by chunks and by steps, and sampled tokens of batches, between both caches.
 fn same_bits(bundle: &Bundle, vocab: usize, options: &EngineOptions) {
     let [mut bf16, mut packed] = [KvCache::Bf16, KvCache::Packed].map(|cache| with(bundle, cache, options.clone()));
     for count in [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 450] {
@@ -91,7 +91,7 @@ fn long_contexts_and_large_batches_give_the_same_bits() {
     assert_eq!(run(&mut one, &requests), run(&mut other, &requests), "256 sequences");
 }
 
-/// A model whose tokens see no more than `window` tokens.
+/// Makes a model whose tokens attend to at most `window` tokens.
 fn windowed(home: &Path, model: &DemoOptions, window: u32) -> Bundle {
     let folder = home.join("model");
     demo_model::write(&folder, model).expect("a model");
@@ -114,7 +114,7 @@ fn windows_begin_inside_packed_pages() {
     }
 }
 
-/// A model one channel of whose values is so large that no page of values can be packed.
+/// Makes a model with such a large channel of values that no page of values can be packed.
 fn unpackable(home: &Path, model: &DemoOptions) -> Bundle {
     let folder = home.join("model");
     demo_model::write(&folder, model).expect("a model");
@@ -148,10 +148,10 @@ fn unpackable(home: &Path, model: &DemoOptions) -> Bundle {
 fn sequences_without_units_are_computed_again() {
     let home = tempfile::tempdir().unwrap();
     let bundle = unpackable(home.path(), &WHOLE_TILES);
-    // Beginnings of prompts that stay for later ones would hold units.
+    // Prefixes that stay in the cache would hold units.
     let mut packed = with(&bundle, KvCache::Packed, options().prefix_cache(false));
     let units = packed.free_units().unwrap().unwrap();
-    // Two full pages of a sequence take all units: values of three layers and two heads.
+    // Two full pages of a sequence need all units: values of three layers and two heads.
     assert_eq!((units, packed.memory().units), (12, 12));
     let request = |seed: u64| Request::new(tokens(70 + seed as usize * 5, WHOLE_TILES.vocab, seed)).max_new_tokens(60);
     let requests: Vec<Request> = (0..6).map(request).collect();
@@ -161,15 +161,15 @@ fn sequences_without_units_are_computed_again() {
     let mut bf16 = with(&bundle, KvCache::Bf16, options());
     for (request, told) in requests.iter().zip(&told) {
         assert!(!told.contains(&NO_TOKEN));
-        // A page that was lost would change the logits by their own size.
+        // A lost page would change the logits by their own size.
         assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, told);
     }
-    // Units that beginnings of prompts hold go to the sequence that needs them: every sequence ends.
+    // Units that prefixes hold are given to the sequence that needs them, so every sequence ends.
     let mut shares = with(&bundle, KvCache::Packed, options());
     for (request, told) in requests.iter().zip(run(&mut shares, &requests)) {
         assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, &told);
     }
-    // Alone nothing is lost, and the bits are those of a BF16 cache, through BF16 units.
+    // Alone, no unit is lost, and BF16 units give the bits of a BF16 cache.
     for request in &requests {
         let one = std::slice::from_ref(request);
         assert_eq!(run(&mut packed, one), run(&mut bf16, one));
@@ -193,7 +193,7 @@ fn a_sequence_that_needs_more_units_than_there_are_ends_with_right_tokens() {
             end = event.finish;
         }
     }
-    // The third page is full with token 191, whose successor is the last.
+    // The third page is full with token 191, whose successor is the last token.
     assert_eq!((told.len(), end), (192 - 100 + 1, Some(Finish::CacheFull)));
     assert_eq!(told, whole[..told.len()]);
     // A prompt that does not fit ends without a token, and a text without logits.
@@ -202,18 +202,18 @@ fn a_sequence_that_needs_more_units_than_there_are_ends_with_right_tokens() {
     assert_eq!(events.len(), 1);
     assert_eq!((events[0].seq, events[0].token, events[0].finish), (id, NO_TOKEN, Some(Finish::CacheFull)));
     assert!(packed.logits(&tokens(300, WHOLE_TILES.vocab, 2)).is_err());
-    // What fits runs as before.
+    // A sequence that fits runs as before.
     let fits = Request::new(tokens(50, WHOLE_TILES.vocab, 3)).max_new_tokens(60);
     assert_eq!(run(&mut packed, std::slice::from_ref(&fits)), run(&mut bf16, std::slice::from_ref(&fits)));
 }
 
-/// The same sequences, thousands of steps, through pages that fill and are freed.
+/// The same sequences for thousands of steps, through pages that fill and are freed.
 #[test]
 #[ignore = "needs a GPU"]
 fn packed_cache_gives_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &LARGE_HEADS, Profile::Packed);
-    // What a round finds in the prefix cache would change which sequences run together.
+    // Prefix cache hits would change which sequences run together.
     let mut engine = with(&bundle, KvCache::Packed, options().prefix_cache(false));
     let requests = requests(8, LARGE_HEADS.vocab, SampleParams::default().temperature(0.9), 9);
     let first = run(&mut engine, &requests);
@@ -222,7 +222,7 @@ fn packed_cache_gives_the_same_tokens_every_time() {
     }
 }
 
-/// The engine allocates no more than was planned.
+/// The engine allocates no more than planned.
 #[test]
 #[ignore = "needs a GPU"]
 fn packed_cache_is_planned_to_the_byte() {

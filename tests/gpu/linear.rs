@@ -1,5 +1,4 @@
-//! Layers out of real bundles: every encoding, padded shapes, weights that cannot be packed, merged weights, any
-//! batch, captured.
+//! Layers of bundles: every encoding, padded shapes, weights that cannot be packed, merged weights, any batch, graphs.
 
 use std::{
     fs,
@@ -22,7 +21,7 @@ use unweight_rt::{
     env::Env, raw::layer::loader::reachable,
 };
 
-/// Of one dimension.
+/// A tensor with one dimension.
 const NORM: &str = "layers.0.norm.weight";
 const NORM_LENGTH: usize = 128;
 
@@ -39,7 +38,7 @@ const TENSORS: [(&str, usize, usize, Weights); 9] = [
     ("layers.0.v_proj.weight", 65, 128, Weights::TRAINED),
 ];
 
-/// A model of one safetensors file.
+/// Writes a model with one safetensors file.
 fn model(folder: &Path) {
     let (mut entries, mut data) = (Vec::new(), Vec::new());
     let mut add = |name: &str, shape: String, bytes: Vec<u8>| {
@@ -67,13 +66,13 @@ fn bundle_of(home: &Path, profile: Profile) -> Bundle {
     Bundle::open(&folder).unwrap()
 }
 
-/// Rows of a matrix in double precision.
+/// Returns the rows of a matrix in double precision.
 fn rows(bytes: &[u8], cols: usize) -> Vec<Vec<f64>> {
     let values: Vec<f64> = halves(bytes).into_iter().map(value).collect();
     values.chunks_exact(cols).map(<[f64]>::to_vec).collect()
 }
 
-/// The product, and the magnitudes that went into each element.
+/// Returns the product, with the sum of the magnitudes of each element's terms.
 fn product(x: &[Vec<f64>], w: &[Vec<f64>]) -> Vec<(f64, f64)> {
     let pairs: Vec<(usize, usize)> = (0..x.len()).flat_map(|i| (0..w.len()).map(move |j| (i, j))).collect();
     pairs
@@ -95,7 +94,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Y at batch `m`, computed directly and as a replayed graph: the same bits.
+    /// Computes Y at batch `m` directly and with a replayed graph, which must give the same bits.
     fn y(&mut self, layer: &Linear, x: &[u16], m: u32, before: Option<&[u16]>, epilogue: Epilogue) -> Vec<u16> {
         let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
         let x = DeviceMatrix::from_host(self.stream, m, layer.k(), &x[..(m * layer.k()) as usize]).unwrap();
@@ -112,7 +111,7 @@ impl Run<'_> {
         guard_is_whole(self.stream, &y, "a layer");
         let graph = self.stream.capture(|| layer.enqueue(&mut self.ctx, x.view(), y.view_mut(), epilogue)).unwrap();
         start(&mut y);
-        // SAFETY: everything that the graph names is alive.
+        // SAFETY: everything that the graph uses is alive.
         unsafe { graph.launch() }.unwrap();
         assert!(y.to_host(self.stream).unwrap() == direct, "a captured layer gives other bits");
         direct
@@ -210,7 +209,7 @@ fn merged_weights_are_one_layer() {
     assert_eq!(unsuitable(&[], Merge::Rows), Unsuitable::Nothing);
 }
 
-/// Rows of the tensors as a layer has them, put together on the host: one under the other, or in turns.
+/// Merges the tensors on the host as a layer does: stacked or interleaved.
 fn merged_on_host(bundle: &Bundle, names: &[&str], merge: Merge) -> Vec<u8> {
     let parts: Vec<Vec<u8>> = names.iter().map(|name| bundle.tensor(name).unwrap().decode().unwrap()).collect();
     match (merge, parts.as_slice()) {
@@ -226,7 +225,7 @@ fn bytes_of(stream: &Stream, matrix: &DeviceMatrix) -> Vec<u8> {
     matrix.to_host(stream).unwrap().iter().flat_map(|bits| bits.to_le_bytes()).collect()
 }
 
-/// The bytes that the host's packing of these weights gives, where they are whole tiles.
+/// Checks the packed bytes against the host's packing of these weights, if the shape consists of whole tiles.
 fn assert_packed(stream: &Stream, got: &DevicePacked, weights: &[u8], shape: (usize, usize), what: &str) {
     let matrix = Matrix::new(weights, shape.0, shape.1).unwrap();
     let expected = packed::pack(matrix, &Histogram::of(weights)).unwrap();
@@ -237,7 +236,7 @@ fn assert_packed(stream: &Stream, got: &DevicePacked, weights: &[u8], shape: (us
     assert!(got.escapes() == expected.escapes(), "{what}: escapes");
 }
 
-/// Whatever form the parts are stored in, a merged layer has the bytes that the host makes of their weights.
+/// A merged layer has the bytes that the host makes from the parts' weights, whatever the parts' encodings.
 #[test]
 #[ignore = "needs a GPU"]
 fn merged_layers_equal_those_merged_on_the_host() {
@@ -249,7 +248,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
-        // The last is smaller than what the scratch has held by then.
+        // The last one is smaller than the previous contents of the scratch memory.
         let merges: [(&[&str], Merge, usize, usize); 4] = [
             (&[q, k], Merge::Rows, 256, 128),
             (&[few], Merge::Rows, 320, 448),
@@ -272,7 +271,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     }
 }
 
-/// The BF16 baseline: the same bundle for cuBLAS, every encoding, alone and merged.
+/// The BF16 baseline: the same bundle on cuBLAS, with every encoding, alone and merged.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_bundle_loads_for_cublas() {
@@ -300,7 +299,7 @@ fn any_bundle_loads_for_cublas() {
         let merges: [(&[&str], Merge); 2] = [(&[q, k, v], Merge::Rows), (&[gate, up], Merge::SiluMul)];
         for (names, merge) in merges {
             let layer = loader.merge(names, merge).unwrap();
-            // Also a gate and an up lie one under the other.
+            // Gate and up are stacked, too.
             let weights = merged_on_host(&bundle, names, Merge::Rows);
             assert!(bytes_of(&stream, layer.bf16_weights().unwrap()) == weights, "{names:?}, {profile:?}");
             let mut run = Run { stream: &stream, ctx: loader.context(&stream).unwrap() };
@@ -311,7 +310,7 @@ fn any_bundle_loads_for_cublas() {
     }
 }
 
-/// Embeddings and norms come as they were, an embedding also packed.
+/// Embeddings and norms are loaded unchanged; an embedding can also be packed.
 #[test]
 #[ignore = "needs a GPU"]
 fn other_tensors_load_unchanged() {
@@ -345,7 +344,7 @@ fn other_tensors_load_unchanged() {
     }
 }
 
-/// Without a bundle: layers of weights that are on the device.
+/// Without a bundle: layers from weights on the device.
 #[test]
 #[ignore = "needs a GPU"]
 fn raw_bf16_weights_load_as_layers() {
@@ -395,7 +394,7 @@ fn unloaded_batches_and_epilogues_are_rejected() {
     let mut ctx = loader.context(&stream).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 5, 192).unwrap();
-    // More rows than it was loaded for are no matter, other columns are.
+    // More rows than at load time are allowed, other columns are not.
     layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store).unwrap();
     let mut fewer = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let shape = refused(layer.enqueue(&mut ctx, x.view(), fewer.view_mut(), Epilogue::Store));
@@ -410,8 +409,8 @@ fn unloaded_batches_and_epilogues_are_rejected() {
     assert!(loader.load("layers.9.weight").is_err());
 }
 
-/// A batch above the one that was loaded for: each turn gives the bits that its rows give alone, on whole and padded
-/// layers, also in a capture.
+/// A batch above the maximum at load time runs in parts. Each part gives the bits of its rows alone, on whole and
+/// padded layers, also in a graph.
 #[test]
 #[ignore = "needs a GPU"]
 fn large_batches_are_split() {
@@ -448,7 +447,7 @@ fn large_batches_are_split() {
     }
 }
 
-/// Memory that another buffer owns: written through one, read through the other, and freed once.
+/// Memory borrowed from another buffer: written through one, read through the other, and freed once.
 #[test]
 #[ignore = "needs a GPU"]
 fn borrowed_buffer_is_not_freed() {
@@ -456,19 +455,20 @@ fn borrowed_buffer_is_not_freed() {
     let stream = stream(kernels);
     let owned = DeviceBuffer::<u16>::from_host(&stream, &[1, 2, 3, 4]).unwrap();
     for round in 0..3u16 {
-        // SAFETY: the memory of `owned`, which outlives the buffer, and which nobody else touches meanwhile.
+        // SAFETY: the memory belongs to `owned`, which outlives the borrowed buffer, and nothing else accesses it at
+        // the same time.
         let mut borrowed = unsafe { DeviceBuffer::<u16>::borrow(stream.device(), owned.address(), 4) }.unwrap();
         borrowed.write(&stream, 1, &[10 + round, 20 + round]).unwrap();
         drop(borrowed);
         assert_eq!(owned.to_host(&stream).unwrap(), [1, 10 + round, 20 + round, 4]);
     }
-    // SAFETY: refused, so nothing is made of the address.
+    // SAFETY: the call fails, so the address is never used.
     let odd = unsafe { DeviceBuffer::<u16>::borrow(stream.device(), owned.address() + 2, 2) };
     assert!(matches!(odd, Err(LaunchError::Alignment { bytes: 256, .. })));
 }
 
-/// An execution context of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing
-/// written, until it is reserved.
+/// An execution context of another loader lacks what padded layers and cuBLAS need: an error, with nothing written,
+/// until it is reserved.
 #[test]
 #[ignore = "needs a GPU"]
 fn workspace_of_another_loader_is_rejected_before_writing() {
@@ -504,7 +504,7 @@ fn workspace_of_another_loader_is_rejected_before_writing() {
     }
 }
 
-/// An execution context that grows keeps what graphs were captured with.
+/// An execution context that grows keeps the buffers of captured graphs.
 #[test]
 #[ignore = "needs a GPU"]
 fn graph_survives_growth_of_its_workspace() {
@@ -535,8 +535,8 @@ fn graph_survives_growth_of_its_workspace() {
     ctx.synchronize().unwrap();
 }
 
-/// All that a bundle can reach is there before the first layer, with a line of progress a kernel, and loading adds
-/// nothing.
+/// All kernels that a bundle can use are loaded before the first layer, with a line of progress per kernel. Loading
+/// layers adds none.
 #[test]
 #[ignore = "needs a GPU"]
 fn loading_compiles_only_reachable_kernels() {
@@ -546,7 +546,7 @@ fn loading_compiles_only_reachable_kernels() {
     model(&home.path().join("model"));
     for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
-        // A set of its own, so that no test before has loaded anything.
+        // A separate kernel set, so that no other test has loaded kernels into it.
         let kernels = KernelSet::open(&device, Env::process().unwrap());
         let lines = AtomicUsize::new(0);
         let line = |_: &Progress<'_>| {
@@ -564,7 +564,7 @@ fn loading_compiles_only_reachable_kernels() {
         let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
         loader.merge(&[gate, up], Merge::SiluMul).unwrap();
         assert_eq!(kernels.len(), before, "{profile:?}: a kernel was made when a layer was loaded");
-        // q and k alone are no merge of a server's: this one may come late, and works.
+        // No server merges only q and k, so this kernel may be loaded late, and works.
         loader.merge(&[q, k], Merge::Rows).unwrap();
     }
 }

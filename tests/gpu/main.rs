@@ -1,4 +1,5 @@
-//! The kernels on a GPU. Ignored unless asked for: `cargo test --test gpu -- --include-ignored --test-threads=1`.
+//! Tests of the kernels and the engine on a GPU. Ignored by default: `cargo test --test gpu -- --include-ignored
+//! --test-threads=1`.
 
 mod activations;
 mod adjusted;

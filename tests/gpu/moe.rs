@@ -1,8 +1,8 @@
-//! The experts of a mixture on the GPU: whole layers against double precision at every kind of routing, the same bits
-//! for a token whatever is in the batch, in a graph that is replayed with other choices, and thousands of times; and
-//! from slots that experts are fetched into.
+//! The experts of a mixture on the GPU: whole layers against double precision with every kind of routing; the same bits
+//! for a token in any batch, in a graph that is replayed with other choices, and in thousands of runs; and experts that
+//! are fetched into slots.
 //!
-//! Outputs start as NaN, with guards behind them.
+//! Outputs start as NaN and are followed by guard bytes.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use unweight_rt::{
     experts::{ExpertTraffic, Experts, ExpertsShape, Fetcher, OffloadedExperts, Routed, RouterConfig},
 };
 
-/// Weights of all experts, and rows of tokens.
+/// The weights of all experts, and rows of tokens.
 struct Case {
     shape: ExpertsShape,
     gate_up: Vec<u16>,
@@ -22,11 +22,11 @@ struct Case {
     x: Vec<u16>,
 }
 
-/// The most tokens of a test.
+/// The maximum number of tokens in a test.
 const TOKENS: usize = 150;
 
 impl Case {
-    /// One weight in 700 lies outside of the window.
+    /// Makes weights of which one in 700 is outside the window.
     fn new(experts: u32, hidden: u32, intermediate: u32, seed: u64) -> Self {
         let shape = ExpertsShape { experts, hidden, intermediate };
         let mut rng = Random::new(seed);
@@ -58,7 +58,7 @@ impl Case {
         Experts::new(kernels, self.shape, gate_up, down).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// In host memory, with room for `slots` on the device, which holds nothing but rubbish.
+    /// Offloads the experts to host memory, with `slots` uninitialized slots on the device.
     fn offload(&self, kernels: &KernelSet, stream: &Stream, slots: u32) -> OffloadedExperts {
         let [gate_up, down] = self.upload(stream);
         let copies = stream.device().stream().unwrap();
@@ -68,7 +68,8 @@ impl Case {
         experts
     }
 
-    /// What an expert makes of a token, and how far from it rounding may lead: the row between is rounded to bf16.
+    /// Returns an expert's output for a token and the bound of its rounding error; the intermediate row is rounded to
+    /// bf16.
     fn expert(&self, expert: u32, token: usize) -> Vec<(f64, f64)> {
         let (hidden, inner) = (self.shape.hidden as usize, self.shape.intermediate as usize);
         let x: Vec<f64> = self.x[token * hidden..][..hidden].iter().map(|bits| value(*bits)).collect();
@@ -88,7 +89,7 @@ impl Case {
             .map(|row| {
                 let w = &self.down[(expert as usize * hidden + row) * inner..][..inner];
                 let terms = gated.iter().zip(w).map(|(x, w)| x * value(*w));
-                // An element between may be rounded the other way; the row of the pair is rounded once more.
+                // An intermediate element may round the other way; the row of the pair is rounded once more.
                 let (sum, squares) =
                     terms.fold((0.0, 0.0), |(sum, squares): (f64, f64), term| (sum + term, squares + term * term));
                 (sum, squares.sqrt() / 64.0 + sum.abs() / 200.0)
@@ -97,7 +98,7 @@ impl Case {
     }
 }
 
-/// Choices of each token, on both sides.
+/// The choices of each token, on host and device.
 struct Routing {
     top_k: u32,
     ids: Vec<u32>,
@@ -105,7 +106,7 @@ struct Routing {
 }
 
 impl Routing {
-    /// Different experts for each token; one in nine is of no expert here.
+    /// Chooses distinct experts for each token; one in nine is not on this device.
     fn random(rng: &mut Random, tokens: usize, experts: u32, top_k: u32) -> Self {
         let mut ids = Vec::new();
         for _ in 0..tokens {
@@ -122,7 +123,7 @@ impl Routing {
         Self { top_k, ids, weights }
     }
 
-    /// All to one expert.
+    /// Routes all tokens to one expert.
     fn single(tokens: usize, expert: u32) -> Self {
         Self { top_k: 1, ids: vec![expert; tokens], weights: vec![0.75; tokens] }
     }
@@ -142,7 +143,7 @@ fn context_for(experts: &Experts, stream: &Stream, tokens: u32, top_k: u32) -> E
     ctx
 }
 
-/// The rows of tokens `first..`, as many as were routed.
+/// Runs the rows of tokens `first..`, as many as were routed.
 fn run(
     case: &Case,
     experts: &Experts,
@@ -198,7 +199,8 @@ fn experts_of_every_token_at_every_kind_of_routing() {
     let mut rng = Random::new(4);
     for case in [Case::new(8, 192, 64, 1), Case::new(60, 64, 320, 2), Case::new(128, 128, 128, 3)] {
         let experts = case.load(kernels, &stream);
-        // Around the edges of batch tiles, few experts with work, and more pairs than one item of the largest tile has.
+        // Around the edges of batch tiles, few experts with work, and more pairs than one item of the largest tile
+        // holds.
         for top_k in [1, 2, 4, 8] {
             for tokens in [1, 3, 17, 64, TOKENS] {
                 let routing = Routing::random(&mut rng, tokens, case.shape.experts, top_k);
@@ -230,7 +232,7 @@ fn bits_of_a_token_do_not_depend_on_the_batch() {
     let (experts, hidden) = (case.load(kernels, &stream), case.shape.hidden as usize);
     let all = Routing::random(&mut Random::new(5), TOKENS, 8, 2);
     let expected = run(&case, &experts, &stream, &all, 0, None);
-    // By fewer tokens the batch tile is another: 8, 16, 32, 64.
+    // Fewer tokens use smaller batch tiles: 8, 16, 32, 64.
     for tokens in [1, 3, 20, 40, 80] {
         for first in [0, 11, TOKENS - tokens] {
             let pairs = first * 2..(first + tokens) * 2;
@@ -269,7 +271,7 @@ fn graph_uses_the_routing_at_replay() {
         }
         ids.write(&stream, 0, &routings[at].ids).unwrap();
         weights.write(&stream, 0, &routings[at].weights).unwrap();
-        // SAFETY: all that the graph names lives to the end of this test.
+        // SAFETY: everything that the graph uses lives until the end of this test.
         unsafe { graph.launch() }.unwrap();
         if round < 20 || round % 50 == 0 {
             assert!(y.to_host(&stream).unwrap() == expected[at], "round {round} differs");
@@ -279,7 +281,7 @@ fn graph_uses_the_routing_at_replay() {
     guard_is_whole(&stream, &y, "a graph of experts");
 }
 
-/// As [`run`].
+/// Runs [`run`] with offloaded experts.
 fn run_offloaded(
     case: &Case,
     (experts, fetcher): (&OffloadedExperts, &mut Fetcher),
@@ -304,7 +306,7 @@ fn run_offloaded(
     rows
 }
 
-/// Whatever fits the device: every expert has a slot, almost so, two have one, or all take turns in a single one.
+/// Any number of slots works: one for every expert, almost as many, two, or a single slot.
 #[test]
 #[ignore = "needs a GPU"]
 fn offloaded_experts_equal_resident_experts() {
@@ -343,14 +345,13 @@ fn offloaded_experts_equal_resident_experts() {
     }
 }
 
-/// Call behind call, whose products and copies nobody waits for but they themselves: slots are overwritten all the
-/// time.
+/// Calls without a pause, which wait only for their own products and copies, so slots are overwritten all the time.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_expert_fetches_keep_every_row_correct() {
     let kernels = gpu();
     let stream = stream(kernels);
-    // Copies as large as products are long.
+    // Copies take about as long as products.
     let case = Case::new(24, 576, 448, 31);
     let all = case.load(kernels, &stream);
     let mut rng = Random::new(15);
@@ -417,7 +418,7 @@ fn invalid_expert_fetches_are_rejected() {
     let mut fetcher = Fetcher::new(&stream, case.shape, 4, 2).unwrap();
     let captured = stream.capture(|| experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
     assert!(matches!(refused(captured.map(|_| ())), LaunchError::Fetching));
-    // And nothing of it is in the way of the next.
+    // The error does not affect the next call.
     let expected = run(&case, &case.load(kernels, &stream), &stream, &routing, 0, None);
     assert!(run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, None) == expected);
 }
@@ -429,10 +430,10 @@ fn a_router_chooses_the_largest_logits() {
     let stream = stream(kernels);
     let mut rng = Random::new(7);
     for (experts, top_k) in [(8_u32, 2_u32), (60, 4), (128, 8), (512, 32), (1, 1)] {
-        // Only their number matters.
+        // Only the number of experts matters.
         let layer = Case::new(experts, 64, 64, 2).load(kernels, &stream);
         for (tokens, normalized, rounded) in [(1_u32, true, true), (9, false, false), (300, true, false)] {
-            // Few values, so that many are equal.
+            // Few distinct values, so that many are equal.
             let logits: Vec<u16> = (0..tokens * experts).map(|_| bf16(rng.below(40) as f64 / 4.0 - 3.0)).collect();
             let x = DeviceMatrix::from_host(&stream, tokens, experts, &logits).unwrap();
             let pairs = (tokens * top_k) as usize;

@@ -1,5 +1,5 @@
-//! Families `pack` and `unpack` on the GPU against the CPU's: the same bytes, the same refusals, and the weights
-//! back, bit for bit.
+//! Families `pack` and `unpack` on the GPU, compared with the CPU's: equal bytes, equal errors, and weights that are
+//! restored bit for bit.
 
 use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
@@ -22,8 +22,8 @@ use unweight_rt::{
     },
 };
 
-/// Multiples of 64 with one tile, a row and a column of tiles, groups of lists of every filling, more row blocks than
-/// the machine holds at once.
+/// Multiples of 64 with one tile, a row and a column of tiles, full and partial groups of lists, and more row blocks
+/// than the GPU holds at once.
 const SHAPES: [(usize, usize); 10] = [
     (64, 64),
     (64, 128),
@@ -45,8 +45,8 @@ fn pack_on_cpu(bytes: &[u8], shape: (usize, usize)) -> Result<PackedTensor<Vec<u
     packed::pack(Matrix::new(bytes, shape.0, shape.1).unwrap(), &Histogram::of(bytes))
 }
 
-/// The packed tensor of the GPU, with the CPU's bytes and from which the weights come back; or the refusal that is the
-/// CPU's, too.
+/// Packs on the GPU. Checks the bytes against the CPU's and unpacks the weights, or checks that the CPU reports the
+/// same error.
 fn check(
     stream: &Stream,
     packer: &mut Packer,
@@ -89,7 +89,7 @@ fn same(stream: &Stream, got: &DevicePacked, expected: &PackedTensor<Vec<u8>>, w
     }
 }
 
-/// Exponents of a window, and one element in so many one of `SPECIAL`.
+/// Returns weights with exponents of a window, and every `every`-th element from `SPECIAL`.
 fn sprinkled(shape: (usize, usize), every: usize, seed: u64) -> Vec<u8> {
     let mut rng = Random::new(seed);
     (0..shape.0 * shape.1)
@@ -137,7 +137,7 @@ fn escapes_of_every_kind_alone_and_in_lists() {
             let bytes = sprinkled(shape, every, seed as u64 * 7 + every as u64);
             let what = format!("one in {every} {shape:?}");
             let packed = check(&stream, &mut packer, &bytes, shape, &what);
-            // Small matrices may exceed the limit by chance.
+            // Small matrices may exceed the limit of escapes by chance.
             assert!(packed.is_ok() || every < 1000, "{what}");
         }
     }
@@ -256,7 +256,7 @@ fn unpacking_any_bytes_stays_in_bounds() {
         for count in lists.iter_mut().step_by(7) {
             *count %= 2000;
         }
-        // Half of the indices near the section, so that the bound is met from both sides.
+        // Half of the indices are near the section, so that both sides of the bound are tested.
         let heads: Vec<u32> = noise(grid.tiles() * 4)
             .iter()
             .map(|head| head << 31 | if head & 2 == 0 { head >> 1 } else { (head >> 4) % (words as u32 + 2) })

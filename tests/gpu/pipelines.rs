@@ -1,5 +1,5 @@
-//! Weights of MLPs as they are stored, multiplied by pipelines: against the f32 reference, every pipeline at the edges
-//! of batches, and the same bits by every variant to run them.
+//! Pipelines, which multiply stored MLP weights: compared with the f32 reference, every pipeline at the edges of
+//! batches, and the same bits for every variant.
 
 use std::path::Path;
 
@@ -47,10 +47,10 @@ use unweight_rt::{
 use crate::harness::{Random, WHOLE_TILES, Weights, error, gpu, guard_is_whole, poison, stream, value};
 use crate::jit::cache;
 
-/// Six layers, so that hard ones use each slot more than once; whole tiles.
+/// Six layers, so that hard layers use each slot more than once; whole tiles.
 const MODEL: DemoOptions = DemoOptions { layers: 6, seed: 11, ..WHOLE_TILES };
 
-/// As in `engine.rs`: rounding to bf16 everywhere costs a few parts in a thousand.
+/// As in `engine.rs`: rounding to bf16 everywhere causes an error of a few parts in a thousand.
 const BOUND: f64 = 0.02;
 
 fn bundle(home: &Path, profile: Profile) -> Bundle {
@@ -71,7 +71,7 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
     Engine::load(gpu(), bundle, options, &|_| {}).expect("an engine")
 }
 
-/// What is told beforehand of a bundle is all that its engine asks for.
+/// The list of a bundle's kernels contains every kernel that its engine requests.
 #[test]
 #[ignore = "needs a GPU"]
 fn pipelines_need_only_the_listed_kernels() {
@@ -83,7 +83,7 @@ fn pipelines_need_only_the_listed_kernels() {
         let options = options(placement);
         let chooser = gpu().chooser().clone();
         let mut specs = Engine::kernels(bundle, &options, &[*chooser.gpu_model()]).unwrap();
-        // As the command attaches them.
+        // As `kernels attach` attaches them.
         specs.extend(reachable(bundle, LoadOptions::default().placement(placement), chooser));
         let folder = home.path().join(format!("{at}{placement}"));
         let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
@@ -102,7 +102,7 @@ fn tokens(count: usize, seed: u64) -> Vec<u32> {
     (0..count).map(|_| random.below(MODEL.vocab as u64) as u32).collect()
 }
 
-/// Every profile, as it is stored and with every other coded layer made easy: chunks of a prompt, and steps.
+/// Every profile, as stored and with every other coded layer made easy: chunks of a prompt, and steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn logits_match_the_reference_for_every_encoding() {
@@ -131,7 +131,7 @@ fn logits_match_the_reference_for_every_encoding() {
     }
 }
 
-/// Texts of one batch, short ones.
+/// Returns the short texts of one batch.
 fn batch(rows: usize) -> Vec<Vec<u32>> {
     (0..rows).map(|row| tokens(2 + row % 3, row as u64)).collect()
 }
@@ -141,7 +141,7 @@ fn by_steps(engine: &mut Engine, rows: usize) -> Vec<Vec<bf16>> {
     engine.logits_by_steps(&texts.iter().map(Vec::as_slice).collect::<Vec<_>>()).unwrap()
 }
 
-/// Every variant of every projection, at the edges of the buckets; recorded and launched one by one, the same bits.
+/// Every variant of every projection at the edges of the buckets: graphs and single launches give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn every_pipeline_matches_the_reference() {
@@ -175,13 +175,13 @@ fn every_pipeline_matches_the_reference() {
     }
 }
 
-/// Each variant of hard and easy layers once, with one and two streams that multiply, and few and many multiprocessors
-/// that decode.
+/// Returns settings with each variant of hard and easy layers, with one and two streams that multiply, and with few and
+/// many SMs that decode.
 fn every_setting(engine: &mut Engine, bucket: u32) -> Vec<Setting> {
     let choices = engine.tune_pipelines().unwrap().choices(bucket).unwrap();
     let longest = choices.iter().flatten().map(Vec::len).max().unwrap_or(0);
     let [hard, easy] = &choices;
-    // Where there are no such layers, nobody asks.
+    // Without such layers, the variant does not matter.
     let nth = |variants: &[Vec<PipelineVariant>; 3], at: usize| {
         variants
             .each_ref()
@@ -196,7 +196,7 @@ fn every_setting(engine: &mut Engine, bucket: u32) -> Vec<Setting> {
     (0..longest).map(at).collect()
 }
 
-/// What a race would break: the same step, thousands of times.
+/// Finds races: the same step, thousands of times.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_replays_give_the_same_bits() {
@@ -230,7 +230,7 @@ fn repeated_replays_give_the_same_bits() {
     }
 }
 
-/// Settings that a device cannot run, and plans that were measured for another.
+/// Settings that a device cannot run, and plans that were measured for another device.
 #[test]
 #[ignore = "needs a GPU"]
 fn settings_that_cannot_run_are_refused() {
@@ -247,7 +247,7 @@ fn settings_that_cannot_run_are_refused() {
     assert_eq!(by_steps(&mut engine, 1), before, "nothing changed");
     let mut packed = load(&bundle, options(Placement::Packed));
     assert!(packed.tune_pipelines().is_err());
-    // A plan of another key is not taken.
+    // A plan with another key is not used.
     let mut plan = Plan::default();
     let bad = Setting { decode_sms: sms, ..good };
     let info = gpu().device().info();
@@ -256,7 +256,7 @@ fn settings_that_cannot_run_are_refused() {
     assert_eq!(by_steps(&mut engine, 1), before);
 }
 
-/// A deliberately bad start is improved, by steps of the engine itself; the result runs, and the journal has all of it.
+/// The tuner improves a deliberately bad start with steps of the engine. The result runs, and the journal is complete.
 #[test]
 #[ignore = "needs a GPU"]
 fn tuning_improves_a_bad_start() {
@@ -271,7 +271,7 @@ fn tuning_improves_a_bad_start() {
     let mut engine = load(&bundle, options.placement(Placement::Stored).graphs(false));
     let before = by_steps(&mut engine, 8);
     let space = engine.tune_pipelines().unwrap().space(8).unwrap();
-    // One multiprocessor for each decoder.
+    // One SM per decoder.
     let bad =
         space.point(&Setting { decode_sms: 3, consumers: 1, ..engine.tune_pipelines().unwrap().guess(8).unwrap() });
     let path = home.path().join("journal");
@@ -295,7 +295,7 @@ fn tuning_improves_a_bad_start() {
     }
 }
 
-/// Rows at both sides of every bucket's edge.
+/// Rows on both sides of every bucket's edge.
 const EDGES: [u32; 20] = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 1023, 1024];
 
 /// A projection in every encoding that a pipeline reads.
@@ -307,7 +307,7 @@ struct Encodings {
     huffman: DeviceHuffman,
     palette: DevicePalette,
     linear: Linear,
-    /// Where a pipeline decodes to.
+    /// The output of a pipeline's decoder.
     slot: (DeviceMatrix, DeviceBuffer<u8>, DeviceBuffer<u8>),
     weights: Vec<u16>,
 }
@@ -316,7 +316,7 @@ impl Encodings {
     fn new(builder: &mut LayerBuilder<'_>, [n, k]: [u32; 2], adds: bool, seed: u64) -> Self {
         let stream = builder.stream().clone();
         let mut bytes = Weights::TRAINED.bytes(n as usize * k as usize, seed);
-        // More exponents than a palette has.
+        // More exponents than a palette holds.
         for row in (0..n as usize).step_by(37) {
             bytes[row * k as usize * 2 + 1] = 0x3f;
         }
@@ -347,7 +347,7 @@ impl Encodings {
         if self.adds { Epilogue::StoreAdd } else { Epilogue::Store }
     }
 
-    /// What this is to the choice of a variant.
+    /// Returns the properties that determine the choice of a variant.
     fn loaded(&self, loaded_as: LoadedAs) -> LoadedProjection {
         let [n, k] = self.shape;
         let packed = loaded_as == LoadedAs::Linear;
@@ -386,7 +386,7 @@ impl Encodings {
         }
     }
 
-    /// `X * W^T` in double precision, and the sum of the magnitudes of each.
+    /// Returns `X * W^T` in double precision, with the sum of the magnitudes of each element's terms.
     fn reference(&self, x: &[u16]) -> Vec<(f64, f64)> {
         let (n, k) = (self.shape[0] as usize, self.shape[1] as usize);
         let values = |bits: &[u16]| bits.iter().map(|bits| value(*bits)).collect::<Vec<f64>>();
@@ -399,8 +399,8 @@ impl Encodings {
     }
 }
 
-/// Gate, up and down by every variant of every pipeline, at every edge of the buckets, against float64: launched one by
-/// one and captured, the same bits.
+/// Gate, up and down with every variant of every pipeline at every edge of the buckets, against float64: single
+/// launches and graphs give the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn every_projection_pipeline_matches_float64() {
@@ -415,7 +415,7 @@ fn every_projection_pipeline_matches_float64() {
         let [n, k] = shape;
         let x = halves(&normal_bf16((most * k) as usize, 1.0, 8 + seen.len() as u64));
         let before = halves(&normal_bf16((most * n) as usize, 1.0, 9));
-        // Rows do not depend on each other: every batch is the first rows of the largest.
+        // Rows are independent: every batch consists of the first rows of the largest.
         let exact = encodings.reference(&x);
         for m in EDGES {
             let count = (m * n) as usize;
@@ -433,7 +433,7 @@ fn every_projection_pipeline_matches_float64() {
                     let what = format!("{name}, {m} rows, {variant}");
                     let spec = loaded.kernel(Arch::Sm90a, variant, encodings.epilogue());
                     let matmul = spec.map(|spec| Matmul::new(gpu().get(&spec).unwrap()).unwrap());
-                    // What a slot holds from before is of no use.
+                    // The pipeline must not read the previous contents of a slot.
                     poison(&stream, &mut encodings.slot.0);
                     poison(&stream, &mut encodings.slot.1);
                     poison(&stream, &mut encodings.slot.2);
@@ -454,7 +454,7 @@ fn every_projection_pipeline_matches_float64() {
                     };
                     let wrong = (0..count).into_par_iter().find_first(|&at| {
                         let (error, want, magnitude) = apart(at);
-                        // The result's rounding (2^-9), and the sum's.
+                        // The rounding of the result (2^-9), and of the sum.
                         error.is_nan() || error.abs() > want.abs() * 2f64.powi(-8) + magnitude * sums
                     });
                     if let Some(at) = wrong {
@@ -474,7 +474,7 @@ fn every_projection_pipeline_matches_float64() {
                     poison(&stream, &mut encodings.slot.2);
                     let graph =
                         stream.capture(|| encodings.enqueue(variant, matmul.as_ref(), &mut ctx, &x, &mut y)).unwrap();
-                    // SAFETY: everything that the graph names is alive.
+                    // SAFETY: everything that the graph uses is alive.
                     unsafe { graph.launch() }.unwrap();
                     assert!(y.to_host(&stream).unwrap() == direct, "{what}: captured, it has other bits");
                     seen.insert(variant.to_string());

@@ -17,7 +17,7 @@ use unweight_rt::{
     },
 };
 
-/// Of no catalogue: ten warps.
+/// In no catalogue: ten warps.
 #[unweight_variant(op = gemm_mma, arch = sm90a, batch_tile = 8, row_blocks = 3, warps = 10, stages = 2)]
 struct Own;
 
@@ -31,7 +31,7 @@ const N: u32 = 448;
 const K: u32 = 320;
 const M: u32 = 5;
 
-/// The product in double precision, with the magnitudes that went into each element.
+/// Returns the product in double precision, with the sum of the magnitudes of each element's terms.
 fn oracle(x: &[u16], w: &[u16]) -> Vec<(f64, f64)> {
     let row = |values: &[u16], at: usize| values[at * K as usize..][..K as usize].to_vec();
     let of = |i: usize| {
@@ -50,14 +50,14 @@ fn assert_close(got: &[u16], exact: &[(f64, f64)]) {
     }
 }
 
-/// Weights `[N, K]` and activations `[M, K]`.
+/// Returns weights `[N, K]` and activations `[M, K]`.
 fn operands() -> (Vec<u8>, Vec<u16>) {
     let mut rng = Random::new(26);
     let x = (0..M as usize * K as usize).map(|_| bf16(rng.normal())).collect();
     (Weights::TRAINED.bytes(N as usize * K as usize, 26), x)
 }
 
-/// A set of its own: others' tests share theirs.
+/// Returns a separate kernel set, because other tests share theirs.
 fn kernels() -> KernelSet {
     KernelSet::open(gpu().device(), Env::process().expect("the environment"))
 }
@@ -69,7 +69,7 @@ fn a_registered_variant_is_chosen_by_a_layer_and_multiplies() {
     let stream = stream(&kernels);
     kernels.register::<Own>().unwrap();
     assert_eq!(kernels.registered().collect::<Vec<_>>(), [&Own::SPEC]);
-    // Pinned: what the model would choose is no matter of this test.
+    // Pinned, because the cost model's choice does not matter for this test.
     let row = MeasuredRow { n: N, k: K, m: 8, pdl: false, variant: Own::SPEC };
     let kernels = kernels.with_table(MeasuredTable { device: gpu().device().info().name.clone(), rows: vec![row] });
     let (w, x) = operands();

@@ -1,4 +1,4 @@
-//! The choice of tokens on a GPU: the tokens of the reference, whatever the logits, the batch and the cluster.
+//! The sampler on a GPU: the tokens of the reference for all logits, batches and clusters.
 
 use unweight_codegen::spec::{LogprobsSpec, Op, SampleSpec, VariantSpec, catalog};
 use unweight_model::{
@@ -21,7 +21,7 @@ fn row(params: &SampleParams) -> SampleRow {
     SampleRow { seed, temperature, top_k, top_p, min_p }
 }
 
-/// Rows of logits with how each is to be chosen from.
+/// Rows of logits with their sampling parameters.
 struct Batch {
     vocab: u32,
     pitch: u32,
@@ -33,7 +33,7 @@ struct Batch {
 impl Batch {
     fn new(rows: u32, vocab: u32, kind: Weights, seed: u64) -> Self {
         let mut random = Random::new(seed);
-        // What lies between the rows must not be looked at.
+        // The gaps between rows must not be read.
         let pitch = vocab.next_multiple_of(8) + 8;
         let logits = kind.iter(seed).take((rows * pitch) as usize).collect();
         let params = (0..rows).map(|_| {
@@ -50,7 +50,7 @@ impl Batch {
         Self { vocab, pitch, logits, params, positions }
     }
 
-    /// The tokens of the reference; of rows without one what was there.
+    /// Returns the tokens of the reference; rows without a token keep `before`.
     fn expected(&self, before: u32) -> Vec<u32> {
         let rows = self.logits.chunks_exact(self.pitch as usize).zip(&self.params).zip(&self.positions);
         rows.map(|((logits, params), &position)| {
@@ -90,7 +90,7 @@ impl Operands {
     }
 }
 
-/// Variants that sample from logits as they are, or from adjusted ones.
+/// Returns the variants that sample from unmodified or from adjusted logits.
 fn specs(adjusted: bool) -> impl Iterator<Item = VariantSpec> {
     catalog::of::<SampleSpec>().filter(move |spec| matches!(spec.op, Op::Sample(op) if op.adjusted == adjusted))
 }
@@ -118,7 +118,7 @@ fn every_variant_chooses_as_the_reference() {
                 let next = batch.positions.iter().map(|p| if *p == PAD_POSITION { *p } else { p + 1 });
                 assert_eq!(operands.positions.to_host(&stream).unwrap(), next.collect::<Vec<_>>(), "{what}");
                 guard_is_whole(&stream, &operands.ids, &what);
-                // Rows of NaN alone are reported, and nothing else is.
+                // Rows that consist of NaN are reported, and no others.
                 let all_nan = kind == Weights::Noise && vocab < 3;
                 assert!(ctx.synchronize().is_ok() || all_nan, "{what}");
             }
@@ -126,7 +126,7 @@ fn every_variant_chooses_as_the_reference() {
     }
 }
 
-/// Beside a stream that keeps the memory busy.
+/// Next to a stream that keeps memory busy.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_sampling_gives_the_same_tokens() {
@@ -203,7 +203,7 @@ impl Adjusted {
     }
 }
 
-/// Behind an ordinary sampler, over several steps of the same logits: only what the device counts changes them.
+/// After an ordinary sampler, over several steps with constant logits: only the device's counts change the logits.
 #[test]
 #[ignore = "needs a GPU"]
 fn adjusted_rows_choose_as_the_reference_and_others_stay() {
@@ -216,7 +216,7 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
             let mut batch = Batch::new(9, vocab, Weights::Gaussian { sigma: 2.0 }, u64::from(vocab) + number as u64);
             let mut random = Random::new(number as u64 + 5);
             let mut own: Vec<Adjusted> = (0..9).map(|_| Adjusted::new(&mut random, vocab)).collect();
-            // Every third row has no adjustments; slots are not in the order of rows.
+            // Every third row has no adjustments; slots are in another order than rows.
             let has = |row: usize| row % 3 != 2;
             let pitch = vocab.next_multiple_of(2) + 6;
             let states: Vec<TokenState> = own.iter().rev().flat_map(|row| row.states(pitch)).collect();
@@ -262,7 +262,7 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
                 }
                 batch.positions.iter_mut().filter(|at| **at != PAD_POSITION).for_each(|at| *at += 1);
                 if own.iter().any(|own| own.answer.last() == Some(&sampling::NO_TOKEN)) {
-                    // Of a row without a token nothing is counted; an engine ends it.
+                    // A row without a token is not counted; an engine ends its sequence.
                     break;
                 }
             }

@@ -1,4 +1,4 @@
-//! The server over the engine: what comes over HTTP is what the engine says, from many clients at once.
+//! The server with a real engine: HTTP answers match the engine's, with many clients at once.
 
 use std::{
     io::{Read, Write},
@@ -24,7 +24,7 @@ use unweight_format::{
 
 use crate::harness::gpu;
 
-/// Status and body of an answer.
+/// Returns status and body of an answer.
 fn ask(address: SocketAddr, path: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).expect("a connection");
     let (method, length) = (if body.is_empty() { "GET" } else { "POST" }, body.len());
@@ -63,7 +63,7 @@ fn served_tokens_equal_the_engine() {
     let mut engine = Engine::load(gpu(), &bundle, options, &|_| {}).expect("an engine");
     let text = Text::new(include_bytes!("../serve/tokenizer.json"), None, None).expect("a tokenizer");
 
-    // Two steps of the same size give the same bits, so a text is the same alone and over HTTP, alone.
+    // Steps of the same size give the same bits, so a text is the same alone in the engine and alone over HTTP.
     let (prompt, eos) = (vec![0, 70, 75, 80], engine.config().eos.clone());
     let params = SampleParams::default().temperature(1.0).seed(7);
     engine.add(Request::new(prompt.clone()).params(params).max_new_tokens(40).stop(eos.clone())).expect("a sequence");
@@ -84,14 +84,14 @@ fn served_tokens_equal_the_engine() {
     let clients = thread::spawn({
         let stop = Arc::clone(&stop);
         move || {
-            // Whatever a client finds, the server ends.
+            // The server must end even if a client panics.
             let asked = std::panic::catch_unwind(|| {
                 let body = json!({ "prompt": prompt, "max_tokens": 40, "seed": 7 });
                 let (status, answer) = ask(address, "/v1/completions", &body.to_string());
                 let answer: Value = serde_json::from_str(&answer).expect("JSON");
                 assert_eq!((status, answer["choices"][0]["text"].as_str()), (200, Some(expected.as_str())), "{answer}");
                 assert_eq!(answer["usage"]["completion_tokens"], tokens);
-                // More than there are rows, with streams among them, and some that nobody waits for.
+                // More clients than rows, including streams, and some that disconnect without waiting.
                 let clients: Vec<_> = (0..24)
                     .map(|client: u32| {
                         thread::spawn(move || {
@@ -115,7 +115,7 @@ fn served_tokens_equal_the_engine() {
                     })
                     .collect();
                 clients.into_iter().for_each(|client| client.join().expect("a client"));
-                // Those that nobody waited for are noticed soon.
+                // Disconnected clients are noticed soon.
                 let start = Instant::now();
                 while metric(address, "unweight_sequences_running") + metric(address, "unweight_sequences_waiting")
                     > 0.0
@@ -132,7 +132,7 @@ fn served_tokens_equal_the_engine() {
     let ended = serve(&mut engine, text, listener, ServeOptions::new("tiny"), stop);
     clients.join().unwrap().expect("what clients see");
     assert_eq!(ended.expect("a server"), Ended::Done);
-    // The engine is still of use.
+    // The engine is still usable.
     engine.add(Request::new(vec![1, 2]).max_new_tokens(1)).expect("a sequence");
     assert_eq!(engine.step().expect("a step").len(), 1);
 }

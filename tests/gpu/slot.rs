@@ -1,11 +1,10 @@
-//! Layers whose weights stay compact: small batches straight from them, larger ones from packed tiles that are written
-//! into an execution context's slot ahead of each product.
+//! Layers with compact weights: small batches use them directly; larger batches use packed tiles that are written into
+//! a slot of the execution context before each product.
 //!
-//! - Results lie within fp32 accumulation and one rounding of a double-precision product; twice and as a graph the same
-//!   bits.
-//! - Above the largest batch tile the bits are those of the packed layer: the same kernels' shapes, on the same tiles.
-//! - Layers take turns in one slot, hundreds of times, behind each other without a pause: nobody reads what is
-//!   another's.
+//! - Results are within fp32 accumulation and one rounding of a double-precision product. A second run and a graph give
+//!   the same bits.
+//! - Above the largest batch tile, the bits equal those of the packed layer: the same kernel shapes, on the same tiles.
+//! - Layers share one slot hundreds of times without a pause: no layer reads another's tiles.
 
 use std::path::Path;
 
@@ -24,7 +23,7 @@ use unweight_rt::{
 };
 
 const MAX_BATCH: u32 = 300;
-/// At and beside each batch tile, where the expansion begins, and turns of the largest batch.
+/// At and next to each batch tile, at the first expanded batch, and in parts of the largest batch.
 const BATCHES: [u32; 12] = [1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 300, 333];
 
 fn builder<'k>(kernels: &'k KernelSet, stream: &Stream, placement: Placement, pdl: bool) -> LayerBuilder<'k> {
@@ -35,7 +34,7 @@ fn builder<'k>(kernels: &'k KernelSet, stream: &Stream, placement: Placement, pd
 fn matrix(stream: &Stream, n: usize, k: usize, seed: u64) -> (DeviceMatrix, Vec<f64>) {
     let mut random = Random::new(seed);
     let mut bits = halves(&Weights::TRAINED.bytes(n * k, seed));
-    // Zeros and others far outside of either window: escapes, alone and in lists.
+    // Zeros and numbers far outside both windows: single escapes, and escapes in lists.
     for at in 0..n * k / 3000 {
         let near = at % 7 == 0 && at > 0;
         let place = if near { at * 37 % 64 } else { random.below((n * k) as u64) as usize };
@@ -45,7 +44,7 @@ fn matrix(stream: &Stream, n: usize, k: usize, seed: u64) -> (DeviceMatrix, Vec<
     (DeviceMatrix::from_host(stream, n as u32, k as u32, &bits).unwrap(), values)
 }
 
-/// `x[m, k] * w[n, k]^T`, and the magnitudes that went into each element.
+/// Returns `x[m, k] * w[n, k]^T`, with the sum of the magnitudes of each element's terms.
 fn product(x: &[f64], w: &[f64], k: usize) -> Vec<(f64, f64)> {
     x.par_chunks(k)
         .flat_map_iter(|x| {
@@ -57,7 +56,7 @@ fn product(x: &[f64], w: &[f64], k: usize) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// Y directly, again, and as a graph: the same bits.
+/// Computes Y directly, again, and in a graph, which must give the same bits.
 fn run(
     stream: &Stream,
     ctx: &mut ExecContext,
@@ -85,7 +84,7 @@ fn run(
     }
     let graph = stream.capture(|| layer.enqueue(ctx, x.view(), y.view_mut(), epilogue)).unwrap();
     start(&mut y);
-    // SAFETY: everything that the graph names is alive.
+    // SAFETY: everything that the graph uses is alive.
     unsafe { graph.launch() }.unwrap();
     outputs.push(y.to_host(stream).unwrap());
     assert!(outputs.iter().all(|output| *output == outputs[0]), "two runs, or the graph, differ at {m} rows");
@@ -171,8 +170,8 @@ fn a_compact_gate_and_up_activate_their_product() {
     }
 }
 
-/// An expansion that began before the product in front of it had read the slot, or a product that began before the
-/// expansion was done, would mix two layers' weights.
+/// An expansion that begins before the previous product has read the slot, or a product that begins before its
+/// expansion is complete, would mix two layers' weights.
 #[test]
 #[ignore = "needs a GPU"]
 fn layers_share_one_slot() {
@@ -192,7 +191,7 @@ fn layers_share_one_slot() {
         let x = DeviceMatrix::from_host(&stream, m, SIDE as u32, &x).unwrap();
         let mut ys: Vec<DeviceMatrix> =
             layers.iter().map(|_| DeviceMatrix::zeroed(&stream, m, SIDE as u32).unwrap()).collect();
-        // Between two of these, small batches straight from the weights, as programmatic dependents.
+        // In between, small batches directly from the weights, as programmatic dependents.
         let mut one = DeviceMatrix::zeroed(&stream, 1, SIDE as u32).unwrap();
         let first = x.view().part(0..1, 0..SIDE as u32).unwrap();
         let graph = stream.capture(|| {
@@ -208,7 +207,7 @@ fn layers_share_one_slot() {
         let graph = graph.unwrap();
         for round in 0..200 {
             ys.iter_mut().for_each(|y| poison(&stream, y));
-            // SAFETY: everything that the graph names is alive.
+            // SAFETY: everything that the graph uses is alive.
             unsafe { graph.launch() }.unwrap();
             for (y, alone) in ys.iter().zip(&alone) {
                 assert!(y.to_host(&stream).unwrap() == *alone, "round {round} at {m}: another layer's weights");
@@ -247,8 +246,8 @@ fn compact_bundle(home: &Path) -> Bundle {
     Bundle::open(&target).unwrap()
 }
 
-/// Out of a bundle: alone as they are stored, merged as the host encodes them; what is not asked to stay small is
-/// packed.
+/// Layers of a bundle: single layers as stored, merged layers as the host encodes them. Layers that are not requested
+/// as compact are packed.
 #[test]
 #[ignore = "needs a GPU"]
 fn compact_tensors_of_a_bundle_stay_compact() {
@@ -261,7 +260,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
     let [gate, up, down] = ["gate", "up", "down"].map(|part| name(&format!("mlp.{part}")));
     for placement in [Placement::Compact, Placement::Packed] {
         let options = LoadOptions::default().max_batch(MAX_BATCH).placement(placement);
-        // A set of its own, so that no test beside this one loads into it.
+        // A separate kernel set, so that no concurrent test loads kernels into it.
         let kernels = KernelSet::open(&device, Env::process().unwrap());
         let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, options, &|_| {}).unwrap();
         let loaded = kernels.len();
@@ -269,7 +268,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
         let qkv = loader.merge(&[&q, &k, &v], Merge::Rows).unwrap();
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
         assert_eq!(kernels.len(), loaded, "{placement}: a kernel was made when a layer was loaded");
-        // Small tensors may be stored in another encoding, and then they are packed: alone, or with all of their layer.
+        // Small tensors may be stored in another encoding. Then they are packed, alone or with the rest of their layer.
         let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == EncodingId::COMPACT;
         let mut stay = 0;
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v]), (&mlp, vec![&gate, &up])] {
@@ -298,8 +297,8 @@ fn compact_tensors_of_a_bundle_stay_compact() {
     }
 }
 
-/// What runs above batch 64 on architectures without `wgmma`, asked for by an option: packed and compact weights that
-/// are expanded to BF16 for cuBLAS, which may round a product before it is added to or activated.
+/// The path above batch 64 on architectures without `wgmma`, enabled by an option: packed and compact weights are
+/// expanded to BF16 for cuBLAS, which may round a product before an addition or an activation.
 #[test]
 #[ignore = "needs a GPU"]
 fn weights_are_expanded_to_bf16_for_cublas() {
@@ -312,7 +311,7 @@ fn weights_are_expanded_to_bf16_for_cublas() {
         let ((gate, gates), (up, ups)) = (matrix(&stream, n, k, 5), matrix(&stream, n, k, 6));
         let rows = builder.layer("rows", &[gate.view()], Merge::Rows).unwrap();
         let mlp = builder.layer("mlp", &[gate.view(), up.view()], Merge::SiluMul).unwrap();
-        // Packed and padded, however it is to lie.
+        // Packed and padded, whatever the requested placement.
         let (odd, odds) = matrix(&stream, 100, 72, 7);
         let padded = builder.layer("padded", &[odd.view()], Merge::Rows).unwrap();
         assert_eq!(
@@ -322,7 +321,7 @@ fn weights_are_expanded_to_bf16_for_cublas() {
         assert!(padded.is_packed());
         let mut ctx = builder.context(&stream).unwrap();
         assert!(ctx.size().cublas && ctx.size().slot_bytes >= (2 * 2 * n * k) as u64);
-        // Several turns of what lies beside the products, and of the largest batch.
+        // Batches that use the scratch memory in several parts, and several parts of the largest batch.
         for m in [64, 65, 128, 513, 700, 701] {
             let what = format!("{placement} at {m}");
             assert_eq!(rows.variant(m, Epilogue::Store).is_none(), m > 64, "{what}");
@@ -337,7 +336,7 @@ fn weights_are_expanded_to_bf16_for_cublas() {
                 (product + old, (size + old.abs()) * 1e-6 + product.abs() / 256.0)
             });
             close(&added, sums, &format!("{what}, added"));
-            // Both products are rounded before they are activated: each by 2^-8 of itself at most.
+            // Both products are rounded before the activation: by at most 2^-8 relative each.
             let activated = gates.iter().zip(&ups).map(|((gate, gate_size), (up, up_size))| {
                 let out = gate / (1.0 + (-gate).exp()) * up;
                 let (gate_error, up_error) = (gate_size * 1e-6 + gate.abs() / 256.0, up_size * 1e-6 + up.abs() / 256.0);

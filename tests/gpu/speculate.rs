@@ -1,7 +1,7 @@
-//! Speculative decoding: the bits of steps without drafts, and nothing wrong where pages are few or sequences end.
+//! Speculative decoding: the bits of steps without drafts, and correct results when pages are few or sequences end.
 //!
-//! Steps of other sizes differ by rounding. So where bits are compared, a sequence that has no drafts runs along, and
-//! all steps have 2 to 8 rows: with drafts and without they are steps of 8 rows.
+//! Steps of other sizes differ by rounding. Where bits are compared, a sequence without drafts therefore runs along,
+//! and all steps have 2 to 8 rows, so that they run as steps of 8 rows with and without drafts.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -40,7 +40,7 @@ fn run_beside(engine: &mut Engine, requests: &[Request]) -> Vec<Told> {
         }
         left
     };
-    // How a prompt is cut depends on those that wait: none does.
+    // The number of waiting prompts affects how a prompt is split, so no other prompt waits.
     let begin = |request: &Request| {
         let id = engine.add(request.clone()).unwrap();
         while !told.contains_key(&id) {
@@ -57,7 +57,7 @@ fn run_beside(engine: &mut Engine, requests: &[Request]) -> Vec<Told> {
     ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
 }
 
-/// Prompts that repeat a few tokens.
+/// Returns prompts that repeat a few tokens.
 fn repeating(count: u64, vocab: usize, new: u32, params: SampleParams) -> Vec<Request> {
     let mut random = Random::new(count);
     let one = |index: u64| {
@@ -69,7 +69,7 @@ fn repeating(count: u64, vocab: usize, new: u32, params: SampleParams) -> Vec<Re
     (0..count).map(one).collect()
 }
 
-/// Engines without drafts and with up to `speculate` tokens.
+/// Returns engines without drafts and with up to `speculate` drafted tokens.
 fn engines(bundle: &Bundle, options: &EngineOptions, speculate: u32) -> [Engine; 2] {
     [0, speculate].map(|speculate| load(bundle, options.clone().speculate(speculate)))
 }
@@ -92,7 +92,7 @@ fn drafts_change_no_bit() {
         for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Bf16, false)] {
             let options = options().context(2048).placement(placement).kv_cache(cache).graphs(graphs);
             for (max_batch, speculate) in [(2, 3), (4, 1)] {
-                // Beginnings that stay would hold units.
+                // Prefixes that stay in the cache would hold units.
                 let options = options.clone().max_batch(max_batch).prefix_cache(cache == KvCache::Bf16);
                 let [mut plain, mut drafting] = engines(&bundle, &options, speculate);
                 let free = (drafting.free_pages(), drafting.free_units().unwrap());
@@ -129,7 +129,7 @@ fn drafts_change_no_bit_of_any_family() {
         bundle::compress(&source, &target, &CompressOptions::default(), &Silent).unwrap();
         let bundle = Bundle::open(&target).unwrap();
         for cache in [KvCache::Bf16, KvCache::Packed] {
-            // Two sequences, and room for both to grow.
+            // Two sequences, with space for both to grow.
             let options = EngineOptions::default().max_batch(4).context(context).memory(1 << 30).kv_cache(cache);
             let [mut plain, mut drafting] = engines(&bundle, &options, 3);
             let vocab = plain.config().vocab as usize;
@@ -146,7 +146,7 @@ fn drafts_change_no_bit_of_any_family() {
     assert!(accepted > 0, "no draft was right");
 }
 
-/// Up to 64 rows of up to 8 sequences: other kernels, so the tokens are held against logits of prompts.
+/// Up to 64 rows of up to 8 sequences use other kernels, so tokens are checked against logits of prompts.
 #[test]
 #[ignore = "needs a GPU"]
 fn drafts_of_large_batches_are_most_likely() {
@@ -170,8 +170,8 @@ fn drafts_of_large_batches_are_most_likely() {
     }
 }
 
-/// At this temperature tokens follow from seed and position alone, and the prompt has most of them: nearly all drafts
-/// are right, and no token is another.
+/// At this temperature, tokens depend only on seed and position, and the prompt contains most of them. Nearly all
+/// drafts are accepted, and no token changes.
 #[test]
 #[ignore = "needs a GPU"]
 fn sampled_drafts_are_accepted() {
@@ -188,7 +188,7 @@ fn sampled_drafts_are_accepted() {
         for speculate in [1, 4, 7, 15] {
             let mut engine = load(&bundle, options.clone().speculate(speculate));
             let told = run(&mut engine, &request(prompt.clone())).remove(0);
-            // A token may be another where noise is as close as rounding.
+            // A token may differ if the noise is equal up to rounding.
             let others = told.iter().zip(&expected).filter(|(told, expected)| told != expected).count();
             assert!(told.len() == 240 && others <= 2, "{cache:?}, {speculate}: {others} other tokens");
             let counts = engine.draft_counts();
@@ -210,7 +210,7 @@ fn drafting_sequences_are_preempted_shared_and_cancelled() {
         let fixed = whole.total() - u64::from(whole.pages) * whole.token * 64;
         let mut engine = load(&bundle, options.memory(fixed + 14 * whole.token * 64));
         let free = engine.free_pages();
-        // Pairs that begin alike.
+        // Pairs with the same prefix.
         let mut requests = repeating(8, vocab, 200, SampleParams::default());
         for (index, request) in requests.iter_mut().enumerate() {
             request.prompt = [tokens(70, vocab, index as u64 / 2), std::mem::take(&mut request.prompt)].concat();

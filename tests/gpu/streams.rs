@@ -1,4 +1,4 @@
-//! Several streams at once: launches whose blocks wait for each other neither hang nor change their bits.
+//! Concurrent streams: launches whose blocks wait for each other do not hang, and their bits do not change.
 
 use std::{
     panic::{self, AssertUnwindSafe},
@@ -25,7 +25,7 @@ use unweight_rt::{
     },
 };
 
-/// Ends the process if it is not dropped in time: blocks that wait for each other for ever cannot be interrupted.
+/// Ends the process unless dropped in time, because blocks that wait for each other forever cannot be interrupted.
 struct Deadline(Option<std::sync::mpsc::Sender<()>>);
 
 impl Deadline {
@@ -47,7 +47,7 @@ impl Drop for Deadline {
     }
 }
 
-/// Every catalogued variant whose blocks wait for each other at this problem.
+/// Returns every catalogued variant whose blocks wait for each other at this problem.
 fn waiting(problem: GemmShape, sms: u32) -> Vec<VariantSpec> {
     let waits = |spec: &VariantSpec| {
         let plan = Plan::new(spec).unwrap();
@@ -82,7 +82,7 @@ impl Runner {
     }
 }
 
-/// Fills all multiprocessors, and shares tiles of Y at every batch tile.
+/// Fills all SMs, and splits tiles of Y at every batch tile.
 const PROBLEM: GemmShape = GemmShape { m: 300, n: 1088, k: 4096 };
 const LAUNCHES: usize = 1000;
 const ROUNDS: usize = 10;
@@ -94,7 +94,7 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
     let kernels = gpu();
     let specs: Vec<VariantSpec> = waiting(PROBLEM, kernels.device().info().sms)
         .into_iter()
-        // Those that add would not give the same bits twice.
+        // Variants that add to Y would not give the same bits twice.
         .filter(|spec| spec.to_string().ends_with("_store"))
         .collect();
     assert!(specs.len() >= 4, "{specs:?}");
@@ -126,7 +126,7 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
                 assert!(runner.bits() == *alone, "{spec} beside another: other bits than alone");
             }
         }
-        // The same as graphs, which the driver schedules by itself.
+        // The same as graphs, which the driver schedules itself.
         let graphs = [&mut one, &mut other].map(|runner| {
             let Runner { matmul, stream, ctx, y } = runner;
             stream
@@ -146,14 +146,14 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
     }
 }
 
-/// More than both pieces of page-locked memory hold, and lengths that divide nothing.
+/// More than both pieces of pinned memory hold, and lengths that are not multiples of a piece.
 #[test]
 #[ignore = "needs a GPU"]
 fn staged_uploads_arrive_complete_and_in_order() {
     let stream = stream(gpu());
     let mut staging = Staging::new(&stream);
     let mut rng = Random::new(31);
-    // 210 MB: four pieces, the last one part of one.
+    // 210 MB: four pieces, the last one partial.
     let (rows, cols) = (1001u32, 104_896u32);
     let bytes: Vec<u8> = (0..rows as usize * cols as usize * 2 / 8).flat_map(|_| rng.bits().to_le_bytes()).collect();
     let mut matrix = DeviceMatrix::zeroed(&stream, rows, cols).unwrap();
@@ -190,7 +190,7 @@ fn failed_capture_leaves_the_stream_usable() {
         })
     }));
     assert!(panicked.is_err() && !stream.is_capturing().unwrap());
-    // Waiting is not allowed in a recording, and spoils it.
+    // Synchronizing during a capture is not allowed, and invalidates the capture.
     assert!(stream.capture(|| stream.synchronize()).is_err() && !stream.is_capturing().unwrap());
     assert_eq!(bytes.to_host(&stream).unwrap(), [0; 64], "what was recorded has not run");
     let graph = stream.capture(|| bytes.fill_bytes(&stream, 2)).unwrap();

@@ -1,8 +1,8 @@
-//! The kernel cache under many processes: a cold start, kills half-way, a full disk.
+//! The kernel cache with many processes: a cold start, kills during a compile, a full disk.
 //!
-//! Each test runs this very binary again, as [`child`], which is a test that does nothing unless it is told to by
-//! variables. The compiler is the fake one: what is tested is who compiles, how often, and what is left on disk. It
-//! notes each compile as a line appended to a log that all processes share.
+//! Each test starts this binary again as [`child`], a test that does nothing unless environment variables enable it.
+//! The compiler is fake and appends a line to a shared log per compile: the tests check which process compiles, how
+//! often, and what is left on disk.
 
 use std::fs::File;
 use std::io::Write;
@@ -19,7 +19,7 @@ use unweight_rt::{
     raw::jit::cache::{Kept, KernelCache, Policy, Store},
 };
 
-/// Kernels that a child asks for.
+/// Kernels that a child requests.
 const KERNELS: usize = 6;
 
 fn request(index: usize) -> CompileRequest {
@@ -32,7 +32,7 @@ fn request(index: usize) -> CompileRequest {
     }
 }
 
-/// The fake compiler, noting each compile.
+/// The fake compiler, which logs each compile.
 struct Noting {
     fake: FakeCompiler,
     log: PathBuf,
@@ -45,7 +45,7 @@ impl Compiler for Noting {
 
     fn compile(&self, request: &CompileRequest) -> Result<Compiled, Error> {
         let mut log = File::options().append(true).create(true).open(&self.log).unwrap();
-        // One write of a few bytes to a file opened for appending is not torn.
+        // A write of a few bytes to a file opened for appending is atomic.
         log.write_all(format!("{}\n", request.name).as_bytes()).unwrap();
         self.fake.compile(request)
     }
@@ -61,7 +61,7 @@ fn child() {
     let start_at: u128 = variable("CHILD_START_MS").parse().unwrap();
     let compiler = Noting { fake: FakeCompiler::new("1.0", delay), log: variable("CHILD_LOG").into() };
     let policy = Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(120) };
-    // All at the same moment, however long each took to be started.
+    // All children start at the same moment, independent of their start-up time.
     while now_ms() < start_at {
         std::thread::sleep(Duration::from_micros(200));
     }
@@ -97,7 +97,7 @@ impl Bench {
         Bench { root: dir.path().join("cache"), log: dir.path().join("compiles.log"), _dir: dir }
     }
 
-    /// A child that begins `in_ms` from now.
+    /// Returns the command of a child that begins `in_ms` from now.
     fn command(&self, delay_ms: u64, in_ms: u128) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "cache_processes::child", "--ignored", "--nocapture", "--test-threads=1"]);
@@ -132,7 +132,7 @@ impl Bench {
     }
 }
 
-/// What a child printed about each kernel. Fails with all of its output if it failed.
+/// Returns the lines that a child printed about the kernels. Panics with all of its output if it failed.
 fn states(child: Child) -> Vec<String> {
     let output = child.wait_with_output().unwrap();
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -152,7 +152,7 @@ fn cold_cache_compiles_each_kernel_once_for_many_processes() {
     let compiled: Vec<_> = states.iter().filter(|state| state.contains("compiled")).collect();
     assert_eq!(compiled.len(), KERNELS, "{compiled:?}");
     assert!(compiled.iter().all(|state| state.ends_with("why=Absent kept=Stored")), "{compiled:?}");
-    // They did meet: some waited for another's compile.
+    // The processes overlapped: some waited for another's compile.
     assert!(states.iter().any(|state| state.ends_with("waited")), "{states:?}");
     let verified = bench.store().verify(false).unwrap();
     assert_eq!((verified.good, verified.damaged.len()), (KERNELS, 0), "{verified:?}");
@@ -179,7 +179,7 @@ fn damaged_entry_is_rebuilt_once_by_many_processes() {
 #[test]
 fn killed_compile_leaves_no_lock() {
     let bench = Bench::new();
-    // It compiles two kernels at once and would take a minute for each.
+    // The child compiles two kernels at once, each for a minute.
     let mut victim = bench.command(60_000, 0).spawn().unwrap();
     let start = Instant::now();
     while bench.compiles().len() < 2 {
@@ -200,7 +200,7 @@ fn killed_process_leaves_only_complete_entries() {
     let mut partial = 0;
     for round in 0..24u64 {
         let mut victim = bench.command(3, 0).spawn().unwrap();
-        // From before its first entry to after its last, in steps smaller than a store takes.
+        // Kill times range from before its first entry to after its last, in steps shorter than a store.
         let start = Instant::now();
         while bench.compiles().is_empty() && start.elapsed() < Duration::from_secs(20) {
             std::hint::spin_loop();
@@ -211,7 +211,7 @@ fn killed_process_leaves_only_complete_entries() {
         let verified = bench.store().verify(false).unwrap();
         assert!(verified.damaged.is_empty(), "round {round}: {verified:?}");
         partial += usize::from(verified.good > 0 && verified.good < KERNELS);
-        // The next process has every kernel, whatever was left.
+        // The next process gets every kernel, whatever the killed one left.
         let states = states(bench.command(0, 0).spawn().unwrap());
         assert!(states.iter().all(|state| !state.contains("NotStored")), "{states:?}");
         assert_eq!(bench.store().verify(false).unwrap().good, KERNELS);
@@ -225,9 +225,9 @@ fn killed_process_leaves_only_complete_entries() {
 #[test]
 fn full_disk_is_a_miss_without_partial_entries() {
     let bench = Bench::new();
-    // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself
-    // and its child, which handles no signal: the store itself must not raise one. The limit counts blocks of 512 or
-    // 1024 bytes; a cubin of the fake compiler has 4096 bytes.
+    // A limit on file sizes makes writes fail half-way as a full disk does, even for root. The shell sets it for itself
+    // and its child. The child handles no signal, so the store itself must not raise one. The limit counts blocks of
+    // 512 or 1024 bytes; a cubin of the fake compiler has 4096 bytes.
     let mut command = Command::new("sh");
     let exe = std::env::current_exe().unwrap();
     command
@@ -240,13 +240,13 @@ fn full_disk_is_a_miss_without_partial_entries() {
     }
     assert!(bench.store().ls().unwrap().is_empty());
     assert_eq!(std::fs::read_dir(bench.root.join("building")).unwrap().count(), 0);
-    // With room again, all is as if nothing had been.
+    // With free space again, the cache works as before.
     assert!(states(bench.command(0, 0).spawn().unwrap()).iter().all(|state| state.ends_with("kept=Stored")));
 }
 
 #[test]
 fn file_in_place_of_the_cache_folder_is_a_miss() {
-    // A read-only folder would not stop root, a file does stop everybody.
+    // A read-only folder would not stop root; a file in its place stops every user.
     let bench = Bench::new();
     std::fs::write(&bench.root, "not a folder").unwrap();
     for state in states(bench.command(0, 0).spawn().unwrap()) {
@@ -269,8 +269,8 @@ fn read_only_cache_is_read_and_not_written() {
         }
     };
     set(0o500);
-    // Modes do not hold root; then the kernel is simply stored, and the store-side of this is shown by the unit test
-    // with files in the folders' places.
+    // Modes do not restrict root. Then the kernel is stored, and unit tests with files in place of folders cover this
+    // case.
     let enforced = File::create(bench.root.join("entries/probe")).is_err();
     let cache = KernelCache::new(
         Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(5) },

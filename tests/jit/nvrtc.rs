@@ -1,9 +1,9 @@
-//! Every shipped kernel through the real compiler, on a machine without a GPU.
+//! Compiles every shipped kernel with NVRTC, on a machine without a GPU.
 //!
-//! What a compile alone can prove: it compiles for sm_90a; nothing spills; the assembler did not serialise a wgmma or
-//! ignore a setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and parameters are those of
-//! the plan; the instructions that a kernel is built around are there. The first tests hold the instruments themselves:
-//! each of these conditions is seen when it is violated.
+//! Checks what a compile alone can prove: the kernel compiles for sm_90a and does not spill; the assembler did not
+//! serialize a wgmma or ignore a setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and
+//! parameters match the plan; the instructions that the kernel is built around are present. The first tests check the
+//! checks: each violation is detected.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -26,7 +26,7 @@ use unweight_rt::{
     raw::jit::cache::{KernelCache, Policy},
 };
 
-/// The compiler, or a failure that says how to get it: without it these tests would show nothing.
+/// Returns the compiler. Fails with instructions if it is missing, because these tests would be meaningless without it.
 fn compiler() -> NvrtcCompiler {
     let env = Env::process().unwrap_or_else(|error| panic!("{error}"));
     let compiler = NvrtcCompiler::new(env);
@@ -49,7 +49,7 @@ fn inline(name: &str, source: &str) -> CompileRequest {
     }
 }
 
-/// Compiles and reads the kernel; the log beside it.
+/// Compiles a kernel. Returns its properties and the log.
 fn examine(compiler: &NvrtcCompiler, request: &CompileRequest) -> (KernelInfo, String) {
     let compiled = compiler.compile(request).unwrap_or_else(|error| panic!("{error}"));
     let info = cubin::read(&compiled.cubin).unwrap();
@@ -58,7 +58,7 @@ fn examine(compiler: &NvrtcCompiler, request: &CompileRequest) -> (KernelInfo, S
     (kernel, compiled.log)
 }
 
-/// What no shipped kernel may show.
+/// Returns faults that no shipped kernel may have.
 fn faults(kernel: &KernelInfo, log: &str) -> Vec<String> {
     let mut faults = Vec::new();
     if kernel.spills() {
@@ -80,7 +80,7 @@ fn faults(kernel: &KernelInfo, log: &str) -> Vec<String> {
     faults
 }
 
-/// Source of a kernel around one line of inline assembly or CUDA.
+/// Returns the source of a kernel with one line of inline assembly or CUDA.
 fn around(body: &str) -> String {
     format!(
         "struct alignas(64) Map {{ unsigned long long opaque[16]; }};\n\
@@ -181,7 +181,7 @@ fn each_opcode_is_that_of_its_instruction() {
     for (opcode, count, body) in table {
         let (kernel, _) = examine(&compiler, &inline("k", &around(&body)));
         assert_eq!(kernel.count(&[opcode]), count, "{opcode:?} in\n{body}\n{:?}", kernel.opcodes);
-        // And no other opcode of the list is mistaken for it; an array in local memory is both stored to and loaded
+        // The opcode is not mistaken for any other in the list. An array in local memory is both stored to and loaded
         // from.
         let others: Vec<Opcode> = every
             .into_iter()
@@ -277,7 +277,7 @@ fn compile_error_shows_its_line_and_keeps_the_source() {
     let kept = failure.kept.as_ref().unwrap();
     assert_eq!(std::fs::read_to_string(kept.join("kernel.cu")).unwrap(), request.source);
     assert_eq!(std::fs::read_to_string(kept.join("log.txt")).unwrap(), failure.log());
-    // An option that does not exist, and an architecture for which there is no binary, are told as such.
+    // An unknown option and an unsupported architecture are reported as such.
     let good = inline("k", &around(""));
     let error =
         cache.get(&CompileRequest { options: vec!["--no-such-option".to_owned()], ..good.clone() }).unwrap_err();
@@ -290,7 +290,7 @@ fn policy(mode: JitMode) -> Policy {
     Policy { mode, lock_timeout: Duration::from_secs(60) }
 }
 
-/// A kernel of each family.
+/// Returns a kernel of each family.
 fn a_few() -> Vec<CompileRequest> {
     let first = FAMILIES.iter().filter_map(|family| (family.catalogue)(Arch::Sm90a).first().copied());
     let few: Vec<_> = first.map(|spec| CompileRequest::render(&spec).unwrap()).collect();
@@ -305,7 +305,7 @@ fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
     let cold = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
     let cold = cold.compile_all(&requests, 2, &|_| {}).unwrap();
     assert!(cold.iter().all(|artifact| !artifact.state.is_hit()));
-    // A compiler of its own, so that looking for the library counts as well; it is loaded already.
+    // A new compiler, so that the time includes finding the library, which is loaded already.
     let start = Instant::now();
     let warm = KernelCache::new(policy(JitMode::Auto), Some(dir.path()), Arc::new(compiler()));
     let warm = warm.compile_all(&requests, 2, &|_| {}).unwrap();
@@ -317,14 +317,14 @@ fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
     }
     // Below 1 ms on two idle x86-64 cores; the margin is for a busy machine.
     assert!(elapsed < Duration::from_millis(500), "a warm start took {elapsed:?}");
-    // Another compile, of an earlier run or of this one, gave the same bytes: that is why content can be the key.
+    // Another compile, by an earlier run or this one, gave the same bytes. This is why the content can be the key.
     let other = kept().compile_all(&requests, 2, &|_| {}).unwrap();
     for (cold, other) in cold.iter().zip(&other) {
         assert_eq!(cold.cubin, other.cubin, "{}", cold.name);
     }
 }
 
-/// Kernels that earlier runs compiled, found by their whole text, their options and the compiler.
+/// Returns the cache of kernels from earlier runs, keyed by source, options and compiler.
 pub fn kept() -> KernelCache {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins");
     KernelCache::new(policy(JitMode::Auto), Some(&folder), Arc::new(compiler()))
@@ -371,14 +371,14 @@ fn the_catalogue_compiles_to_its_plans() {
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
 }
 
-/// Whether every variant is compiled, ten minutes of two processors, or of each block the one that needs most. Who
-/// changes a kernel, the generator or NVRTC sets it.
+/// Whether to compile every variant (ten minutes on two cores) or only the most demanding one of each block. Set
+/// `UNWEIGHT_TEST_ALL` after a change of a kernel, the generator or NVRTC.
 fn whole_catalogue() -> bool {
     std::env::var_os("UNWEIGHT_TEST_ALL").is_some()
 }
 
-/// The block that a variant is: the variant without what changes neither its tiles nor its rings. Of decoders what also
-/// shapes their table: pairs of codes, single ones, or ones of half the size.
+/// Returns the block of a variant: the variant without the axes that change neither its tiles nor its rings. For
+/// decoders, a block also includes the form of the table: pairs of codes, single codes, or half the size.
 fn block(spec: &VariantSpec) -> VariantSpec {
     let op = match spec.op {
         Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { escapes: true, pdl: false, epilogue: Epilogue::Store, ..op }),
@@ -412,7 +412,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
     VariantSpec { op, ..*spec }
 }
 
-/// Of the variants of a block, the one that needs most registers, as far as a name tells.
+/// Returns whether a variant is the one of its block that needs most registers, judging by its name.
 fn is_worst(spec: &VariantSpec) -> bool {
     match spec.op {
         Op::GemmMma(op) => op.dump || op.escapes && op.epilogue == Epilogue::SiluMul,
@@ -423,9 +423,9 @@ fn is_worst(spec: &VariantSpec) -> bool {
     }
 }
 
-/// The block that is looked at for a variant. Matmuls and routing hold as many registers as there are, and the
-/// assembler of each generation shares them out in its own way: every block, on the first architecture of a generation.
-/// What needs fewer is looked at on the first that has it.
+/// Returns the block that represents a variant. Matmuls and routing use all registers, which the assembler of each
+/// generation allocates differently: every block is compiled for the first architecture of a generation. Blocks that
+/// need fewer are compiled for the first architecture that has them.
 fn stands_for(spec: &VariantSpec) -> VariantSpec {
     let arch = match (spec.arch, spec.op) {
         (Arch::Sm89, Op::GemmMma(_)) => Arch::Sm86,
@@ -436,9 +436,9 @@ fn stands_for(spec: &VariantSpec) -> VariantSpec {
     VariantSpec { arch, ..block(spec) }
 }
 
-/// What ships for other architectures compiles to its plan there, without spills: each block, as the variant that needs
-/// most, of the large families only with `UNWEIGHT_TEST_ALL`; and of each generation one of each family, batch tile,
-/// form of output and KV cache. No such device was at hand: this is all that is known of them.
+/// Variants for other architectures compile to their plans without spills: each block as its most demanding variant
+/// (for large families only with `UNWEIGHT_TEST_ALL`), and per generation one of each family, batch tile, output format
+/// and KV cache. No such device was available, so this is their only test.
 #[test]
 fn other_architectures_compile_to_their_plans() {
     let others = || Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a);
@@ -451,13 +451,13 @@ fn other_architectures_compile_to_their_plans() {
             _ => 0,
         };
         let is_new = blocks.insert(stands_for(&spec));
-        // These have most blocks; every night all of them are compiled.
+        // These families have most blocks; all of them are compiled every night.
         let is_large = matches!(
             spec.op,
             Op::GemmMma(_) | Op::GemmCompact(_) | Op::Attention(_) | Op::DecodeHuffman(_) | Op::KvPack(_)
         );
         let is_new = is_new && (whole_catalogue() || !is_large);
-        // The second architecture of a generation has the first one's kernels.
+        // The second architecture of a generation has the same kernels as the first.
         let is_first = whole_catalogue() || !matches!(spec.arch, Arch::Sm89 | Arch::Sm103a);
         if is_first && kinds.insert((spec.arch, spec.op.family(), kind)) || is_new {
             specs.push(spec);
@@ -484,8 +484,7 @@ fn other_architectures_compile_to_their_plans() {
     assert!(report.is_empty(), "{report}");
 }
 
-/// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is
-/// not shipped.
+/// Variants outside the catalogue also compile to their plans. They may spill, which is why they are not shipped.
 #[test]
 fn extreme_axis_values_compile_to_their_plans() {
     let names = [
@@ -519,7 +518,7 @@ fn extreme_axis_values_compile_to_their_plans() {
     }
 }
 
-/// What the heads of Gemma 2, Gemma 3 and Falcon3 need is not all shipped, and does not spill either.
+/// Variants for the heads of Gemma 2, Gemma 3 and Falcon3 are not all shipped, and do not spill either.
 #[test]
 fn large_heads_and_soft_caps_compile_without_spills() {
     let of = |arch: Arch, name: &str| format!("uw_{}_attention_{name}", arch.tag());
@@ -549,7 +548,7 @@ fn large_heads_and_soft_caps_compile_without_spills() {
     }
 }
 
-/// Where a kernel is not what its plan says.
+/// Returns how a kernel differs from its plan.
 fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
     let resources = &kernel.resources;
     let limits = plan.spec.arch.limits();
@@ -571,7 +570,7 @@ fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
             resources.registers, plan.launch.blocks_per_sm, plan.launch.threads
         ),
     );
-    // Roles trade registers within what the launch allocates. If they ask for more, setmaxnreg waits for ever.
+    // Roles exchange registers within the launch's allocation. If they request more, setmaxnreg waits forever.
     let raised = plan.roles.roles().any(|role| role.registers.is_some());
     let traded: u32 = plan
         .roles
@@ -580,7 +579,7 @@ fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
         .sum();
     let allocated = resources.registers * plan.launch.threads;
     check(traded <= allocated, format!("roles ask for {traded} registers, the launch allocates {allocated}"));
-    // All shared memory is asked for at launch, by the plan's sections: none is static.
+    // All shared memory is dynamic, in the plan's sections.
     check(resources.static_smem_bytes == 0, format!("{} bytes of static shared memory", resources.static_smem_bytes));
     check(
         plan.smem.bytes() <= limits.smem_bytes_per_block,
@@ -592,7 +591,7 @@ fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
         resources.param_bytes as usize == args_bytes,
         format!("{} bytes of parameters, abi {args_bytes}", resources.param_bytes),
     );
-    // What the family is built around, and what would show that it is not.
+    // Instructions that the family is built around, and instructions that must be absent.
     let has = |instruction| plan.spec.op.instructions().has(instruction);
     let expected = [
         ("HGMMA", Opcode::HGMMA, has(Instruction::Wgmma)),

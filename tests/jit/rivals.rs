@@ -1,4 +1,4 @@
-//! The kernels of `unweight-rivals`: through the real compiler, and as snapshots like those of `snapshots.rs`.
+//! Compiles the kernels of `unweight-rivals` with NVRTC, and compares them with snapshots as `snapshots.rs` does.
 
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -9,7 +9,7 @@ use unweight_rt::raw::jit::{compiler::CompileRequest, cubin};
 
 use crate::nvrtc::kept;
 
-/// Compiles for an architecture; what is wrong with each.
+/// Compiles for an architecture. Returns the faults of each kernel.
 fn faults(arch: Arch) -> Vec<String> {
     let kernels = kernels(arch);
     let requests: Vec<_> = kernels.iter().map(|kernel| CompileRequest::external(kernel).unwrap()).collect();
@@ -40,7 +40,7 @@ fn every_kernel_compiles_to_its_plan() {
     assert_eq!(faults(Arch::Sm90a), [""; 0]);
 }
 
-/// A line for each kernel.
+/// Returns a line for each kernel.
 fn plans<'a>(kernels: impl Iterator<Item = &'a ExternalSource>) -> String {
     let mut table = "# sources          threads blocks/SM shared, B kernel, grid, shared memory\n".to_owned();
     for kernel in kernels {

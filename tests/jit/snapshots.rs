@@ -1,4 +1,4 @@
-//! What is compiled, held by insta in `tests/snapshots`.
+//! Compares the source of kernels with the snapshots in `tests/snapshots`, with insta.
 //!
 //! ```text
 //! <family>.snap.cu       the entry point of the first variant of the family in the catalogue
@@ -6,11 +6,12 @@
 //!                        header, launch, shared memory by section
 //! ```
 //!
-//! A change of the template is read in one text per family; a change of a header shows in the digest of every variant
-//! that includes it. The counts of `docs/kernels.md` and the keys of `docs/adding-a-variant.md` are generated from the
-//! same catalogue and held the same way. The compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
+//! A change of a template shows in one source per family. A change of a header shows in the digest of every variant
+//! that includes it. The counts in `docs/kernels.md` and the keys in `docs/adding-a-variant.md` are generated from the
+//! same catalogue and checked the same way. `nvrtc.rs` compiles the same catalogue, so the compiler sees the reviewed
+//! source.
 //!
-//! `INSTA_UPDATE=always cargo test --test jit snapshots` accepts all of them; read the diff before you commit it.
+//! `INSTA_UPDATE=always cargo test --test jit snapshots` accepts all changes; read the diff before you commit it.
 
 use similar::TextDiff;
 use std::{
@@ -32,7 +33,7 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Where insta keeps its files, with names of their own.
+/// Sets the folder and the names of insta's files.
 pub fn with_settings(check: impl FnOnce()) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path(root().join("tests/snapshots"));
@@ -41,7 +42,7 @@ pub fn with_settings(check: impl FnOnce()) {
     settings.bind(check);
 }
 
-/// insta's word for it, so that one variable writes snapshots and documents alike.
+/// Returns whether insta rewrites snapshots, so that one variable controls snapshots and documents.
 fn writing() -> bool {
     std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always")
 }
@@ -66,12 +67,12 @@ fn plan(spec: &VariantSpec) -> Plan {
     Plan::new(spec).expect("the catalogue holds feasible variants")
 }
 
-/// The catalogue for an architecture, by family.
+/// Returns the catalogue of an architecture, by family.
 fn families(arch: Arch) -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
     FAMILIES.iter().map(move |family| (family.name, (family.catalogue)(arch)))
 }
 
-/// The catalogue for all architectures, by family; Hopper's variants first.
+/// Returns the catalogue of all architectures, by family; Hopper's variants come first.
 fn all_families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
     let archs = || [Arch::Sm90a].into_iter().chain(Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a));
     FAMILIES.iter().map(move |family| (family.name, archs().flat_map(family.catalogue).collect()))
@@ -81,14 +82,14 @@ fn source(spec: &VariantSpec) -> Source {
     render(spec).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// 16 hexadecimal digits for all that decides what is compiled.
+/// Returns 16 hexadecimal digits that identify everything that affects compilation.
 pub fn digest(source: &Source) -> String {
     let mut digest = source.digest().to_string();
     digest.truncate(16);
     digest
 }
 
-/// The line of a variant.
+/// Returns the line of a variant.
 fn row(spec: &VariantSpec, source: &Source) -> String {
     let Plan { smem, pipeline, roles, launch, .. } = plan(spec);
     let (threads, blocks_per_sm, cluster) = (launch.threads, launch.blocks_per_sm, launch.cluster);
@@ -110,7 +111,7 @@ fn row(spec: &VariantSpec, source: &Source) -> String {
     row + "\n"
 }
 
-/// A line for each variant.
+/// Returns a line for each variant.
 fn plans(specs: &[VariantSpec]) -> String {
     let mut table =
         "# sources          threads blocks/SM cluster shared, B variant, grid, roles, ring, shared memory\n".to_owned();
@@ -131,7 +132,7 @@ fn generated_sources_match_the_snapshots() {
     });
 }
 
-/// insta does not see a file that no assertion names any more.
+/// insta does not notice a file that no assertion uses any more.
 #[test]
 fn every_snapshot_is_of_a_family() {
     let external: BTreeSet<_> = external_kernels(Arch::Sm90a).iter().map(|kernel| kernel.family).collect();
@@ -146,7 +147,7 @@ fn every_snapshot_is_of_a_family() {
     }
 }
 
-/// A family's kept plans, and its variants with their sources.
+/// A family's saved plans, and its variants with their sources.
 type Family = (String, Vec<(VariantSpec, Source)>);
 
 fn kept_families() -> Vec<Family> {
@@ -158,7 +159,7 @@ fn kept_families() -> Vec<Family> {
     families(Arch::Sm90a).map(kept).collect()
 }
 
-/// The rows of the snapshots that another text of one header would change.
+/// Returns the snapshot rows that change if one header changes.
 fn rows_changed_by(header: &str, families: &[Family]) -> BTreeSet<String> {
     let mut changed = BTreeSet::new();
     for (kept, specs) in families {
@@ -196,7 +197,7 @@ fn an_edited_header_fails_the_snapshots_of_its_variants() {
     assert_eq!(rows_changed_by("unweight/none.cuh"), BTreeSet::new());
 }
 
-/// A plan as text.
+/// A plan printed as text.
 #[test]
 fn plan_text_matches_the_snapshot() {
     let spec: VariantSpec = "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_pdl_store".parse().expect("a name");
@@ -218,7 +219,7 @@ fn plan_text_matches_the_snapshot() {
     ");
 }
 
-/// Lines of at most 120 columns.
+/// Wraps text to 120 columns.
 fn wrapped(text: &str) -> String {
     let mut lines = String::new();
     let mut width = 0;
@@ -234,7 +235,7 @@ fn wrapped(text: &str) -> String {
     lines
 }
 
-/// Puts text between the marks of a document.
+/// Replaces the text between the markers of a document.
 fn put(document: &mut String, name: &str, mark: &str, text: &str) {
     let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
     let from = document.find(&begin).unwrap_or_else(|| panic!("{name} lacks {begin:?}")) + begin.len();
@@ -252,7 +253,7 @@ fn documentation_lists_the_catalogue() {
     assert_document(&path, &now);
 }
 
-/// The keys of the attribute: one row for each axis of each family.
+/// Returns the table of the attribute's keys: one row for each axis of each family.
 fn key_table() -> String {
     let mut table = "| op | key | values | default |\n|---|---|---|---|".to_owned();
     let mut explained = BTreeSet::new();
@@ -271,13 +272,13 @@ fn key_table() -> String {
                 let Values::Words(words) = of.values else { panic!("{}: depends on a number", axis.key) };
                 _ = write!(values, "; with `{} = {}`", of.key, words[only.value as usize]);
             }
-            // The first two columns name family and key; a family may have another one's axis.
+            // The first two columns name family and key. Several families may share an axis.
             for name in FAMILIES.iter().map(|family| family.name) {
                 let (of, key) = (format!(" of op {name}"), axis.key);
                 let short = values.replace(&format!(" ({key}{of})"), "").replace(&format!("({key}{of}: "), "(");
                 values = short.replace(&of, "");
             }
-            // What the values mean is said once.
+            // The meaning of values is explained only once.
             if !explained.insert(values.clone()) {
                 values = values.split(" (").next().unwrap_or_default().to_owned();
             }

@@ -1,26 +1,28 @@
-"""Whole models: `unweight generate` beside transformers, on a GPU.
+"""Compares `unweight generate` with transformers on whole models, on a GPU.
 
-Makes the models of `models.py` (trained ones of every family, random ones of odd shapes), compresses each by every
-profile and holds what the engine computes against transformers:
+Makes the models of `models.py` (trained models of every family, random models of odd shapes), compresses each with
+every profile and compares the engine's results with those of transformers:
 
     python3 hf_parity.py --unweight ../bin/unweight --texts texts --out out
 
-Truth is transformers' f32 forward of the BF16 weights (without TF32); `bf16 error` is the RMS difference of its BF16
-forward from that, over all logits of prompts of one length. Checked are
-- prefill, steps (one token each), the BF16 baseline on cuBLAS by both, each against truth: RMS error at most 1.25 x the bf16
-  error; the likeliest token is truth's wherever truth's margin is above 6 x the bf16 error;
-- of a mixture, all of this at the nearest nine of ten positions where every router's choice is clear of rounding
-  (`truth.py`), and one in a hundred of all of these may have another likeliest token;
-- steps = prefill, a row alone = the row in a batch, packed = cuBLAS: RMS difference at most 1.25 x sqrt(2) x the bf16
-  error, what two results within the first bound differ by if they round independently;
-- the same bytes from run to run, and from a bundle that the GPU made (`compress --device cuda`);
-- 256 greedy tokens of trained models, of a text, of a conversation and of a batch: every token is truth's likeliest, or
-  truth's margin there is below 6 x the bf16 error; the text is what the tokenizer makes of the tokens. How many are
-  identical to transformers' `generate` in f32 and in BF16, and each position where one departs, is in the record.
+The truth is transformers' f32 forward pass of the BF16 weights (without TF32). The `bf16 error` is the RMS difference
+between its BF16 forward pass and the truth, over all logits of prompts of one length. The checks are:
+- prefill and steps (one token each), also of the BF16 baseline on cuBLAS, against the truth: the RMS error is at
+  most 1.25 x the bf16 error, and the most likely token is the truth's wherever the truth's margin is above 6 x the
+  bf16 error;
+- for a mixture, the same at the nearest nine of ten positions where every router's choice is clear of rounding
+  (`truth.py`), and one in a hundred of these may have another most likely token;
+- steps = prefill, a row alone = the row in a batch, packed = cuBLAS: the RMS difference is at most 1.25 x sqrt(2) x
+  the bf16 error, by which two results within the first bound differ if they round independently;
+- the bytes are the same in every run, and with a bundle that the GPU made (`compress --device cuda`);
+- 256 greedy tokens of trained models, for a text, a conversation and a batch: every token is the truth's most likely,
+  or the truth's margin there is below 6 x the bf16 error. The text is the tokenizer's decoding of the tokens. The
+  record has the number of tokens that equal transformers' `generate` in f32 and in BF16, and each position where they
+  differ.
 
-A table goes to stdout, everything to OUT/parity.json (also what was done before an abort); exit status 1 if anything
-failed. `--only NAME` and `--profiles` narrow it; `--jobs N` runs N models at a time, each in a process of its own.
-`--no-unweight --device cpu --steps 3` runs transformers' side alone.
+Prints a table, and writes all results to OUT/parity.json, even if the run is aborted. The exit status is 1 if a check
+failed. `--only NAME` and `--profiles` select cases; `--jobs N` runs N models at a time, each in its own process.
+`--no-unweight --device cpu --steps 3` runs only transformers.
 """
 
 import argparse
@@ -43,11 +45,11 @@ import models
 from truth import CLEAR, LENGTHS, Truth, rms_by_length, top_margin, worst
 
 PROFILES = ["packed", "distribution", "inference", "palette", "compact"]
-# RMS errors may be this many times that of transformers' BF16.
+# Maximum RMS error, as a multiple of that of transformers' BF16.
 BOUND = 1.25
-# What two that round independently may be apart.
+# Maximum difference of two results that round independently.
 APART = BOUND * math.sqrt(2.0)
-# Of the positions of a mixture that are not compared, the share whose likeliest token may be another.
+# Share of the positions of a mixture that are not compared whose most likely token may differ.
 WRONG_SHARE = 0.1
 ALL_PROMPTS = range(len(LENGTHS))
 NEW_TOKENS = 256
@@ -56,7 +58,7 @@ MINUTES = 10
 
 
 class CommandFailed(Exception):
-    """The binary did not do what it was asked."""
+    """The binary failed."""
 
 
 class Cli:
@@ -101,7 +103,7 @@ class Model:
         self.truth = Truth(self.folder, self.arguments.device)
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder) if self.spec.trained else None
         if self.spec.trained:
-            # Prompts of the kind that it has learned.
+            # Prompts like those that the model was trained on.
             corpus = self.tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
             step = (len(corpus) - max(LENGTHS)) // len(LENGTHS)
             starts = (index * step for index in range(len(LENGTHS)))
@@ -115,7 +117,7 @@ class Model:
         routed = torch.cat(self.truth.clear).float().mean().item()
         size = math.sqrt(sum(float(l.square().mean()) for l in self.truth.logits) / len(LENGTHS))
         largest = max(self.truth.errors.values())
-        # Truth itself must be of use: far from noise, and with margins to look at.
+        # The truth must be useful: far from noise, and with margins to compare.
         useful = largest < 0.1 * size and max(clear) > 0.0 and routed > 0.5
         own = {"bf16_error": self.truth.errors, "logits_rms": size, "worst_bf16_error": largest}
         own |= {"clear": sum(clear) / len(clear), "clear_routing": routed, **told, "seconds": time.perf_counter() - start}
@@ -130,7 +132,7 @@ class Model:
                 shutil.rmtree(self.work / profile, ignore_errors=True)
 
     def guard(self, name: str, check, *arguments) -> None:
-        """Whatever goes wrong is a failed case: a refusal, output that is not as documented. The others go on."""
+        """Turns any exception, such as an error or undocumented output, into a failed case. Others still run."""
         try:
             check(*arguments)
         except Exception as error:
@@ -203,7 +205,7 @@ class Model:
             for way, together, flags in ways:
                 alone, _ = self.dump(bundle, prompts[index : index + 1], *flags)
                 self.equal(f"{profile}: {one}, {way}, alone = in a batch", alone, [together[index]], [index])
-                # Of one row alone the error is a matter of luck.
+                # The error of a single row is mostly chance.
                 if LENGTHS[index] > 1:
                     self.against_truth(f"{profile}: {one}, {way}, alone", alone, [index])
         for way, packed, flags in (("prefill", prefill, ()), ("steps", steps, ("--by-steps",))):
@@ -220,7 +222,7 @@ class Model:
     # Tokens.
 
     def texts_to_continue(self, texts: list[str]) -> None:
-        """Prompts as text, each with its tokens and what transformers says next."""
+        """Returns prompts as text, each with its tokens and the continuation by transformers."""
         whole = max(texts, key=len)
         ids = self.tokenizer.encode(whole, add_special_tokens=False)
         self.greedy_cases = []
@@ -256,7 +258,7 @@ class Model:
     def continuation(self, name: str, case: dict, sequence: dict) -> None:
         said, ends = sequence["tokens"], {models.EOS, models.END}
         ids = case["ids"]
-        # The token that ends a text is no part of it, listed or not.
+        # The token that ends a text does not count, whether it is listed or not.
         ours = said[:-1] if said and said[-1] in ends else said
         problems = []
         if sequence["prompt_tokens"] != len(ids):
@@ -269,7 +271,7 @@ class Model:
         stopped = sequence["finish"] == "stop"
         if not stopped and (sequence["finish"] != "length" or len(said) != NEW_TOKENS):
             problems.append(f"{len(said)} tokens, finish is {sequence['finish']}")
-        # Teacher-forced along what was said: row i is what truth makes of everything before token i.
+        # Teacher-forced along our tokens: row i has the truth's logits after everything before token i.
         all_ids = ids + ours
         true, router = (part[len(ids) - 1 :] for part in self.truth.routed(self.truth.f32, all_ids))
         rounded = self.truth.routed(self.truth.bf16, all_ids)[0][len(ids) - 1 :]
@@ -292,13 +294,13 @@ class Model:
 
 
 def identical(left: list[int], right: list[int]) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common prefix."""
     pairs = enumerate(zip(left, right))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def to_json(record: dict) -> str:
-    """JSON has no number for what is none: it becomes text."""
+    """Returns JSON, with NaN and infinities as strings."""
     return json.dumps(json.loads(json.dumps(record), parse_constant=str), indent=1) + "\n"
 
 
@@ -342,7 +344,7 @@ def in_sequence(specs: list[models.Spec], arguments) -> dict:
 
 
 def in_processes(specs: list[models.Spec], arguments) -> dict:
-    """The record of one process per model, `jobs` at a time; a process that ends without a record is a failed case."""
+    """Runs one process per model, `jobs` at a time. A process that ends without a record is a failed case."""
 
     def one(spec: models.Spec) -> dict:
         out = arguments.out / spec.name

@@ -1,14 +1,15 @@
-"""How well packed KV pages hold keys and values: escapes and BF16 units per layer and head.
+"""Measures how well keys and values fit packed KV pages: escapes and BF16 units per layer and head.
 
     python3 kv_coverage.py --texts ../../docs --out kv-coverage.json [--models DIR] [--device cpu]
 
-Runs the trained models of `models.py` in transformers, in BF16, and takes K after RoPE and V of every layer and head. A
-unit is K or V of one KV head in 64 tokens; its bases are chosen as docs/kv-cache.md says. Recorded are the entropy of
-the exponents, the share of values outside the windows, escapes per unit, and the share of units that need BF16. So are
-stress cases and synthetic keys, from a fixed seed. `single` is what one window per unit would give.
+Runs the trained models of `models.py` with transformers in BF16, and captures K after RoPE and V of every layer and
+head. A unit is K or V of one KV head in 64 tokens; its bases are chosen as docs/kv-cache.md describes. The record has
+the entropy of the exponents, the share of values outside the windows, escapes per unit, and the share of units that
+need BF16. It also has stress cases and synthetic keys, from a fixed seed. `single` is the result with one window per
+unit.
 
-`--models DIR` has a folder per model; a model that is missing there is trained and saved. `--golden FILE` is what the
-Rust oracle chose (`kv_golden.json`): the choice here is checked against it first. `--no-models` runs without torch.
+`--models DIR` contains a folder per model; a missing model is trained and saved. `--golden FILE` contains the choices
+of the Rust oracle (`kv_golden.json`), which the choices here must equal. `--no-models` runs without torch.
 """
 
 import argparse
@@ -24,7 +25,7 @@ TOKENS = 64
 STEP = 16
 WINDOW = 16
 CODES_BELOW = 31
-# Of one window per unit: bases below the highest, and codes below and above the window.
+# With one window per unit: bases below the highest, and codes below and above the window.
 SINGLE_BASES_BELOW, SINGLE_CODES_BELOW, SINGLE_CODES_ABOVE = 7, 24, 7
 # Factors of large channels.
 FACTORS = (10, 30, 100, 300, 1000)
@@ -41,7 +42,7 @@ def slots(head_dim: int) -> int:
 
 
 def single_slots(head_dim: int) -> int:
-    """With one base, a record has room for four more."""
+    """Returns the slots of a record with a single base, which leaves room for four more."""
     return slots(head_dim) + 4
 
 
@@ -50,15 +51,15 @@ def record_bytes(head_dim: int) -> int:
 
 
 def exponents(values: np.ndarray) -> np.ndarray:
-    """Of bf16 as uint16."""
+    """Returns the exponents of bf16 values given as uint16."""
     return (values >> 7) & 0xFF
 
 
 def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Exponents [units, TOKENS, head_dim] to the bases of their steps [units, steps].
+    """Returns the bases of the steps [units, steps] for exponents [units, TOKENS, head_dim].
 
-    Also the number of escapes, and whether every escape has a code, both [units]. Slots are not considered here: more
-    escapes than slots mean BF16.
+    Also returns the number of escapes, and whether every escape has a code, both [units]. Ignores the number of slots:
+    a unit with more escapes than slots is stored as BF16.
     """
     units, tokens, head_dim = unit_exponents.shape
     of_steps = unit_exponents.reshape(units, tokens, head_dim // STEP, STEP)
@@ -70,7 +71,7 @@ def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def choose_single(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Exponents [units, values] to the one base with the fewest escapes, of equal ones the largest, and its escapes.
+    """Returns the base with the fewest escapes (the largest on ties) for exponents [units, values], and its escapes.
 
     Both are [units], NONE where no base has a code for every value.
     """
@@ -100,7 +101,7 @@ def choose_single(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_golden(path: Path) -> int:
-    """Exits unless every choice of the Rust oracle is the choice here."""
+    """Exits unless every choice here equals the Rust oracle's."""
     cases = json.loads(path.read_text())["cases"]
     for case in cases:
         steps = [np.repeat([run[0] for run in step], [run[1] for run in step]) for step in case["steps"]]
@@ -114,7 +115,7 @@ def check_golden(path: Path) -> int:
 
 
 def coverage(values: np.ndarray) -> dict:
-    """Statistics of units [units, TOKENS, head_dim], bf16 as uint16."""
+    """Returns statistics of units [units, TOKENS, head_dim], bf16 as uint16."""
     units, _, head_dim = values.shape
     own = exponents(values.reshape(units, -1))
     histogram = np.bincount(own.ravel(), minlength=256) / own.size
@@ -124,7 +125,7 @@ def coverage(values: np.ndarray) -> dict:
     base, single = choose_single(own)
 
     def bits(packs: np.ndarray) -> float:
-        """With the packed encoding, its record, and what units in BF16 cost on top."""
+        """Returns bits per value: the packed encoding, its record, and additional BF16 units."""
         return 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean())
 
     single_packs = (base != NONE) & (single <= single_slots(head_dim))
@@ -143,7 +144,7 @@ def coverage(values: np.ndarray) -> dict:
 
 
 def large_channels(head_dim: int) -> list[tuple[str, list[int]]]:
-    """Where large channels are: one, the two that RoPE rotates together, four of one step, and four of four steps."""
+    """Returns sets of large channels: one, two that RoPE rotates together, four of one step, and four of four steps."""
     spread = list(range(0, head_dim, head_dim // 4))
     pair = [0, head_dim // 2]
     four = [("4 channels of a step", [0, 1, 2, 3]), ("4 channels of 4 steps", spread)]
@@ -151,13 +152,13 @@ def large_channels(head_dim: int) -> list[tuple[str, list[int]]]:
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
-    """Rounds f32 to nearest even, as uint16. No NaN."""
+    """Rounds f32 to bf16, ties to even, as uint16. Does not support NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def synthetic() -> list[dict]:
-    """Values of N(0, 1) with some channels many times larger, and the cases that must stay exact."""
+    """Returns rows for N(0, 1) with some much larger channels, and for the cases that must stay exact."""
     random = np.random.default_rng(28)
     rows = []
 
@@ -172,7 +173,7 @@ def synthetic() -> list[dict]:
                 values = normal.copy()
                 values[:, :, channels] *= factor
                 case(f"N(0, 1), x{factor} in {place}", head_dim, to_bf16(values))
-        # A channel with a constant part, as biases of K make.
+        # A channel with a constant offset, as from a bias of K.
         values = normal.copy()
         values[:, :, 0] += 30
         case(f"N(0, 1), + 30 in 1 of {head_dim} channels", head_dim, to_bf16(values))
@@ -189,7 +190,7 @@ def synthetic() -> list[dict]:
 
 
 def captured(folder: Path, texts: list[str], device: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each layer K after RoPE and V, bf16 as uint16 [units, kv_heads, TOKENS, head_dim]."""
+    """Returns K after RoPE and V of each layer, bf16 as uint16 [units, kv_heads, TOKENS, head_dim]."""
     import torch
     import transformers
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -224,7 +225,7 @@ def captured(folder: Path, texts: list[str], device: str) -> list[tuple[np.ndarr
 
 
 def caches(arguments) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """K and V of every layer, by model; models that are missing are trained."""
+    """Returns K and V of every layer by model. Trains missing models."""
     import models
 
     models.ROWS = arguments.rows
@@ -242,7 +243,7 @@ def caches(arguments) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
 
 
 def of_heads(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]:
-    """A row per layer, head, and K or V of a model."""
+    """Returns a row per layer, head, and K or V of a model."""
     rows = []
     for layer, halves in enumerate(layers):
         for half, values in zip("KV", halves):
@@ -253,7 +254,7 @@ def of_heads(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dic
 
 
 def stress(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]:
-    """K and V of a model with some channels many times larger, over all layers and heads."""
+    """Returns rows for K and V of a model with some much larger channels, over all layers and heads."""
     rows = []
     for half, parts in zip("KV", zip(*layers)):
         values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in parts])
@@ -269,7 +270,7 @@ def stress(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """Per model and half: all layers and heads together, the worst for maxima."""
+    """Returns a row per model and half (K or V) over all layers and heads; maxima are the worst."""
     found = []
     for key in sorted({(row["model"], row["half"]) for row in rows}):
         own = [row for row in rows if (row["model"], row["half"]) == key]
@@ -331,7 +332,7 @@ def main() -> None:
 
 
 def to_text(record: dict) -> str:
-    """JSON with a row of a table in a line."""
+    """Returns JSON with one table row per line."""
     rounded = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
     parts = []
     for key, value in rounded.items():

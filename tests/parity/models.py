@@ -1,8 +1,8 @@
-"""Small models for `hf_parity.py`: trained ones of every family, and random ones of odd shapes.
+"""Small models for `hf_parity.py`: trained models of every family, and random models of odd shapes.
 
-Each is a specification; `Spec.save(folder, ...)` makes the model and writes what `save_pretrained` writes, weights in
-BF16. Trained ones learn a folder of texts almost by heart, so that what they say next is clear of rounding. They come
-with a tokenizer of their own and a chat template. By itself this file saves models and does no more:
+`Spec.save(folder, ...)` makes a model and writes it with `save_pretrained`, weights in BF16. Trained models memorize a
+folder of texts, so that rounding does not change their next tokens. They have their own tokenizer and a chat template.
+Run directly, this file only saves models:
 
     python3 models.py OUT --texts docs --device cpu --steps 3 [--only llama]
 """
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 VOCAB = 2048
 POSITIONS = 2048
-# A row of training: longer than any prompt and what is generated after it.
+# Tokens of a training row: more than any prompt with its generated tokens.
 ROW_TOKENS = 768
 ROWS = 12
 FAMILIES = {
@@ -50,20 +50,20 @@ PLUS_ONE = ("gemma2", "gemma3_text")
 
 @dataclass(frozen=True)
 class Spec:
-    """A model: `config` are keys of its family's configuration."""
+    """A model; `config` has keys of its family's configuration."""
 
     name: str
     family: str
     config: dict
     trained: bool = False
-    # Share of weights of each matrix that is moved out of the window of 16 exponents in which the others lie.
+    # Share of the weights of each matrix that is moved out of the window of 16 exponents.
     escapes: float = 0.0
-    # As `save_pretrained` has it: small for several files.
+    # The `max_shard_size` of `save_pretrained`: small for several files.
     shard: str = "1GB"
     rope: dict = field(default_factory=dict)
 
     def build(self, seed: int) -> transformers.PreTrainedModel:
-        """The model in f32, random."""
+        """Returns a random model in f32."""
         keys = {
             "num_hidden_layers": 4,
             "vocab_size": VOCAB,
@@ -78,7 +78,7 @@ class Spec:
         if self.family == "gemma3_text":
             local = {"rope_type": "default", "rope_theta": 1000.0}
             keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
-        # Queries and keys whose products are about 1: attention is neither flat nor a choice of one.
+        # Products of queries and keys are about 1, so attention is neither flat nor concentrated on one token.
         keys["initializer_range"] = 0.02 if self.trained else keys["hidden_size"] ** -0.5
         name = FAMILIES[self.family]
         kind = "TextConfig" if self.family == "gemma3_text" else "Config"
@@ -87,7 +87,7 @@ class Spec:
         return getattr(transformers, f"{name}ForCausalLM")(config)
 
     def save(self, folder: Path, texts: list[str], device: str, steps: int, seed: int = 1) -> dict:
-        """Makes the model and saves it; returns what is worth telling."""
+        """Makes the model and saves it. Returns values to report."""
         told = {}
         model = self.build(seed).to(device)
         if self.trained:
@@ -127,7 +127,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
 # Odd layers see all tokens, with another rotary embedding in Gemma 3.
 GEMMA3 = {"sliding_window": 64, "sliding_window_pattern": 2}
-# Eight experts a layer, two of them for each token.
+# Eight experts per layer, two per token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
 MULTIPLIERS = {
@@ -139,7 +139,7 @@ MULTIPLIERS = {
 
 
 def longrope(pairs: int, **more) -> dict:
-    """Factors for so many pairs of three quarters of a head, and for both kinds of contexts."""
+    """Returns LongRoPE factors for `pairs` pairs of three quarters of a head, and for both kinds of contexts."""
     return {
         "rope_type": "longrope",
         "partial_rotary_factor": 0.75,
@@ -149,8 +149,8 @@ def longrope(pairs: int, **more) -> dict:
     }
 
 
-# transformers takes the long factors for texts of more than one token, the engine for contexts of more than one: at
-# position 0, all that a text of one token has, they are the same.
+# transformers uses the long factors for texts of more than one token, the engine for contexts of more than one. Both
+# give the same result at position 0, the only position of a text of one token.
 LONG = {"original_max_position_embeddings": 1}
 
 TRAINED = [
@@ -170,7 +170,7 @@ TRAINED = [
     Spec("gemma2", "gemma2", sizes(256, 768, 4, 2, tie_word_embeddings=True, sliding_window=64), trained=True),
     Spec("gemma3", "gemma3_text", sizes(256, 768, 4, 1, tie_word_embeddings=True, **GEMMA3), trained=True, rope=LINEAR),
 ]
-# No multiples: of 64 `hidden_size` 280, 264, 136, 328; of 32 every `intermediate_size` here; 1003 is odd.
+# `hidden_size` 280, 264, 136 and 328 are not multiples of 64; no `intermediate_size` is a multiple of 32; 1003 is odd.
 RANDOM = [
     Spec("llama-group7", "llama", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003)),
     Spec("llama-llama3", "llama", sizes(256, 520, 4, 2, vocab_size=1000, tie_word_embeddings=True), rope=LLAMA3),
@@ -181,21 +181,21 @@ RANDOM = [
     Spec("qwen2-window", "qwen2", sizes(256, 520, 4, 1, vocab_size=1003, **QWEN_WINDOW), rope=YARN),
     Spec("qwen3-group7", "qwen3", sizes(136, 200, 7, 1, head_dim=128, vocab_size=1003, tie_word_embeddings=True)),
     Spec("qwen3-window", "qwen3", sizes(328, 200, 2, 2, head_dim=80, vocab_size=1003, **QWEN_WINDOW), rope=LLAMA3),
-    # Short contexts, a window, and a merged gate and up whose activation is a kernel of its own.
+    # Short contexts, a window, and a merged gate and up with a separate kernel for the activation.
     Spec("phi3-short", "phi3", sizes(384, 328, 4, 4, sliding_window=48, vocab_size=1003), rope=longrope(36)),
     Spec("smollm3-window", "smollm3", sizes(264, 520, 4, 1, head_dim=80, vocab_size=1003, **QWEN_WINDOW)),
     Spec("granite-odd", "granite", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003, **MULTIPLIERS)),
     Spec("olmo2-odd", "olmo2", sizes(320, 456, 4, 1, vocab_size=1003), rope=LINEAR),
     Spec("glm4-group16", "glm4", sizes(264, 200, 16, 1, head_dim=48, vocab_size=1003), rope={"partial_rotary_factor": 0.5}),
     Spec("cohere-odd", "cohere", sizes(328, 520, 4, 1, head_dim=128, vocab_size=1003, logit_scale=0.25)),
-    # Scores and logits that their caps bend.
+    # Scores and logits large enough for soft caps to matter.
     Spec(
         "gemma2-odd", "gemma2",
         sizes(280, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=30,
               attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     ),
     Spec("gemma3-odd", "gemma3_text", sizes(264, 520, 7, 1, vocab_size=1003, **GEMMA3)),
-    # Few enough to be packed with escapes, and too many for it.
+    # Few enough escapes to be packed, and too many.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
 ]
@@ -204,8 +204,8 @@ ALL = TRAINED + RANDOM
 
 @torch.no_grad()
 def disturb(model: torch.nn.Module, escapes: float, seed: int, norm: float) -> None:
-    """Norms that are near `norm`, biases that are not 0, and escapes: one in 20 far above the other weights, the rest below.
-    Large ones stand where they cannot make attention a choice of one token."""
+    """Sets norms near `norm`, nonzero biases, and escapes: one in 20 far above the other weights, the rest below. Large
+    escapes are placed where they cannot concentrate attention on one token."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -225,7 +225,7 @@ def disturb(model: torch.nn.Module, escapes: float, seed: int, norm: float) -> N
 
 
 def read_texts(folder: Path) -> list[str]:
-    """Every Markdown file below a folder."""
+    """Reads every Markdown file below a folder."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.md"))]
     if not texts:
         raise SystemExit(f"{folder}: no *.md files to learn from; give another folder to --texts")
@@ -233,7 +233,7 @@ def read_texts(folder: Path) -> list[str]:
 
 
 def train_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE with what Llama's tokenizer does: a token in front, a chat template."""
+    """Trains a byte-level BPE tokenizer with a BOS token and a chat template, as Llama's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -258,7 +258,7 @@ def train_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
 
 
 def conversations(texts: list[str]) -> list[list[dict]]:
-    """A paragraph's first sentence as the question, the rest as the answer."""
+    """Returns conversations: a paragraph's first sentence is the question, the rest the answer."""
     pairs = []
     for paragraph in (paragraph for text in texts for paragraph in text.split("\n\n")):
         question, dot, answer = paragraph.strip().partition(". ")
@@ -268,7 +268,7 @@ def conversations(texts: list[str]) -> list[list[dict]]:
 
 
 def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int) -> float:
-    """Learns the texts; three rows of four are cut from them, one is conversations. The last loss."""
+    """Trains on the texts and returns the last loss. Three of four rows are excerpts, the fourth has conversations."""
     draw = random.Random(seed)
     parts = [tokenizer.encode(text, add_special_tokens=False, verbose=False) for text in texts]
     stream = [id for part in parts for id in (BOS, *part, EOS)]

@@ -1,10 +1,10 @@
-"""Two builds of `unweight` compute the same bits: sections of bundles, logits, tokens. Needs a GPU.
+"""Checks that two builds of `unweight` compute the same bits: sections of bundles, logits, tokens. Needs a GPU.
 
-Makes the models of `models.py`, lets both builds compress and run each, and compares bytes:
+Makes the models of `models.py`, compresses and runs each with both builds, and compares bytes:
 
     python3 same_bits.py BEFORE AFTER --texts texts --out out [--only NAME] [--renames FILE]
 
-Compared are, for every profile,
+The comparison covers, for every profile:
 - every section of the bundle (`*.safetensors` shards, tensor by tensor; manifests may differ),
 - logits of prompts of many lengths: whole prompts in a batch, one step per token in a batch, each prompt alone, and the
   BF16 baseline on cuBLAS,
@@ -13,8 +13,8 @@ Compared are, for every profile,
 `--packed-kv` runs BEFORE with `--kv-cache bf16` and AFTER with `--kv-cache packed`; give the same program twice to
 compare the two caches. Prompts in chunks of 64 tokens are compared, too.
 
-Where BEFORE spells an option in another way, FILE says so: a JSON list of `[words of AFTER, words of BEFORE]`, each a
-list of arguments. A table goes to stdout, everything to OUT/same_bits.json; exit status 1 if anything differs.
+If BEFORE spells options differently, FILE lists them: a JSON list of `[words of AFTER, words of BEFORE]`, each a list
+of arguments. Prints a table, and writes all results to OUT/same_bits.json. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -43,16 +43,16 @@ LOGITS = {
     "baseline, steps": ("--placement", "bf16", "--by-steps", *BATCH),
 }
 TOKENS = {"greedy": (), "sampled": SAMPLED}
-# What only bundles of a profile have.
+# Additional cases for bundles of a profile.
 MORE = {
     "compact": {"compact, steps": ("--placement", "compact", "--by-steps", *BATCH)},
     "inference": {"stored, steps": ("--placement", "stored", "--by-steps", *BATCH)},
 }
 # Families that `--placement stored` runs.
 PIPELINES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-# What is compared in addition with --packed-kv: later chunks read packed pages.
+# Additional cases with --packed-kv: later chunks read packed pages.
 CHUNKS = {"chunks of 64": ("--chunk", "64", *BATCH)}
-# The words of a build whose `generate` has no --placement.
+# The options of a build whose `generate` has no --placement.
 OLD_PLACEMENTS = [
     (["--placement", "bf16"], ["--linears", "cublas"]),
     (["--placement", "compact"], ["--resident", "small"]),
@@ -83,7 +83,7 @@ class Build:
         return json.loads(done.stdout)
 
     def sections(self, bundle: Path) -> dict[str, str]:
-        """Digest of every tensor of every shard."""
+        """Returns the digest of every tensor of every shard."""
         found = {}
         for shard in sorted(bundle.rglob("*.safetensors")):
             raw = shard.read_bytes()
@@ -149,7 +149,7 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
 
 
 def differs(old, new) -> str:
-    """Where the first difference is."""
+    """Describes the first difference."""
     if isinstance(old, dict):
         names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
         return f"{len(names)} of {len(old)}, first {names[0]}"

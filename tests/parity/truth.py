@@ -1,4 +1,4 @@
-"""What transformers makes of a model, and how far its BF16 forward is from its f32 one. For `hf_parity.py`."""
+"""Logits of transformers in f32, and the error of its BF16 forward pass. Used by `hf_parity.py`."""
 
 import math
 from collections import defaultdict
@@ -7,33 +7,33 @@ from pathlib import Path
 import torch
 import transformers
 
-# Short prompts several times: of one alone the error is a matter of luck.
+# Several short prompts, because the error of a single one is mostly chance.
 LENGTHS = [1] * 4 + [2] * 3 + [63, 64, 65, 200, 700]
 
 
-# A margin of this many RMS errors is no matter of rounding.
+# Rounding does not explain a margin of this many RMS errors.
 CLEAR = 6.0
-# Of the clear positions of a mixture, the share that is compared.
+# Share of the clear positions of a mixture that is compared.
 MIXTURE_KEPT = 0.9
 
 
 class Truth:
-    """A model in transformers: logits of the prompts in f32, and the errors of its BF16 forward.
+    """A model in transformers: logits of the prompts in f32, and the errors of its BF16 forward pass.
 
-    The router of a mixture chooses experts: where the last chosen and the first rejected are almost equal, rounding
-    decides, and a token that went to another expert is far from truth without an error anywhere. So positions of a
-    mixture are compared where every router's choice is clear: the margin between the two is above `CLEAR` x the RMS
-    error of the router's logits in BF16. `clear` has a mask for each prompt; it is True everywhere in a dense model.
+    The router of a mixture chooses experts. If the last chosen and the first rejected expert are almost equal, rounding
+    decides, and a token with another expert is far from the truth although nothing is wrong. Positions of a mixture are
+    therefore compared only where every router's choice is clear: the margin between the two is above `CLEAR` x the RMS
+    error of the router's logits in BF16. `clear` has a mask for each prompt, which is all True for a dense model.
 
-    A position also attends to earlier ones, of which some went to another expert: a few positions of a mixture are 50
-    times as far off as most, and others with each rounding. So its errors are of the `kept` positions that are nearest
-    to truth.
+    A position also attends to earlier positions, some of which used another expert. A few positions of a mixture are
+    therefore 50 times as far off as most, and which ones depends on the rounding. The errors are those of the `kept`
+    positions nearest to the truth.
     """
 
     def __init__(self, folder: Path, device: str):
         self.device = device
         load = transformers.AutoModelForCausalLM.from_pretrained
-        # The plain products and softmax: with a mask, one of PyTorch's f32 kernels was far off at 65 tokens.
+        # Eager attention: with a mask, one of PyTorch's f32 attention kernels was far off at 65 tokens.
         self.f32 = load(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
         self.bf16 = load(folder, dtype=torch.bfloat16).to(device).eval()
         self.vocab = self.f32.config.vocab_size
@@ -56,7 +56,7 @@ class Truth:
 
     @torch.no_grad()
     def routed(self, model, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [tokens, vocabulary], and those of the routers [tokens, layers, experts], without layers if dense."""
+        """Returns logits [tokens, vocabulary] and router logits [tokens, layers, experts], with 0 layers if dense."""
         ids = torch.tensor([prompt], device=self.device)
         if not self.experts_per_token:
             return model(input_ids=ids).logits[0].float().cpu(), torch.zeros(len(prompt), 0, 0)
@@ -82,8 +82,8 @@ class Truth:
 def rms_by_length(
     left: list[torch.Tensor], right: list[torch.Tensor], lengths: list[int], masks: list[torch.Tensor], kept: float
 ) -> dict[int, float]:
-    """RMS differences over the positions of the masks, of each length the share `kept` with the smallest ones; a length
-    without any is left out."""
+    """Returns RMS differences by length, over the share `kept` of the masked positions with the smallest differences.
+    Lengths without such positions are left out."""
     squares = defaultdict(list)
     for a, b, length, mask in zip(left, right, lengths, masks, strict=True):
         if a.shape != b.shape:
@@ -99,5 +99,5 @@ def top_margin(logits: torch.Tensor) -> torch.Tensor:
 
 
 def worst(ratios: dict[int, float]) -> float:
-    """The largest, or one that is not finite; 0 if no position could be compared."""
+    """Returns the largest ratio, or one that is not finite; 0 if no position could be compared."""
     return next((ratio for ratio in ratios.values() if not math.isfinite(ratio)), max(ratios.values(), default=0.0))

@@ -1,15 +1,14 @@
-"""`unweight tune` on a GPU, killed (SIGKILL) at ten random points and begun again each time.
+"""Kills `unweight tune` (SIGKILL) at ten random points on a GPU and restarts it each time.
 
     python3 tune_kills.py --unweight ../bin/unweight [--size 512M] [--seed N] [--json FILE]
 
-Makes the demo model (profile inference), tunes it once undisturbed, then with kills on another journal. Checked are
-- after each kill: every whole line of the journals is still there, in its place, when the next process goes on, and no
-  line is there twice;
-- the last run ends, and one more on the same journals measures nothing, finds the same plan, and saves it;
-- its steps take no longer than the undisturbed run's by more than a tenth. Measurements have noise, so the plans
-  themselves may differ: the last line says which do.
+Makes the demo model (profile inference), tunes it once without kills, then with kills on another journal. Checks that
+- after each kill, the next process keeps every complete line of the journals in its place, and adds no duplicates;
+- the last run ends, and another run on the same journals measures nothing, finds the same plan, and saves it;
+- the steps of the plan take at most a tenth longer than those of the run without kills. Measurements are noisy, so the
+  plans may differ: the last line states which ones do.
 
-Needs nothing but Python. Everything together takes at most `--limit` seconds (120), or it fails.
+Needs only Python. Fails if the test takes more than `--limit` seconds (120).
 """
 
 import argparse
@@ -24,26 +23,26 @@ from pathlib import Path
 
 KILLS = 10
 BATCHES = [1, 64]
-# Most seconds from a point to its kill, a few comparisons; and from a process's start, where the point was passed.
+# Maximum seconds from a point to its kill (a few comparisons), or from a process's start if the point has passed.
 SOON = 0.05
 START = 1.0
-# A step may be this much longer than the undisturbed run's.
+# Maximum time of a step, relative to the run without kills.
 BOUND = 1.1
 PLAN = ["batch", "hard", "easy", "decode_sms", "consumers"]
 
 
 class Failed(Exception):
-    """What does not hold."""
+    """A check failed."""
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Without what a kill tore; none where there is no file."""
+    """Returns the complete lines of a file, without a line that a kill truncated; none if there is no file."""
     text = path.read_bytes() if path.exists() else b""
     return text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 class Tuning:
-    """One journal's searches."""
+    """The searches of one journal."""
 
     def __init__(self, unweight: str, bundle: Path, journal: Path, ends: float):
         journals = [journal.with_name(f"{journal.name}.{batch}") for batch in BATCHES]
@@ -56,7 +55,7 @@ class Tuning:
         return [whole_lines(path) for path in self.journals]
 
     def comparisons(self) -> int:
-        # The first line of each is its head.
+        # The first line of each journal is its header.
         return sum(max(len(lines) - 1, 0) for lines in self.lines())
 
     def begin(self) -> subprocess.Popen:
@@ -64,7 +63,7 @@ class Tuning:
             return subprocess.Popen([*self.command, "--json"], stdout=subprocess.PIPE, stderr=stderr)
 
     def end(self, *more: str) -> list[dict]:
-        """A run that nobody disturbs; its rows."""
+        """Runs to the end and returns the rows."""
         with self.stderr.open("ab") as stderr:
             ran = subprocess.run(
                 [*self.command, *more, "--json"],
@@ -77,7 +76,7 @@ class Tuning:
         return json.loads(ran.stdout)["rows"]
 
     def killed(self, point: int, share: float) -> None:
-        """A run that is killed soon after the journals have so many comparisons; while it starts, if they have."""
+        """Kills a run soon after the journals have `point` comparisons, or during its start if they already have."""
         wait = share * (START if self.comparisons() >= point else SOON)
         process = self.begin()
         try:
@@ -119,13 +118,13 @@ def run(options: argparse.Namespace, folder: Path) -> dict:
     subprocess.run(demo, check=True, stdout=subprocess.DEVNULL, timeout=options.limit)
     bundle = folder / "demo" / "bundle"
     plain = Tuning(options.unweight, bundle, folder / "plain", ends)
-    # The first run compiles kernels.
+    # The first run also compiles kernels.
     undisturbed = plain.end()
     whole = plain.comparisons()
     seconds = time.monotonic()
     killed = Tuning(options.unweight, bundle, folder / "killed", ends)
     draw = random.Random(options.seed)
-    # Noise may make a search shorter than the first: none of its last third.
+    # Noise may make a search shorter than the first, so no point is in the last third.
     points = sorted(draw.randrange(max(whole * 2 // 3, 1)) for _ in range(KILLS))
     torn, before = 0, killed.lines()
     for number, point in enumerate(points, start=1):

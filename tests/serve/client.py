@@ -1,4 +1,4 @@
-"""What the official client of OpenAI's API says to `unweight serve`: client.py URL CASE..."""
+"""Tests `unweight serve` with the official client of OpenAI's API: client.py URL CASE..."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def metric(name):
 
 
 def refused(kind, call, **expected):
-    """The call is refused with that class of error and those of its attributes."""
+    """Checks that the call fails with this class of error and these attributes."""
     try:
         call()
     except kind as error:
@@ -53,7 +53,7 @@ def refused(kind, call, **expected):
 
 
 def streamed(pieces, of_chat):
-    """Texts and reasons of the choices of a stream, by number; and its usage."""
+    """Returns texts and finish reasons of a stream's choices by index, and its usage."""
     texts, reasons, usage = {}, {}, None
     for piece in pieces:
         if piece.usage is not None:
@@ -106,10 +106,10 @@ def conversation():
     assert chat(messages=parts).choices[0].message.content == choice.message.content
     longer = [{"role": "system", "content": "be brief"}, *HELLO, {"role": "assistant", "content": "x"}, *HELLO]
     assert chat(messages=longer).usage.prompt_tokens == 8 + 9 + 2 + 6
-    # Without a limit the context is one.
+    # Without a limit, the context is the limit.
     free = client.chat.completions.create(model="tiny", messages=HELLO, seed=3, stop=["e", "a", "i", "o"])
     assert free.choices[0].finish_reason == "stop"
-    # The template has its say.
+    # The template can raise an error.
     late = [*HELLO, {"role": "system", "content": "x"}]
     error = refused(openai.BadRequestError, lambda: chat(messages=late), param="messages")
     assert "a system message comes first" in str(error)
@@ -145,7 +145,7 @@ def usage():
 def stop():
     fields = {"temperature": 1, "seed": 11, "max_tokens": 80}
     whole = complete(**fields).choices[0].text
-    # A string of two characters from the middle, which tokens of one byte cut.
+    # A string of two characters from the middle, which byte tokens split.
     at = next(at for at in range(10, len(whole) - 1) if whole[at : at + 2].isascii())
     mark = whole[at : at + 2]
     expected = whole[: whole.index(mark)]
@@ -187,7 +187,7 @@ def post(path, body):
 
 
 def sampled(answer):
-    """Tokens of a completion, from its log probabilities."""
+    """Returns the tokens of a completion from its log probabilities."""
     return answer.choices[0].logprobs.tokens
 
 
@@ -195,7 +195,7 @@ def biases():
     wanted, second = tokens_of("qr")
     assert complete(logit_bias={str(wanted): 100, str(second): 90}).choices[0].text == "q" * 8
     assert complete(logit_bias={str(wanted): -100, str(second): 90}).choices[0].text == "r" * 8
-    # A bias without an effect changes nothing, and neither does a neighbour with one.
+    # A bias of 0 changes nothing, and neither does a concurrent request with another bias.
     assert complete(logit_bias={str(wanted): 0}).choices[0].text == complete().choices[0].text
     fields = {"temperature": 1, "seed": 4, "max_tokens": 20}
     alone = complete(**fields).choices[0].text
@@ -216,7 +216,7 @@ def biases():
 
 def penalties():
     (wanted,) = tokens_of("q")
-    # With a penalty the token loses its lead of 100 at some time, but not at once.
+    # With a penalty, the token loses its lead of 100 eventually, but not at once.
     often = {"logit_bias": {str(wanted): 20}, "logprobs": 0, "max_tokens": 40}
     assert sampled(complete(**often)) == ["q"] * 40
     frequent = sampled(complete(frequency_penalty=2, **often))
@@ -234,7 +234,7 @@ def ends():
     fields = {"logprobs": 0, "max_tokens": 30, "temperature": 1, "seed": 11, "logit_bias": {"1": -100}}
     plain = complete(**fields)
     tokens, text = sampled(plain), plain.choices[0].text
-    # A token of one character that was not there before.
+    # A token of one character that is not in the text before.
     at = next(at for at in range(2, 27) if re.fullmatch("[a-zA-Z]", tokens[at]) and tokens[at] not in tokens[:at])
     letter = tokens[at]
     (last,) = tokens_of(letter)
@@ -243,7 +243,7 @@ def ends():
     assert sampled(stopped) == tokens[: at + 1] and letter not in stopped.choices[0].text
     late = sampled(complete(extra_body={"stop_token_ids": [last], "min_tokens": at + 3}, **fields))
     assert len(late) >= at + 3 and letter not in late[: at + 3] and late[:at] == tokens[:at], late
-    # A stop string does not end a text before the minimum either.
+    # A stop string does not end a text before the minimum, either.
     assert complete(stop=letter, **fields).choices[0].text == text.split(letter)[0]
     assert complete(stop=letter, extra_body={"min_tokens": 30}, **fields).choices[0].text == text
     # Every text ends at once, unless its end token is ignored.
@@ -351,7 +351,7 @@ def errors():
     refused(bad, lambda: complete(stream=True, max_tokens=4096), code="context_length_exceeded")
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     refused(bad, lambda: chat(messages=image), param="messages[0]")
-    # What OpenAI's ignores is ignored.
+    # Fields that OpenAI's API ignores are ignored.
     complete(user="me", extra_body={"unheard_of": 1})
 
 
@@ -368,7 +368,7 @@ class Order(pydantic.BaseModel):
     note: Optional[Literal["soon"]]
 
 
-# Without the white space that JSON allows; the ids are those of tokenizer.json.
+# JSON without optional white space; the ids are those of tokenizer.json.
 WHITE = {str(token): -100 for token in [199, 200, 203, 222]}
 WARM = {"temperature": 1, "max_completion_tokens": 160, "logit_bias": WHITE}
 
@@ -389,7 +389,7 @@ def structured():
         Order.model_validate_json(text)
     greedy = chat(response_format=schema, max_completion_tokens=60, logprobs=True, top_logprobs=2)
     assert len(greedy.choices[0].logprobs.content) == greedy.usage.completion_tokens
-    # The end token waits for the grammar, and a limit does not.
+    # The end token is only allowed when the grammar is complete; the token limit always applies.
     brackets = {str(token): 50 for token in tokens_of("{}")}
     ending = {"response_format": {"type": "json_object"}, "logit_bias": {"1": 100, **brackets}}
     for more in ({}, {"extra_body": {"ignore_eos": True}}, {"temperature": 1, "seed": 1}):
@@ -496,7 +496,7 @@ def tools():
     plain = chat(tools=[RAIN]).choices[0].message
     assert plain.tool_calls is None and plain.content is not None
     assert chat(tools=[RAIN], tool_choice="none").choices[0].message.content == chat().choices[0].message.content
-    # The template shows definitions, calls and results.
+    # The template prints definitions, calls and results.
     function = {"name": "rain", "arguments": '{"city": "Oslo", "days": 2}'}
     turns = [
         *HELLO,
@@ -555,7 +555,7 @@ def a_client_that_goes_away():
     next(iter(stream))
     assert metric("unweight_kv_pages_free") < metric("unweight_kv_pages")
     stream.close()
-    # So does one that waits for a whole answer.
+    # The same for a client that waits for a whole answer.
     impatient = client.with_options(timeout=0.5)
     try:
         impatient.completions.create(model="tiny", prompt="x", max_tokens=4000, temperature=0)

@@ -1,4 +1,4 @@
-//! Bundles whose tokenizer or chat template is made to end, fill or hang the server.
+//! Bundles whose tokenizer or chat template tries to crash, fill or hang the server.
 
 use std::{
     io::{Read, Write},
@@ -17,9 +17,9 @@ use tempfile::TempDir;
 
 use crate::{Server, ask, bundle_with, command_of, memory, send};
 
-/// What a request must have been answered in.
+/// Maximum time until a request is answered.
 const ANSWER_TIME: Duration = Duration::from_secs(3);
-/// What the server and its text process may take, bytes: a call of 256 MiB, and what both hold without it.
+/// Maximum memory of the server and its text process, bytes: a call of 256 MiB, plus the memory of both without it.
 const MEMORY: u64 = 448 << 20;
 
 /// Templates, each used for the conversation of its name.
@@ -52,20 +52,20 @@ fn template() -> String {
     format!("{{% set what = messages[0].content %}}{}{{{{ what }}}}", cases.collect::<String>())
 }
 
-/// The tokenizer of this folder with another value.
+/// Returns this folder's tokenizer with another value for a key.
 fn tokenizer(key: &str, value: Value) -> String {
     let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
     tokenizer[key] = value;
     tokenizer.to_string()
 }
 
-/// A normalizer that makes 10^12 bytes of each "a".
+/// Returns a normalizer that expands each "a" to 10^12 bytes.
 fn growing() -> String {
     let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"});
     tokenizer("normalizer", json!({"type": "Sequence", "normalizers": vec![replace; 12]}))
 }
 
-/// A post-processor that puts 20,000 times 1,000 tokens in front of each text.
+/// Returns a post-processor that prepends 20,000 times 1,000 tokens to each text.
 fn many_pieces() -> String {
     let mut pieces = vec![json!({"SpecialToken": {"id": "<s>", "type_id": 0}}); 20_000];
     pieces.push(json!({"Sequence": {"id": "A", "type_id": 0}}));
@@ -87,7 +87,7 @@ fn chat(what: &str) -> String {
     json!({"messages": [{"role": "user", "content": what}], "max_tokens": 2, "temperature": 0}).to_string()
 }
 
-/// The most that a server and its text processes hold while this is there, bytes.
+/// Records the peak memory of a server and its text processes until it is dropped, bytes.
 struct Watched {
     most: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
@@ -116,7 +116,7 @@ impl Watched {
     }
 }
 
-/// Grammars that are too much for somebody, as fields of a request.
+/// Returns grammars that exceed a limit, as fields of a request.
 fn grammars() -> Vec<(&'static str, Value)> {
     let schema = |schema: Value| json!({"json": schema});
     let nested = |levels: usize| {
@@ -158,12 +158,13 @@ fn grammars() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// What a compiled grammar takes stays with the request; one that is too much is an error, and others go on.
+/// The cost of compiling a grammar affects only its request. A too large grammar is an error, and other requests
+/// continue.
 #[test]
 fn hostile_grammars_are_errors_within_limits() {
     let (_home, server) = started(&[], &["--context", "2048", "--max-batch", "4"]);
     let address = server.address().to_owned();
-    // The tables of tokens are made once.
+    // The token tables are made once.
     let first = json!({"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "a"}}).to_string();
     assert_eq!(server.ask("/v1/completions", &first).0, 200);
     let done = Arc::new(AtomicBool::new(false));
@@ -245,7 +246,7 @@ fn hostile_tokenizers_are_errors_within_limits() {
     }
 }
 
-/// As transformers ignores them by default.
+/// transformers ignores these by default, too.
 #[test]
 fn padding_and_truncation_of_a_tokenizer_are_ignored() {
     let padding = json!({"strategy": {"Fixed": 1u64 << 40}, "direction": "Right", "pad_to_multiple_of": null,
@@ -259,9 +260,9 @@ fn padding_and_truncation_of_a_tokenizer_are_ignored() {
     assert_eq!((status, &answer["usage"]["prompt_tokens"]), (200, &json!(11)), "{body}");
 }
 
-/// A template that runs until it is ended, if the first message says so.
+/// Returns a template that runs until it is stopped, if the first message requests it.
 fn endless() -> String {
-    // The limit of instructions is reached only after a call's time: each instruction does much.
+    // Each instruction does much work, so the time limit of a call ends before the limit of instructions.
     let work = "{% for i in range(100000) %}{% set x = ('a'*400000)|upper|lower|upper|lower|length %}{% endfor %}";
     format!("{{% if messages[0].content == 'hang' %}}{work}{{% endif %}}{{{{ messages[0].content }}}}")
 }
@@ -275,7 +276,7 @@ fn hang(server: &Server) -> TcpStream {
 #[test]
 fn slow_templates_leave_the_others_alone() {
     let (_home, server) = started(&[("chat_template.jinja", &endless())], &["--timeout", "1"]);
-    // `--timeout` holds while a template runs, and while a request waits for a process.
+    // `--timeout` applies while a template runs, and while a request waits for a process.
     let start = Instant::now();
     let waiting: Vec<TcpStream> = (0..4).map(|_| hang(&server)).collect();
     for mut stream in waiting {
@@ -284,7 +285,7 @@ fn slow_templates_leave_the_others_alone() {
         assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("1 s that it may"), "{answer}");
     }
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
-    // Prompts of ids need no process, and those of text one of them in the end.
+    // Prompts of token ids need no process. Text prompts eventually get one.
     assert_eq!(server.ask("/v1/completions", r#"{"prompt": [5, 6], "max_tokens": 2}"#).0, 200);
     let start = Instant::now();
     while server.ask("/v1/completions", r#"{"prompt": "a", "max_tokens": 2}"#).0 != 200 {
@@ -295,7 +296,7 @@ fn slow_templates_leave_the_others_alone() {
 #[test]
 fn a_disconnect_frees_the_place() {
     let (_home, server) = started(&[("chat_template.jinja", &endless())], &[]);
-    // Those that wait leave with their clients; two are being worked on, for two seconds at most.
+    // Waiting requests are dropped when their clients disconnect. Two are in progress, for at most two seconds.
     let clients: Vec<TcpStream> = (0..30).map(|_| hang(&server)).collect();
     thread::sleep(Duration::from_millis(300));
     drop(clients);
@@ -320,13 +321,13 @@ fn a_signal_ends_the_server_while_templates_hang() {
     for mut stream in clients {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
-        // All are cut off when the grace period is over, before a call's time is.
+        // All are cut off when the grace period ends, before the time limit of a call.
         assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("shutting_down"), "{answer}");
     }
     assert!(processes.iter().all(|pid| memory::is_gone(*pid)), "text processes remain");
 }
 
-/// Without its parent a text process ends, whatever it does.
+/// A text process ends with its parent, whatever it is doing.
 #[test]
 fn text_processes_end_with_a_killed_server() {
     let (_home, mut server) = started(&[("chat_template.jinja", &endless())], &[]);
@@ -361,7 +362,7 @@ fn files_that_cannot_be_bounded_are_refused_at_start() {
     }
 }
 
-/// Loading is limited as well: this normalizer makes 10^11 bytes of an added token.
+/// Loading is limited as well: this normalizer expands an added token to 10^11 bytes.
 #[test]
 fn a_tokenizer_that_fills_memory_ends_the_start() {
     let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(300_000)});
@@ -396,7 +397,7 @@ fn generate_has_the_same_limits() {
     assert!(said.contains("256 MiB of memory"), "{said}");
 }
 
-/// Text that no context holds is refused before it is encoded.
+/// Text that exceeds any context is rejected before it is encoded.
 #[test]
 fn text_beyond_the_context_is_refused_early() {
     let (_home, server) = started(&[], &["--context", "512"]);
@@ -410,16 +411,16 @@ fn text_beyond_the_context_is_refused_early() {
         assert!(body.contains(&format!("{}", 512 * "<|assistant|>".len())), "{body}");
         assert!(start.elapsed() < ANSWER_TIME, "{:?}", start.elapsed());
     }
-    // Fewer bytes, and still too many tokens: their number is that of the text.
+    // Fewer bytes, but still too many tokens. The error states the text's number of tokens.
     let (status, body) = server.ask("/v1/completions", &json!({"prompt": "a".repeat(600)}).to_string());
     assert_eq!((status, body.contains("601")), (400, true), "{body}");
 }
 
-/// A client that has sent half of its body.
+/// Returns a client that has sent half of its body.
 pub fn half_sent(server: &Server, sent: usize, announced: usize) -> TcpStream {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {announced}\r\n\r\n");
-    // A server that refuses closes before everything is sent.
+    // A server that rejects the request closes the connection before everything is sent.
     let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&vec![b' '; sent]));
     stream
 }

@@ -1,4 +1,4 @@
-//! `unweight serve` from outside: the real binary with a tiny model on the CPU, and the official client in Python.
+//! Tests `unweight serve`: the real binary with a tiny model on the CPU, and the official Python client.
 #![cfg(all(feature = "cli", unix))]
 
 use std::{
@@ -30,13 +30,13 @@ use unweight::{
 mod hostile;
 mod memory;
 
-/// A bundle with the tokenizer and the template of this folder, made once.
+/// Returns a bundle with the tokenizer and the template of this folder, made once.
 fn bundle() -> PathBuf {
     static HOME: OnceLock<TempDir> = OnceLock::new();
     HOME.get_or_init(|| bundle_with(&[])).path().join("tiny")
 }
 
-/// A folder with such a bundle, `tiny`, some of whose files are others.
+/// Makes a folder with such a bundle, `tiny`, with some of its files replaced.
 fn bundle_with(others: &[(&str, &str)]) -> TempDir {
     let home = tempfile::tempdir().unwrap();
     let model = home.path().join("model");
@@ -61,7 +61,7 @@ fn bundle_with(others: &[(&str, &str)]) -> TempDir {
     home
 }
 
-/// A running server, ended with this.
+/// A running server, which is killed on drop.
 struct Server {
     child: Child,
     report: Value,
@@ -85,7 +85,7 @@ impl Server {
     fn start(command: &mut Command) -> Self {
         let mut child = command.spawn().unwrap();
         let mut text = String::new();
-        // The object ends with a bracket of its own line; the server goes on.
+        // The JSON object ends with a bracket on its own line; the server continues to run.
         for line in BufReader::new(child.stdout.as_mut().unwrap()).lines() {
             let line = line.unwrap();
             text += &line;
@@ -113,7 +113,7 @@ impl Server {
         ask(self.address(), path, body)
     }
 
-    /// A value of /metrics.
+    /// Returns a value of /metrics.
     fn metric(&self, name: &str) -> f64 {
         let (status, text) = self.ask("/metrics", "");
         assert_eq!(status, 200);
@@ -125,7 +125,7 @@ impl Server {
         self.wait_for_some(name, |now| now == value);
     }
 
-    /// Waits for a value that is as it should be.
+    /// Waits until a metric satisfies a condition.
     fn wait_for_some(&self, name: &str, is_right: impl Fn(f64) -> bool) {
         let start = Instant::now();
         while !is_right(self.metric(name)) {
@@ -139,7 +139,7 @@ impl Server {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Waits for its end: exit status and what it said.
+    /// Waits until the server ends. Returns its exit status and stderr.
     fn end(mut self) -> (ExitStatus, String) {
         let start = Instant::now();
         while self.child.try_wait().unwrap().is_none() {
@@ -151,7 +151,7 @@ impl Server {
         (self.child.wait().unwrap(), said)
     }
 
-    /// Runs cases of `client.py` by the official client.
+    /// Runs cases of `client.py` with the official client.
     fn client(&self, cases: &[&str]) {
         let python = std::env::var("UNWEIGHT_PYTHON").expect("UNWEIGHT_PYTHON is not set: run `cargo xtask test`");
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve/client.py");
@@ -164,13 +164,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It has ended where a test has waited for it.
+        // A test that waited for the end has already reaped it.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The status and the body of an answer; an empty body is a GET.
+/// Sends a request and returns the status and the body of the answer. An empty body is a GET.
 fn ask(address: &str, path: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).unwrap();
     send(&mut stream, path, body);
@@ -190,7 +190,7 @@ fn send(stream: &mut TcpStream, path: &str, body: &str) {
     .unwrap();
 }
 
-/// A greedy stream of so many tokens that the engine has taken, whose head is read.
+/// Starts a greedy stream of `tokens` tokens and reads its head, so that the engine has accepted the request.
 fn stream_of(server: &Server, tokens: u32) -> TcpStream {
     let mut stream = TcpStream::connect(server.address()).unwrap();
     let body = format!(r#"{{"prompt": [5, 6, 7], "max_tokens": {tokens}, "stream": true, "temperature": 0}}"#);
@@ -201,7 +201,7 @@ fn stream_of(server: &Server, tokens: u32) -> TcpStream {
     stream
 }
 
-/// One that would run for minutes.
+/// Starts a stream that would run for minutes.
 fn long_stream(server: &Server) -> TcpStream {
     stream_of(server, 4000)
 }
@@ -237,7 +237,7 @@ fn openai_client_works() {
     assert_eq!(server.metric("unweight_kv_pages_free"), server.metric("unweight_kv_pages"));
 }
 
-/// Greedy, sampled, with log probabilities, with penalties, several at once: the same answers with drafts and without.
+/// Drafts change no answer: greedy, sampled, with log probabilities, with penalties, several at once.
 #[test]
 fn drafts_change_no_answer() {
     let (plain, drafting) = (Server::start(&mut command(&[])), Server::start(&mut command(&["--speculate", "6"])));
@@ -292,7 +292,7 @@ fn full_queue_is_reported_and_drains() {
     let waiting = long_stream(&server);
     server.wait_for("unweight_sequences_waiting", 1.0);
     server.client(&["queue_full"]);
-    // Neither of them is read: the others are served as soon as they are gone.
+    // No client reads these two streams. Their places are free as soon as the clients disconnect.
     drop(waiting);
     server.wait_for("unweight_sequences_waiting", 0.0);
     drop(running);
@@ -323,11 +323,11 @@ fn body_size_is_limited() {
     assert_eq!(&answer, b"HTTP/1.1 413");
     let (status, body) = server.ask("/v1/completions", &"[".repeat(100_000));
     assert_eq!((status, body.contains("no JSON")), (400, true), "{body}");
-    // A body without a length, too large; and one that breaks the framing.
+    // A body without a length that is too large, and one with invalid framing.
     for (chunk, status) in [(format!("{:x}\r\n{}", 9 << 20, "[".repeat(9 << 20)), 413), ("zz\r\n".to_owned(), 400)] {
         let mut stream = TcpStream::connect(server.address()).unwrap();
         let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
-        // The server may answer and close before it has read everything.
+        // The server may answer and close the connection before it has read everything.
         let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(chunk.as_bytes()));
         let mut answer = [0; 12];
         stream.read_exact(&mut answer).unwrap();
@@ -393,7 +393,7 @@ fn unsupported_requests_are_explained() {
     assert_eq!(keys, documented, "json.md, serve");
 }
 
-/// The model on the CPU, until it has made so many steps.
+/// The model on the CPU, which fails after a number of steps.
 struct Failing(CpuReference, u32);
 
 #[derive(Debug, PartialEq, Eq)]
@@ -436,7 +436,7 @@ impl Backend for Failing {
     }
 }
 
-/// Serves in this process while `clients` ask, with an engine that fails after so many steps.
+/// Serves in this process while `clients` send requests, with an engine that fails after `steps` steps.
 fn serve_in_process(steps: u32, clients: impl FnOnce(&str) + Send + 'static) -> Result<Ended, ServeError<Broken>> {
     let model = Bundle::open(&bundle()).unwrap();
     let cpu = CpuReference::load(&model, &EngineOptions::default().context(1024)).unwrap();
@@ -446,7 +446,7 @@ fn serve_in_process(steps: u32, clients: impl FnOnce(&str) + Send + 'static) -> 
     let asking = thread::spawn({
         let stop = Arc::clone(&stop);
         move || {
-            // Whatever they find, the server ends.
+            // The server must end even if a client panics.
             let asked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| clients(&address)));
             stop.store(true, Ordering::Relaxed);
             asked
@@ -484,7 +484,7 @@ fn engine_failure_is_reported_to_every_request() {
     assert!(matches!(ended, Err(ServeError::Backend(Broken))), "{ended:?}");
 }
 
-/// A template without a format of tool calls.
+/// A template without a tool call format.
 #[test]
 fn tools_without_a_format_are_explained() {
     let home = bundle_with(&[("chat_template.jinja", "{{ messages[0].content }}{{ tools }}")]);

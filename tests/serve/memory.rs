@@ -1,4 +1,4 @@
-//! What bodies of requests hold, and the memory of the server and its text processes, from `/proc`.
+//! The memory of request bodies, and of the server and its text processes from `/proc`.
 
 use std::{
     fs,
@@ -12,7 +12,7 @@ use serde_json::json;
 
 use crate::{Server, command, hostile::half_sent, send};
 
-/// Bytes that a process and its children hold.
+/// Returns the memory of a process and its children, bytes.
 pub fn resident(pid: u32) -> u64 {
     let own = |pid: u32| -> Option<u64> {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
@@ -22,25 +22,25 @@ pub fn resident(pid: u32) -> u64 {
     children(pid).into_iter().chain([pid]).filter_map(own).sum::<u64>() << 10
 }
 
-/// The children of a process.
+/// Returns the children of a process.
 pub fn children(pid: u32) -> Vec<u32> {
     let entries = fs::read_dir("/proc").unwrap();
     let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok());
     let parent = |child: u32| -> Option<u32> {
         let stat = fs::read_to_string(format!("/proc/{child}/stat")).ok()?;
-        // Behind the name, which may hold anything: state and parent.
+        // State and parent follow the name, which may contain any characters.
         stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
     };
     pids.filter(|child| parent(*child) == Some(pid)).collect()
 }
 
-/// Whether a process has ended.
+/// Returns whether a process has ended.
 pub fn is_gone(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.is_empty() || stat.contains(") Z ")
 }
 
-/// The status of an answer, whose rest is read.
+/// Reads an answer to its end and returns its status.
 fn status(stream: &mut TcpStream) -> u16 {
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
@@ -50,12 +50,12 @@ fn status(stream: &mut TcpStream) -> u16 {
 #[test]
 fn half_sent_bodies_hold_what_they_sent() {
     let server = Server::start(&mut command(&["--context", "512"]));
-    // They announce 8 MiB each: 1.6 GB.
+    // They announce 8 MiB each: 1.6 GB in total.
     let small: Vec<TcpStream> = (0..200).map(|_| half_sent(&server, 1000, 8 << 20)).collect();
     server.wait_for_some("unweight_body_bytes", |bytes| bytes >= 200.0 * 1000.0);
     assert!(server.metric("unweight_body_bytes") < 2.0 * 1024.0 * 1024.0);
     assert_eq!(server.ask("/v1/completions", r#"{"prompt": [5], "max_tokens": 2}"#).0, 200);
-    // Beyond 64 MiB large bodies are refused, and small ones are served.
+    // Beyond 64 MiB, large bodies are rejected and small ones are served.
     let large: Vec<TcpStream> = (0..12).map(|_| half_sent(&server, 7 << 20, 8 << 20)).collect();
     server.wait_for_some("unweight_body_bytes", |bytes| bytes > f64::from(40 << 20));
     assert!(server.metric("unweight_body_bytes") <= f64::from(64 << 20));
@@ -84,13 +84,13 @@ fn memory_is_given_back_after_large_bodies() {
     let mut most = 0;
     while clients.iter().any(|client| !client.is_finished()) {
         most = most.max(resident(server.child.id()));
-        // A small request is served in between.
+        // A small request is served at the same time.
         let start = Instant::now();
         assert_eq!(server.ask("/v1/completions", r#"{"prompt": "a", "max_tokens": 2}"#).0, 200);
         assert!(start.elapsed() < Duration::from_secs(3), "a small request took {:?}", start.elapsed());
     }
     let statuses: Vec<u16> = clients.into_iter().map(|client| client.join().unwrap()).collect();
-    // Too long for the context, or one too many.
+    // Rejected as too long for the context, or as one request too many.
     assert!(statuses.iter().all(|status| [400, 503].contains(status)), "{statuses:?}");
     assert!(statuses.contains(&400) && statuses.contains(&503), "{statuses:?}");
     let mut after = resident(server.child.id());

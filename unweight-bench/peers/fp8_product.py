@@ -2,9 +2,9 @@
 
     python fp8_product.py > fp8-product.json        # torch with CUDA, compute capability 8.9 or newer
 
-Weights come from memory: a CUDA graph walks through copies of them, 440 MB and five of them at least. cuBLASLt takes
-batches in steps of 16 rows, so 1 and 8 are 16 rows of which the others are zeros. The first output is held against the
-product in float32 before the clock starts.
+Weights come from memory: a CUDA graph rotates through copies of the weights, at least five copies and 440 MB.
+cuBLASLt requires multiples of 16 rows, so batches 1 and 8 are padded with zeros to 16 rows. The first output is checked
+against the product in float32 before timing.
 """
 
 import json
@@ -51,7 +51,7 @@ def measure(n, k, batch):
     times = []
     for turn in range(WARMUP + ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # Something to be busy with while the host enqueues.
+        # Keep the device busy while the host enqueues the timed launches.
         graph.replay()
         start.record()
         graph.replay()

@@ -1,12 +1,13 @@
-"""The codec beside its peers: same bytes, same thread counts, one run, interleaved.
+"""Measures the codec next to its peers: same bytes, same thread counts, interleaved in one run.
 
 `cargo xtask bench-peers [MODEL]` installs the peers, builds our side and calls this. It prints a section for docs/benchmarks.md.
 
-Terms, equal for all: memory to memory, one matrix after the other, outputs freshly allocated, input not in the timed part.
-- ours: unweight-format/examples/codec_speed.rs. Encoding includes the digests of the original and of every stored section, decoding the digest of
-  the result; the peers do not hash.
-- ZipNN: `ZipNN(bytearray_dtype="bfloat16", threads=n)`. It changes its input in place, so each call gets a copy, made beforehand.
-- zstd: level 3, each matrix as it is (`threads` workers for compressing; decompressing is single-threaded by design).
+All contenders convert one matrix after the other in memory, with freshly allocated outputs. Reading input is not timed.
+- ours: unweight-format/examples/codec_speed.rs. Encoding includes the digests of the original and of
+  every stored section, decoding the digest of the result. The peers do not hash.
+- ZipNN: `ZipNN(bytearray_dtype="bfloat16", threads=n)`. ZipNN changes its input in place, so each call gets a copy,
+  made before timing.
+- zstd: level 3, each matrix unmodified. Compression uses `threads` workers; decompression is single-threaded by design.
 Each round runs every contender once; the order rotates. The table gives the median and the full range of the rounds.
 """
 
@@ -28,8 +29,8 @@ import zstandard
 
 
 def import_zipnn():
-    """ZipNN's class. Its package imports torch at the top and calls it for tensors only, never for the bytearrays used here:
-    where torch is not installed, a module of inert names stands in for it, rather than gigabytes of download."""
+    """Returns ZipNN's class. Its package imports torch, but calls it only for tensors, never for bytearrays.
+    If torch is not installed, a stub module replaces it, to avoid a download of gigabytes."""
     try:
         import torch  # noqa: F401
     except ImportError:
@@ -79,7 +80,7 @@ class Ours:
 
 
 class Peer:
-    """A peer in this process: `compress` and `decompress` of one matrix."""
+    """A peer that runs in this process: `compress` and `decompress` of one matrix."""
 
     def __init__(self, matrices):
         self.matrices = matrices
@@ -122,7 +123,7 @@ class ZstdPeer(Peer):
 
 
 def gaussian():
-    """N(0, 0.02^2), [14336, 4096]; float32 rounded to the nearest BF16, ties to even."""
+    """Returns N(0, 0.02^2) weights of shape [14336, 4096]: float32 rounded to the nearest BF16, ties to even."""
     values = np.random.default_rng(0).standard_normal((14336, 4096), dtype=np.float32) * np.float32(0.02)
     bits = values.view(np.uint32)
     rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
@@ -130,7 +131,7 @@ def gaussian():
 
 
 def model(folder):
-    """Every BF16 tensor of rank 2 in a folder of safetensors files."""
+    """Yields every BF16 tensor of rank 2 in a folder of safetensors files."""
     matrices, shapes = [], []
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -166,7 +167,7 @@ def measure(zipnn, program, matrices, shapes, threads, rounds):
             for step in range(len(contenders)):
                 contender = contenders[(round_index + step) % len(contenders)]
                 record = contender.round()
-                # The first round warms up: code is paged in, the allocators have found their size.
+                # The first round warms up: it pages in code and lets the allocators grow.
                 if round_index > 0:
                     records[contender.name].append(record)
         for contender in contenders:

@@ -46,7 +46,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def make_model(home: Path) -> None:
-    """Random weights, and a tokenizer of one word per token, so that every token adds text to a stream."""
+    """Makes a model with random weights and a tokenizer of one word per token, so that every token adds text to a
+    stream."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -113,7 +114,7 @@ def make_model(home: Path) -> None:
 
 
 class Server:
-    """A server of ours as a process; its log is next to the bundle."""
+    """One of our servers, run as a process. Its log is next to the bundle."""
 
     def __init__(self, binary: str, bundle: Path, log: Path, *options: str):
         self.log = log.open("w")
@@ -142,7 +143,8 @@ class Client:
         self.failures: list[str] = []
 
     async def complete(self, prompt: list[int], new_tokens: int) -> dict:
-        """One streamed completion: when its parts came, in seconds from its start, and its text."""
+        """Sends one streamed completion. Returns the arrival times of its parts, in seconds from the start, and its
+        text."""
         body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
         if self.model:
             body["model"] = self.model
@@ -166,7 +168,7 @@ class Client:
         return {"times": times, "text": "".join(text)}
 
     async def chat(self, content: str) -> int:
-        """A chat without `max_tokens`; tokens of the answer."""
+        """Sends a chat without `max_tokens`. Returns the number of tokens in the answer."""
         try:
             body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
             async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as answer:
@@ -271,7 +273,7 @@ async def measure(url: str, model: str | None, loads: list[str], seconds: float,
     result = {}
     async with client_session() as session:
         client = Client(session, url, model)
-        # Kernels and graphs of every batch are made before the first figure.
+        # Compile the kernels and capture the graphs of every batch before the first measurement.
         warm = random.Random("warm")
         await asyncio.gather(*(client.complete(prompt(warm, 700), 24) for _ in range(64)))
         for name in loads:
@@ -289,7 +291,7 @@ async def measure(url: str, model: str | None, loads: list[str], seconds: float,
 
 
 async def texts_alone(url: str) -> list[str]:
-    """The texts of `prefix` from a server that saw none of the first requests."""
+    """Returns the second texts of `prefix` from a server that saw none of the first requests."""
     async with client_session() as session:
         client = Client(session, url, None)
         return [(await client.complete(two, 32))["text"] for _, two in prefix_prompts()]
@@ -311,7 +313,7 @@ async def no_limit(url: str) -> dict:
 
 
 def offline(binary: str, bundle: Path, memory: str) -> dict:
-    """`generate` with the prompts of `no_limit`."""
+    """Runs `generate` with the prompts of `no_limit`."""
     prompts = [part for text in chats() for part in ("--tokens", ",".join(word[1:] for word in text.split()))]
     options = ["--max-batch", str(CHATS), "--context", str(CHAT_CONTEXT), "--memory", memory, "--json", "-n"]
     new_tokens = CHAT_CONTEXT - 64

@@ -1,17 +1,17 @@
-"""PyTorch's decode step of Llama-3.1-8B in BF16, what `unweight-bench decode` is compared with; on one GPU.
+"""Times a decode step of Llama-3.1-8B in BF16 with PyTorch on one GPU, for comparison with `unweight-bench decode`.
 
     python3 torch_decode.py --context 1024 --prefill 2048 --transformers > torch_decode.json
 
-What a careful user would write by hand: merged qkv and gate/up, `scaled_dot_product_attention` over a static KV cache
-(grouped heads as they are), `rms_norm`, rotary embedding and SiLU as PyTorch's operations, embedding to argmax in one
-CUDA graph that a step replays. Weights and cache are random, nothing is zero; at context C a step stores token C and
-attends to all C. Every SDPA backend that takes the shape is timed first, inside the whole step; the fastest one counts.
-Each row: median, p10 and p90 of `--rounds` replays after a warm-up, each between events of its own.
-`--prefill N`: time to first token of an N-token prompt, from ids on the host to the token on the host: by the model
-above, launched operation by operation, and with --transformers by `LlamaForCausalLM`.
-`--transformers`: tokens/s of its `generate`, batch 1, after `--context` tokens: differences of long and short runs.
-`--check` compares the model with `LlamaForCausalLM`, same weights, small, and ends; `--device cpu` is for that.
-One JSON object goes to stdout, rows of `what` decode, prefill, generate; times are milliseconds.
+The model is what a careful user would write by hand: merged qkv and gate/up, `scaled_dot_product_attention` over a
+static KV cache with grouped heads, PyTorch's `rms_norm`, rotary embedding and SiLU. A step replays one CUDA graph from
+embedding to argmax. Weights and KV cache are random and nonzero. At context C a step stores token C and attends to all
+C tokens. Every SDPA backend that supports the shape is timed inside the whole step; the fastest one counts.
+Each row has the median, p10 and p90 of `--rounds` replays after a warm-up, each timed with its own events.
+`--prefill N`: time to first token of an N-token prompt, from ids on the host to the token on the host. Measured for the
+model above without a graph, and with --transformers for `LlamaForCausalLM`.
+`--transformers`: tokens/s of `generate` at batch 1 after `--context` tokens, as the difference of long and short runs.
+`--check` compares a small model with `LlamaForCausalLM` with the same weights and exits; `--device cpu` is for this.
+Prints one JSON object with rows of `what` decode, prefill and generate. Times are in milliseconds.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SMALL = Geometry(layers=2, hidden=256, heads=8, kv_heads=2, head_dim=32, interme
 
 
 def config(of: Geometry):
-    """The geometry for transformers."""
+    """Returns the geometry as a transformers configuration."""
     import transformers
 
     return transformers.LlamaConfig(
@@ -69,14 +69,14 @@ def config(of: Geometry):
         max_position_embeddings=131072,
         tie_word_embeddings=False,
         rope_parameters={"rope_theta": of.theta, **LLAMA3_1},
-        # Nothing ends a text here.
+        # No token ends a text.
         eos_token_id=None,
         pad_token_id=0,
     )
 
 
 class Llama:
-    """Weights, and a forward over a static cache."""
+    """Random weights, and a forward pass over a static KV cache."""
 
     def __init__(self, of: Geometry, device: str, dtype: torch.dtype):
         self.of, self.device, self.dtype = of, device, dtype
@@ -101,12 +101,12 @@ class Llama:
         return torch.randn(shape, device=self.device, dtype=self.dtype).mul_(0.02)
 
     def prepare(self, batch: int, positions: int) -> None:
-        """A cache of random keys and values, and a table of angles."""
+        """Fills the KV cache with random keys and values, and makes the table of angles."""
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         of = self.of
         shape = (batch, of.kv_heads, positions, of.head_dim)
-        # In place of the one before, which is gone first: two may not fit.
+        # Free the previous cache first: two may not fit in memory.
         self.cache = None
         drawn = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2 * of.layers))
         self.cache = list(zip(drawn, drawn))
@@ -116,8 +116,9 @@ class Llama:
         self.cos, self.sin = cos[0], sin[0]
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, length: int, all_rows: bool = False) -> torch.Tensor:
-        """Logits of the last token of each row (or of all): `ids` [batch, n] stand at `positions` [n] and see the first
-        `length` tokens of the cache, up to themselves. n is 1, or the rows begin at 0."""
+        """Returns the logits of the last token of each row, or of all tokens. `ids` [batch, n] are at `positions` [n]
+        and attend to the first `length` tokens of the cache, up to themselves. n is 1, or the rows begin at position
+        0."""
         of, (batch, n) = self.of, ids.shape
         cos, sin = self.cos[positions], self.sin[positions]
 
@@ -154,7 +155,7 @@ def graph_times(replay, rounds: int) -> list[float]:
     times = []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Something to be busy with while the host launches what is timed.
+        # Keep the device busy while the host launches the timed work.
         replay()
         start.record()
         replay()
@@ -165,7 +166,7 @@ def graph_times(replay, rounds: int) -> list[float]:
 
 
 def decode(model: Llama, batch: int, context: int, rounds: int) -> dict:
-    """The step by every backend that takes it, the fastest one in full."""
+    """Times a step with every backend that supports it, the fastest one for all rounds."""
     model.prepare(batch, context)
     ids = torch.randint(model.of.vocab, (batch, 1), device=model.device)
     position = torch.tensor([context - 1], device=model.device)
@@ -188,7 +189,8 @@ def decode(model: Llama, batch: int, context: int, rounds: int) -> dict:
 
 
 def capture(model: Llama, ids: torch.Tensor, position: torch.Tensor, context: int) -> torch.cuda.CUDAGraph:
-    """A step in a graph: the next step's token goes where this step's was. It must do what its operations do."""
+    """Captures a step in a graph that writes its token where the next step reads it. Checks the graph against eager
+    execution."""
     first = ids.clone()
 
     def step():
@@ -210,7 +212,7 @@ def capture(model: Llama, ids: torch.Tensor, position: torch.Tensor, context: in
     ids.copy_(first)
     graph.replay()
     torch.cuda.synchronize()
-    # Under capture cuBLAS may take another algorithm, which rounds otherwise.
+    # Under capture, cuBLAS may select another algorithm, which rounds differently.
     error = ((captured.float() - eager.float()).square().mean() / eager.float().square().mean()).sqrt().item()
     if not error <= 0.03:
         raise SystemExit(f"the graph's logits differ from those of its operations by {error}")
@@ -218,7 +220,7 @@ def capture(model: Llama, ids: torch.Tensor, position: torch.Tensor, context: in
 
 
 def host_times(run, rounds: int) -> list[float]:
-    """Wall-clock milliseconds; `run` returns when its result is on the host."""
+    """Returns wall-clock milliseconds. `run` must return when its result is on the host."""
     for _ in range(3):
         run()
     times = []
@@ -253,7 +255,7 @@ def prefill(model: Llama, tokens: int, rounds: int) -> dict:
 
 
 def by_transformers(of: Geometry, context: int, prompt: int, rounds: int) -> list[dict]:
-    """`LlamaForCausalLM` as it comes: prefill, and `generate`."""
+    """Times prefill and `generate` of an unmodified `LlamaForCausalLM`."""
     import transformers
 
     with torch.device("cuda"):
@@ -291,7 +293,8 @@ def by_transformers(of: Geometry, context: int, prompt: int, rounds: int) -> lis
 
 @torch.no_grad()
 def check(device: str) -> None:
-    """The model above is LlamaForCausalLM: same weights, same logits; by a prompt and by steps."""
+    """Checks that the model above gives the logits of LlamaForCausalLM for the same weights: on a prompt and on
+    steps."""
     import transformers
 
     theirs = transformers.LlamaForCausalLM(config(SMALL)).to(device).eval()

@@ -1,7 +1,7 @@
-//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `unweight-bench
-//! stress`.
+//! Attention problems over paged KV caches with their expected results in double precision, for tests and for
+//! `unweight-bench stress`.
 //!
-//! Whatever must not be read is NaN: unused pages, lines behind a row's newest token and before its window.
+//! Everything that must not be read is NaN: unused pages, and lines after a row's newest token or before its window.
 
 use std::f64::consts::LOG2_E;
 
@@ -19,46 +19,46 @@ use unweight_rt::{
 
 use crate::oracle;
 
-/// Position of a row without a token.
+/// The position of a row without a token.
 pub const PAD: u32 = u32::MAX;
-/// A NaN, in every element that must not be read.
+/// A NaN, which fills every element that must not be read.
 pub const POISON: u16 = 0x7fc1;
-/// Pages that no row has.
+/// Pages that belong to no row.
 const SPARE_PAGES: usize = 3;
 
-/// A batch of newest tokens.
+/// A decode batch: the newest token of each row.
 #[derive(Clone, Debug)]
 pub struct Decode {
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Heads of keys and values.
+    /// KV heads.
     pub kv_heads: usize,
-    /// Query heads of each.
+    /// Query heads per KV head.
     pub group: usize,
-    /// Of each row's token, or [`PAD`].
+    /// The position of each row's token, or [`PAD`].
     pub positions: Vec<u32>,
-    /// Tokens that a token sees; 0: all before it.
+    /// Tokens that a token attends to; 0: all before it.
     pub window: u32,
     /// Whether the projection has a bias.
     pub bias: bool,
-    /// Whether queries and keys are normed.
+    /// Whether queries and keys are normalized.
     pub norm: bool,
-    /// Elements of a head that are rotated.
+    /// Rotated elements of a head.
     pub rope_dim: usize,
-    /// Whether adjacent elements are rotated together.
+    /// Whether pairs of adjacent elements are rotated.
     pub adjacent: bool,
-    /// The soft cap of scores, which excludes norms.
+    /// The soft cap of scores; excludes norms.
     pub softcap: Option<f32>,
     /// Whether norms multiply by one plus the weight, and round once.
     pub plus_one: bool,
-    /// Added to mean squares.
+    /// Epsilon that norms add to the mean square.
     pub eps: f32,
     /// The seed of all values.
     pub seed: u64,
 }
 
 impl Decode {
-    /// Two KV heads, everything rotated, nothing else.
+    /// Returns a case with two KV heads and full rotation, without any other feature.
     pub fn new(head_dim: usize, group: usize, positions: &[u32]) -> Self {
         Self {
             head_dim,
@@ -77,46 +77,46 @@ impl Decode {
         }
     }
 
-    /// The first token that the one at a position sees.
+    /// Returns the first token that the token at a position attends to.
     pub fn first_token(&self, position: u32) -> u32 {
         if self.window == 0 { 0 } else { (position + 1).saturating_sub(self.window) }
     }
 
-    /// Columns of QKV.
+    /// Returns the number of columns of QKV.
     pub fn columns(&self) -> usize {
         self.kv_heads * (self.group + 2) * self.head_dim
     }
 
-    /// Columns of A.
+    /// Returns the number of columns of A.
     pub fn out_columns(&self) -> usize {
         self.kv_heads * self.group * self.head_dim
     }
 }
 
-/// What a launch reads: rows without gaps.
+/// The inputs of a launch over a decode batch; rows have no gaps.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// The batch that is timed.
+    /// The decode batch.
     pub case: Decode,
     /// bf16 `[m, (h + 2 * kv_heads) * head_dim]`.
     pub qkv: Vec<u16>,
-    /// bf16 `[pages]` of [`kv`].
+    /// The pages of the layer: bf16 `[pages]`, each of [`kv`].
     pub layer: Vec<u16>,
-    /// Pages of the layer.
+    /// The number of pages of the layer.
     pub pages: u32,
-    /// u32 `[m, table_pages]`.
+    /// Page table, u32 `[m, table_pages]`.
     pub table: Vec<u32>,
-    /// Entries of a row.
+    /// Table entries per row.
     pub table_pages: usize,
     /// bf16 `[max_positions, rope_dim / 2]`.
     pub cosines: Vec<u16>,
     /// bf16, shaped as `cosines`.
     pub sines: Vec<u16>,
-    /// Rows of these.
+    /// Rows of `cosines` and `sines`.
     pub max_positions: u32,
-    /// bf16 `[(h + 2 * kv_heads) * head_dim]`, or nothing.
+    /// bf16 `[(h + 2 * kv_heads) * head_dim]`, or empty.
     pub bias: Vec<u16>,
-    /// Of queries and of keys: bf16 `[head_dim]`, or nothing.
+    /// Norm weights of queries and of keys: bf16 `[head_dim]` each, or empty.
     pub norms: [Vec<u16>; 2],
 }
 
@@ -124,7 +124,7 @@ fn value(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
 
-/// To the nearest bf16.
+/// Rounds to the nearest bf16.
 fn bits(x: f64) -> u16 {
     let bits = (x as f32).to_bits();
     ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16
@@ -134,13 +134,13 @@ fn round(x: f64) -> f64 {
     value(bits(x))
 }
 
-/// Evenly from -size to size.
+/// Returns uniform values from -size to size.
 fn values(random: &mut Random, count: usize, size: f64) -> Vec<u16> {
     (0..count).map(|_| bits((random.uniform() * 2.0 - 1.0) * size)).collect()
 }
 
 impl Problem {
-    /// Random values, on pages in a random order.
+    /// Makes a problem with random values, on pages in a random order.
     pub fn new(case: &Decode) -> Self {
         let random = &mut Random::new(case.seed);
         let m = case.positions.len();
@@ -169,7 +169,7 @@ impl Problem {
             case: case.clone(),
         };
         for (row, &position) in case.positions.iter().enumerate().filter(|(_, position)| **position != PAD) {
-            // What lies before a window may be another row's by now.
+            // Lines before a window may already belong to another row.
             for token in case.first_token(position)..position {
                 for head in 0..case.kv_heads * 2 {
                     let line = values(random, case.head_dim, if head % 2 == 0 { 2.0 } else { 1.0 });
@@ -183,7 +183,7 @@ impl Problem {
         problem
     }
 
-    /// One of its rows alone, on the same pages.
+    /// Returns one row alone, on the same pages.
     #[must_use]
     pub fn row(&self, row: usize) -> Self {
         let columns = self.case.columns();
@@ -195,7 +195,7 @@ impl Problem {
         }
     }
 
-    /// Where element `index` of head `head` of `[kv_heads][K | V]` of a row's token is.
+    /// Returns the offset of element `index` of head `head` of `[kv_heads][K | V]`, for a row's token.
     pub fn element(&self, row: usize, token: u32, head: usize, index: usize) -> usize {
         let page = self.table[row * self.table_pages + (token / PAGE_TOKENS) as usize] as usize;
         let (head_dim, tile) = (self.case.head_dim, page * self.case.kv_heads * 2 + head);
@@ -203,8 +203,8 @@ impl Problem {
         tile * PAGE_TOKENS as usize * head_dim + inside as usize
     }
 
-    /// Arguments `scale` and `eps`: the factor of scores times log2(e) and what norms add; or the soft cap times
-    /// log2(e) and the factor divided by it.
+    /// Returns the kernel arguments `scale` and `eps`. Without a soft cap: the scale of scores times log2(e), and the
+    /// epsilon of norms. With one: the cap times log2(e), and the scale of scores over the cap.
     pub fn scales(&self) -> (f32, f32) {
         let factor = 1.0 / (self.case.head_dim as f64).sqrt();
         match self.case.softcap.map(f64::from) {
@@ -213,14 +213,14 @@ impl Problem {
         }
     }
 
-    /// Cosines and sines as the kernel reads them.
+    /// Returns cosines and sines in the layout that the kernel reads.
     pub fn tables(&self) -> [Vec<u16>; 2] {
         let half = self.case.rope_dim / 2;
         let of = |table: &[u16]| if self.case.adjacent { oracle::adjacent_table(table, half) } else { table.to_vec() };
         [of(&self.cosines), of(&self.sines)]
     }
 
-    /// A head of a row as it takes part: bias, norm and rotation, each rounded.
+    /// Returns a head of a row after bias, norm and rotation, each rounded.
     fn head(&self, row: usize, head: usize, gamma: &[u16], rotated: bool) -> Vec<f64> {
         let Decode { head_dim, rope_dim, adjacent, plus_one, eps, .. } = self.case;
         let at = head * head_dim;
@@ -251,8 +251,8 @@ impl Problem {
         x
     }
 
-    /// What is wrong with A `[m, h * head_dim]` and with the layer after a launch: elements that are further from
-    /// double precision than their roundings explain, and elements of the layer that changed and should not have.
+    /// Describes what is wrong with A `[m, h * head_dim]` and with the layer after a launch: elements further from
+    /// double precision than rounding explains, and elements of the layer that must not change but did.
     pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
         let Decode { head_dim, kv_heads, group, .. } = self.case;
         let mut expected = self.layer.clone();
@@ -265,7 +265,7 @@ impl Problem {
                     for (i, new) in new.into_iter().enumerate() {
                         let at = self.element(row, position, kv_head * 2 + half, i);
                         let got = value(layer[at]);
-                        // Where float32 and float64 round apart, one unit, at each of the steps.
+                        // fp32 and fp64 may round differently at each step, by one unit.
                         let error = (got - new).abs();
                         if error.is_nan() || error > new.abs() / 64.0 + 1e-2 {
                             return Some(format!("row {row}, kv head {kv_head}, new {i}: {got} instead of {new}"));
@@ -299,20 +299,20 @@ impl Problem {
     }
 }
 
-/// A chunk of one sequence.
+/// A chunk of one sequence's prompt.
 #[derive(Clone, Debug)]
 pub struct Chunk {
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: usize,
-    /// Heads of keys and values.
+    /// KV heads.
     pub kv_heads: usize,
-    /// Query heads of each.
+    /// Query heads per KV head.
     pub group: usize,
-    /// Position of the first token.
+    /// The position of the first token.
     pub start: u32,
     /// The number of tokens.
     pub tokens: u32,
-    /// Tokens that a token sees; 0: all before it.
+    /// Tokens that a token attends to; 0: all before it.
     pub window: u32,
     /// The soft cap of scores.
     pub softcap: Option<f32>,
@@ -320,23 +320,24 @@ pub struct Chunk {
     pub seed: u64,
 }
 
-/// What a launch over a chunk reads: rows without gaps.
+/// The inputs of a launch over a chunk; rows have no gaps.
 #[derive(Clone, Debug)]
 pub struct ChunkProblem {
-    /// The chunk of a prompt that is timed.
+    /// The chunk of a prompt.
     pub chunk: Chunk,
-    /// Pages and rows, as of a batch whose rows have one sequence; positions are those of the sequence's last token.
+    /// Pages and rows as of a decode batch whose rows share one sequence. All positions are that of the chunk's last
+    /// token.
     pub sequence: Problem,
 }
 
 impl ChunkProblem {
-    /// Random values. Keys and values of the chunk are in the pages.
+    /// Makes a problem with random values. The pages contain the chunk's keys and values.
     pub fn new(chunk: &Chunk) -> Self {
         let last = chunk.start + chunk.tokens - 1;
         let first = if chunk.window == 0 { 0 } else { (chunk.start + 1).saturating_sub(chunk.window) };
         let case = Decode {
             kv_heads: chunk.kv_heads,
-            // From the first token that the chunk sees: all before the last, and the last itself below.
+            // All tokens from the first one that the chunk attends to, up to the last of the chunk.
             window: last + 1 - first,
             softcap: chunk.softcap,
             seed: chunk.seed,
@@ -354,7 +355,7 @@ impl ChunkProblem {
         Self { chunk: chunk.clone(), sequence }
     }
 
-    /// What is wrong with A `[tokens, h * head_dim]`, and with the layer, which must be unchanged.
+    /// Describes what is wrong with A `[tokens, h * head_dim]`, or with the layer, which must be unchanged.
     pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
         if self.sequence.layer != layer {
             return Some("the layer was written".to_owned());
@@ -385,7 +386,7 @@ impl ChunkProblem {
     }
 }
 
-/// What is wrong with the attention of one query to these keys and values.
+/// Describes what is wrong with the attention of one query over these keys and values.
 fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], softcap: Option<f32>, out: &[u16]) -> Option<String> {
     let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (q.len() as f64).sqrt();
     let capped = |x: f64| softcap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
@@ -397,13 +398,13 @@ fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], softcap: Option<f32>, out:
         let terms = weights.iter().zip(tokens).map(|(w, (_, v))| w / sum * v[i]);
         let (expected, size) = terms.fold((0.0, 0.0), |(a, b): (f64, f64), term| (a + term, b + term.abs()));
         let error = (value(got) - expected).abs();
-        // A, each weight, and a unit of a query's element here or there.
+        // Slack: the rounding of A, of each weight, and a unit in the last place of query elements.
         let slack = expected.abs() / 256.0 + size / 128.0 + 1e-6;
         (error.is_nan() || error > slack).then(|| format!("element {i}: {} instead of {expected}", value(got)))
     })
 }
 
-/// Rows of a problem on a device.
+/// The rows of a problem on a device.
 #[derive(Debug)]
 struct Rows {
     case: Decode,
@@ -460,7 +461,7 @@ impl DeviceProblem {
     /// Uploads a problem.
     ///
     /// # Errors
-    /// Not enough memory, or heads of a size that no kernel takes.
+    /// Fails without enough memory, or if no kernel supports the size of the heads.
     pub fn new(stream: &Stream, problem: &Problem) -> Result<Self, DeviceError> {
         let of = |values: &[u16]| DeviceBuffer::from_host(stream, values);
         let optional = |values: &[u16]| if values.is_empty() { Ok(None) } else { of(values).map(Some) };
@@ -486,21 +487,21 @@ impl DeviceProblem {
         })
     }
 
-    /// Takes the rows of another problem of the same shape, on the same pages. What was recorded reads them from then
-    /// on. Waits.
+    /// Replaces the rows by those of another problem with the same shape and pages. Recorded graphs read the new rows.
+    /// Synchronizes.
     ///
     /// # Errors
-    /// The driver's.
+    /// Returns an error of the driver.
     pub fn set(&mut self, stream: &Stream, problem: &Problem) -> Result<(), DeviceError> {
         self.rows.qkv.write(stream, 0, &problem.qkv)?;
         self.rows.positions.write(stream, 0, &problem.case.positions)?;
         self.table.write(stream, 0, &problem.table)
     }
 
-    /// With rows in so many parts, by kernels that have them. Makes room in the context.
+    /// Splits rows into `parts`, for kernels that support it, and reserves space in the context.
     ///
     /// # Errors
-    /// As for [`Attention::context_size`] and [`ExecContext::reserve`].
+    /// See [`Attention::context_size`] and [`ExecContext::reserve`].
     pub fn in_parts(mut self, attention: &Attention, ctx: &mut ExecContext, parts: u32) -> Result<Self, DeviceError> {
         let m = self.rows.case.positions.len() as u32;
         ctx.reserve(attention.context_size(m, self.rows.case.kv_heads as u32, parts)?)?;
@@ -508,10 +509,10 @@ impl DeviceProblem {
         Ok(self)
     }
 
-    /// Enqueues the attention of its rows into `out` `[m, h * head_dim]`.
+    /// Enqueues the attention of the rows into `out` `[m, h * head_dim]`.
     ///
     /// # Errors
-    /// As for [`Attention::decode`].
+    /// See [`Attention::decode`].
     pub fn decode(
         &mut self,
         attention: &Attention,
@@ -522,10 +523,10 @@ impl DeviceProblem {
         self.rows.decode(attention, ctx, (layer.into(), &self.table), out)
     }
 
-    /// As [`DeviceProblem::decode`], with the keys and values of another cache, and its page table of as many pages.
+    /// Enqueues [`DeviceProblem::decode`] with another cache and its page table, which must have as many pages.
     ///
     /// # Errors
-    /// As for [`Attention::decode`].
+    /// See [`Attention::decode`].
     pub fn decode_from(
         &self,
         attention: &Attention,
@@ -536,11 +537,10 @@ impl DeviceProblem {
         self.rows.decode(attention, ctx, cache, out)
     }
 
-    /// Enqueues the attention of the tokens of a chunk, if that is what was uploaded, into `out`
-    /// `[tokens, h * head_dim]`.
+    /// Enqueues the attention of the tokens of an uploaded chunk into `out` `[tokens, h * head_dim]`.
     ///
     /// # Errors
-    /// As for [`Attention::prefill`].
+    /// See [`Attention::prefill`].
     pub fn prefill(
         &mut self,
         attention: &Attention,
@@ -556,15 +556,15 @@ impl DeviceProblem {
         attention.prefill(ctx, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
     }
 
-    /// The layer, once everything before on `stream` is done.
+    /// Reads the layer after all work on `stream`. Synchronizes.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// Returns an error of earlier work on the stream.
     pub fn layer(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
         self.layer.to_host(stream)
     }
 
-    /// The page table.
+    /// Returns the page table.
     pub fn table(&mut self) -> &mut DeviceBuffer<u32> {
         &mut self.table
     }

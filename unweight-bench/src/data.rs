@@ -1,18 +1,18 @@
-//! What the benchmarks compute with, and how far results are apart.
+//! Random inputs of the benchmarks, and the distance between results.
 
 use unweight_format::testing::Weights;
 
-/// Little-endian bytes as 16-bit values.
+/// Converts little-endian bytes to 16-bit values.
 pub fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
-/// 16-bit values as little-endian bytes.
+/// Converts 16-bit values to little-endian bytes.
 pub(crate) fn bytes_of(values: &[u16]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-/// `|a - b| / |b|` over bf16 bit patterns, in double precision; NaN where `a` has a NaN.
+/// Returns `|a - b| / |b|` of bf16 bit patterns, computed in f64. NaN in `a` or `b` gives NaN.
 pub fn relative_error(a: &[u16], b: &[u16]) -> f64 {
     let value = |bits: &u16| f64::from(f32::from_bits(u32::from(*bits) << 16));
     let (difference, norm) = a.iter().zip(b).fold((0.0, 0.0), |(difference, norm), (a, b)| {
@@ -22,7 +22,7 @@ pub fn relative_error(a: &[u16], b: &[u16]) -> f64 {
     if norm == 0.0 { f64::sqrt(difference) } else { f64::sqrt(difference / norm) }
 }
 
-/// `count` bf16 elements from N(0, sigma^2), as bytes; the same for the same seed.
+/// Returns `count` bf16 elements drawn from N(0, sigma^2), as bytes. The same seed gives the same bytes.
 pub fn normal_bf16(count: usize, sigma: f64, seed: u64) -> Vec<u8> {
     Weights::Gaussian { sigma }.bytes(count, seed)
 }

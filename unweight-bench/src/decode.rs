@@ -1,9 +1,9 @@
-//! Whole decode steps of an engine, compared with its BF16 baseline: the same engine on BF16 weights and cuBLAS.
+//! Measures whole decode steps of an engine next to its BF16 baseline: the same engine with BF16 weights and cuBLAS.
 //!
-//! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
-//! The BF16 baseline's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its
-//! first token is by cuBLAS's own choice. What is timed includes the gap between two steps, and not the copy of the
-//! tokens to the host, which overlaps the next step.
+//! Both engines are loaded at once and run in interleaved rounds of a few recorded steps, on KV caches of random
+//! values. The BF16 baseline's cuBLAS is tuned for steps: each product uses the fastest algorithm that cuBLASLt
+//! proposes. Its first token uses cuBLAS's default choice. Times include the gap between two steps. They exclude the
+//! copy of the tokens to the host, which overlaps the next step.
 
 use std::{fmt, time::Instant};
 
@@ -27,42 +27,42 @@ use crate::{
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum DecodeModel<'a> {
-    /// A model, with its weights.
+    /// A bundle with its weights.
     Bundle(&'a Bundle),
-    /// A geometry, with random weights.
+    /// The shapes of a model, with random weights.
     Geometry(&'a ModelConfig),
 }
 
 options! {
     /// Options of [`bench_decode`](crate::bench_decode()).
     DecodeOptions {
-        /// Sequences that run together.
+        /// Concurrent sequences.
         batches: Vec<u32> = vec![1, 8, 16, 32, 64, 128, 256],
-        /// Tokens that each has behind it.
+        /// Tokens in the KV cache per sequence.
         context: u32 = 1024,
-        /// Tokens of a prompt whose first token is timed; 0: none.
+        /// Tokens of the prompt whose first token is timed; 0 disables it.
         prefill: u32 = 0,
-        /// Whether the parts of a step are timed by themselves.
+        /// Also time each part of a step alone.
         breakdown: bool = false,
-        /// Whether the BF16 baseline runs, too.
+        /// Also run the BF16 baseline.
         baseline: bool = true,
-        /// How weights are held in device memory; null: what memory allows. An engine with stored or alternate weights
-        /// is compared with a packed one, too.
+        /// The placement of weights; null: chosen by available memory. An engine with stored or alternate weights is
+        /// also compared with a packed one.
         placement: Option<Placement> = None,
-        /// How the KV cache is held; null: what the engine chooses. The BF16 baseline has a BF16 cache.
+        /// The encoding of the KV cache; null: chosen by the engine. The BF16 baseline has a BF16 cache.
         #[serde(serialize_with = "cache_name")]
         kv_cache: Option<KvCache> = None,
-        /// Experts of a layer that the device has room for; null: all.
+        /// Maximum number of experts per layer in device memory; null: all.
         resident_experts: Option<u32> = None,
         /// Measured settings of pipelines.
         #[serde(skip)]
         plan: Plan = Plan::default(),
-        /// Of a geometry with pipelines: the placement of the linear layers outside of MLPs.
+        /// For a geometry with pipelines: the placement of the linear layers outside of MLPs.
         #[serde(skip)]
         linears: Placement = Placement::Packed,
-        /// Of a geometry: settings are searched for at every batch, and its steps timed by them, too.
+        /// For a geometry: also search for settings at every batch and time steps with them.
         tune: bool = false,
-        /// Of a geometry: the profile that MLPs are stored by.
+        /// For a geometry: the profile of the stored MLPs.
         profile: Option<Profile> = None,
     }
 }
@@ -76,9 +76,9 @@ pub struct DecodeReport {
     pub rounds: usize,
     /// The options of the run.
     pub options: DecodeOptions,
-    /// Engines, the BF16 baseline last.
+    /// The engines; the BF16 baseline is last.
     pub engines: Vec<EngineRow>,
-    /// Settings that were searched for.
+    /// The tuned settings.
     pub tuned: Vec<TunedRow>,
     /// Steps, by batch and engine.
     pub rows: Vec<StepRow>,
@@ -89,9 +89,9 @@ pub struct DecodeReport {
 /// An engine with its memory and load time.
 #[derive(Clone, Debug, Serialize)]
 pub struct EngineRow {
-    /// How weights are held.
+    /// The placement of weights.
     pub placement: Placement,
-    /// How the KV cache is held: `packed` or `bf16`.
+    /// The encoding of the KV cache: `packed` or `bf16`.
     pub kv_cache: &'static str,
     /// Bytes of the KV cache per token.
     pub cache_token_bytes: u64,
@@ -103,36 +103,36 @@ pub struct EngineRow {
     pub working_bytes: u64,
     /// Bytes of experts in host memory.
     pub host_bytes: u64,
-    /// From nothing to the first step, s.
+    /// Load time until the engine can run its first step, s.
     pub load_s: f64,
-    /// From a prompt of [`DecodeOptions::prefill`] tokens to the first token, median, ms.
+    /// Median time from a prompt of [`DecodeOptions::prefill`] tokens to the first token, ms.
     pub first_token_ms: Option<f64>,
 }
 
-/// Steps of one batch by one engine.
+/// The times of one engine at one batch.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepRow {
     /// Sequences per step.
     pub batch: u32,
-    /// The placement of the engine, or `tuned` where it runs by settings that were searched for.
+    /// The placement of the engine, or `tuned` if it runs with tuned settings.
     pub placement: &'static str,
     /// The KV cache of the engine.
     pub kv_cache: &'static str,
-    /// Median of a step, us.
+    /// Median time of a step, us.
     pub median_us: f64,
     /// 10th percentile, us.
     pub p10_us: f64,
     /// 90th percentile, us.
     pub p90_us: f64,
-    /// Tokens of all sequences together.
+    /// Tokens per second of all sequences together.
     pub tokens_per_s: f64,
-    /// The BF16 baseline's median over this one.
+    /// The BF16 baseline's median over this row's median.
     pub over_baseline: Option<f64>,
-    /// Of all steps of this row, warm-up included, where the device has not all experts.
+    /// Traffic of all steps of this row, including warm-up, if not all experts are on the device.
     pub experts: Option<ExpertTraffic>,
 }
 
-/// A part of a step, of all layers together, by itself.
+/// The time of one part of a step, over all layers, measured alone.
 #[derive(Clone, Debug, Serialize)]
 pub struct PartRow {
     /// Sequences per step.
@@ -147,28 +147,28 @@ pub struct PartRow {
     pub median_us: f64,
 }
 
-/// Steps of one engine between two looks at the clock.
+/// Steps of one engine between two events.
 const STEPS: u32 = 4;
 
-/// The name of steps by settings that were searched for.
+/// The name of steps with tuned settings.
 const TUNED: &str = "tuned";
 
-/// Rounds of a part, at most.
+/// Maximum rounds of a part.
 const PART_ROUNDS: usize = 15;
 
-/// Steps of all rounds of a batch.
+/// Returns the number of steps in all rounds of a batch.
 fn steps_of(timing: &Timing) -> u32 {
     let rounds = timing.rounds.max(1).saturating_add(timing.warmup_rounds);
     u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(STEPS)
 }
 
-/// As options have it in JSON.
+/// Serializes the KV cache by its name.
 fn cache_name<S: serde::Serializer>(kv_cache: &Option<KvCache>, serializer: S) -> Result<S::Ok, S::Error> {
     kv_cache.map(KvCache::tag).serialize(serializer)
 }
 
 struct Contender {
-    /// Of its steps.
+    /// The name of the engine's steps in the report.
     name: &'static str,
     engine: Engine,
 }
@@ -183,7 +183,7 @@ fn has_pipelines(options: &DecodeOptions) -> bool {
     options.placement.is_some_and(Placement::has_pipelines)
 }
 
-/// Placement and KV cache of the engines that are compared; `None` is chosen when the engine is loaded.
+/// Returns placement and KV cache of the engines to compare; `None` is chosen at load time.
 fn engines_of(options: &DecodeOptions) -> Vec<(Option<Placement>, Option<KvCache>)> {
     let kv_cache = options.kv_cache;
     let packed = has_pipelines(options).then_some((Some(Placement::Packed), kv_cache));
@@ -193,10 +193,10 @@ fn engines_of(options: &DecodeOptions) -> Vec<(Option<Placement>, Option<KvCache
     packed.into_iter().chain([(options.placement, kv_cache)]).chain(baseline).collect()
 }
 
-/// Measures steps.
+/// Measures decode steps.
 ///
 /// # Errors
-/// No room for both engines, or what fails on the way.
+/// Fails if both engines do not fit in memory, or if a step fails.
 pub fn bench_decode(
     kernels: &KernelSet,
     model: DecodeModel<'_>,
@@ -218,7 +218,7 @@ pub fn bench_decode(
         own
     };
     let stored = RandomStored { profile: options.profile, linears: options.linears };
-    // Before the engines that are timed: all memory is its own, and theirs behind it.
+    // Search before the timed engines are loaded, so that the search has all memory, and they have it afterwards.
     let tuned = match model {
         DecodeModel::Geometry(config) if options.tune && has_pipelines(options) => {
             let own = (own_options((options.placement, options.kv_cache)), stored);
@@ -278,7 +278,8 @@ pub fn bench_decode(
             let again = steps(&mut contenders, batch, options.context, timing, progress)?;
             rows.extend(again.into_iter().filter(|row| row.placement == TUNED));
             for contender in contenders.iter_mut().filter(|own| own.name == TUNED) {
-                // Another batch may be a step of as many rows, whose best guess is timed as such.
+                // A setting may apply to another batch with as many rows per step, whose initial guess must be timed as
+                // such.
                 let guess = contender.engine.tune_pipelines()?.guess(batch)?;
                 contender.engine.tune_pipelines()?.set(batch, &guess)?;
                 contender.name = searched;
@@ -294,12 +295,12 @@ pub fn bench_decode(
     Ok(DecodeReport { device, rounds, options: options.clone(), engines, tuned, rows, parts })
 }
 
-/// Each part of a step by itself.
+/// Measures each part of a step alone.
 fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize) -> Result<Vec<PartRow>, BenchError> {
-    // A part that samples goes on to the next position each time.
+    // A part that samples advances to the next position in each launch.
     contender.engine.measure().prepare(batch, context, PART_ROUNDS as u32 * 3)?;
     let kv_cache = contender.kv_cache();
-    // Experts that are fetched cannot be recorded.
+    // Steps that fetch experts cannot be recorded.
     let offloaded = contender.engine.options().resident_experts.is_some();
     let parts = Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp));
     let row = |part: Part| {
@@ -317,7 +318,7 @@ fn steps(
     timing: &Timing,
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<StepRow>, BenchError> {
-    // The context is what the middle round has.
+    // The middle round has the requested context.
     let all = steps_of(timing);
     for contender in contenders.iter_mut() {
         contender.engine.measure().prepare(batch, context.saturating_sub(all / 2), all)?;
@@ -330,7 +331,7 @@ fn steps(
     for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
         for (contender, times) in contenders.iter_mut().zip(&mut times) {
             let stream = contender.engine.stream().clone();
-            // Something to be busy with while the host enqueues what is timed.
+            // Keep the device busy while the host enqueues the timed steps.
             contender.engine.measure().enqueue_step(batch)?;
             let start = stream.event()?;
             for _ in 0..STEPS - 1 {
@@ -375,7 +376,7 @@ fn steps(
     Ok(rows)
 }
 
-/// 10th, 50th and 90th percentile.
+/// Returns the 10th, 50th and 90th percentile.
 fn quantiles(times: &mut [f64]) -> [f64; 3] {
     times.sort_by(f64::total_cmp);
     [0.1, 0.5, 0.9].map(|q| {
@@ -384,9 +385,9 @@ fn quantiles(times: &mut [f64]) -> [f64; 3] {
     })
 }
 
-/// The median of a graph by itself, us.
+/// Returns the median time of a graph launched alone, us.
 fn alone(stream: &Stream, graph: &Graph, rounds: usize) -> Result<f64, DeviceError> {
-    // SAFETY: the engine that it names is borrowed by the caller until this returns, behind the last launch.
+    // SAFETY: the caller borrows the engine that the graph uses until this function returns, after the last launch.
     let launch = || unsafe { graph.launch() };
     let mut times = Vec::new();
     for _ in 0..rounds + 2 {
@@ -400,7 +401,7 @@ fn alone(stream: &Stream, graph: &Graph, rounds: usize) -> Result<f64, DeviceErr
     Ok(quantiles(&mut times[2..])[1])
 }
 
-/// From a prompt to its first token, as a caller of the engine sees it.
+/// Returns the time from a prompt to its first token, as a caller of the engine measures it.
 fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, EngineError> {
     let vocab = engine.config().vocab;
     let mut times = Vec::new();
@@ -433,7 +434,7 @@ impl fmt::Display for StepRow {
     }
 }
 
-/// Markdown tables.
+/// Prints Markdown tables.
 impl fmt::Display for DecodeReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let DeviceInfo { name, sms, driver, .. } = &self.device;
@@ -518,7 +519,7 @@ mod tests {
         assert_eq!(of(Some(Placement::Bf16), true), ["bf16"]);
         assert_eq!(of(Some(Placement::Stored), true), ["packed", "stored", "bf16"]);
         assert_eq!(of(Some(Placement::Alternate), false), ["packed", "alternate"]);
-        // The baseline has a BF16 cache, next to BF16 weights with a packed one, too.
+        // The baseline has a BF16 cache, also next to BF16 weights with a packed cache.
         let (bf16, packed) = (Some(Placement::Bf16), Some(KvCache::Packed));
         for placement in [None, bf16, Some(Placement::Packed)] {
             let all = engines_of(&DecodeOptions::default().placement(placement).kv_cache(packed));

@@ -1,4 +1,4 @@
-//! Why a measurement was not made.
+//! Errors of the benchmarks.
 
 use unweight_codegen::plan::GemmShape;
 use unweight_engine::{EngineError, raw::pipelines::tune::TuneError};
@@ -9,49 +9,49 @@ use unweight_format::{
 };
 use unweight_rt::{DeviceError, LaunchError, Remedy};
 
-/// Why there is no report. A kernel whose output is wrong is never timed.
+/// Why a benchmark returned no report. A kernel whose output is wrong is never timed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BenchError {
     /// The device, the compiler or the driver failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A whole model.
+    /// The engine failed while it ran a whole model.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// A search for settings.
+    /// The tuner's search failed.
     #[error(transparent)]
     Tune(#[from] TuneError),
-    /// A folder for what a search measures.
+    /// No temporary folder could be made for the tuner's measurements.
     #[error("a temporary folder for measurements: {0}; set TMPDIR to one that can be written to")]
     Temporary(std::io::Error),
-    /// Weights that cannot be coded.
+    /// The weights cannot be encoded.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// Weights that have no packed encoding.
+    /// The weights cannot be packed.
     #[error("[{n}, {k}] cannot be packed: {why}")]
     Unpackable {
         /// Output features.
         n: u32,
         /// Input features.
         k: u32,
-        /// Why.
+        /// The reason.
         why: Unpackable,
     },
-    /// A fault that none of the kernels can have.
+    /// The requested fault does not apply to any of the selected kernels.
     #[error("none of these kernels hands a slot to the copy engine; leave the fault out, or run those that do")]
     NoFence,
-    /// Weights that have no compact encoding.
+    /// The weights have no compact encoding.
     #[error("[{n}, {k}] cannot be compact: {why}")]
     Uncompact {
         /// Output features.
         n: u32,
         /// Input features.
         k: u32,
-        /// Why.
+        /// The reason.
         why: Uncompact,
     },
-    /// Weights that another system's format cannot hold.
+    /// Another system's format cannot hold the weights.
     #[error("{system} cannot hold [{n}, {k}]: {why}; take a shape of multiples of 64")]
     Unheld {
         /// The system.
@@ -60,16 +60,16 @@ pub enum BenchError {
         n: u32,
         /// Input features.
         k: u32,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// A conversion that does not give back what it should.
+    /// A conversion returned wrong bits.
     #[error("{kernel} does not give the CPU's bits; run the GPU tests")]
     WrongBits {
         /// The kernel, or the operation.
         kernel: &'static str,
     },
-    /// A product that is too far from cuBLAS's.
+    /// A product differs too much from cuBLAS's.
     #[error(
         "{kernel} differs from cuBLAS by {error:.2e} at m = {}, n = {}, k = {}, where {limit:.0e} is allowed; run the GPU tests",
         .problem.m, .problem.n, .problem.k
@@ -81,16 +81,16 @@ pub enum BenchError {
         problem: GemmShape,
         /// `|y - y_cublas| / |y_cublas|`.
         error: f64,
-        /// What is allowed.
+        /// The limit.
         limit: f64,
     },
-    /// A problem that no variant takes.
+    /// No variant accepts the problem.
     #[error("no variant takes m = {}, n = {}, k = {}; both n and k must be multiples of 64", .0.m, .0.n, .0.k)]
     NoVariant(GemmShape),
-    /// Longer codes than any decoder takes.
+    /// The Huffman codes are longer than any decoder accepts.
     #[error("no decoder takes codes of {bits} bits; the limit is 15")]
     CodeBits {
-        /// The longest code.
+        /// Length of the longest code, bits.
         bits: u32,
     },
 }
@@ -102,7 +102,7 @@ impl From<LaunchError> for BenchError {
 }
 
 impl BenchError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error. docs/reference/errors.md lists all codes.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Device(error) => error.code(),
@@ -120,7 +120,7 @@ impl BenchError {
         }
     }
 
-    /// What to do about it, where one thing is to be done.
+    /// Returns what the user can do about the error, if there is one clear remedy.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Device(error) => error.remedy(),
@@ -128,13 +128,13 @@ impl BenchError {
         }
     }
 
-    /// Refuses a product that is further from cuBLAS's than two bf16 products may be.
+    /// Returns an error if a product differs from cuBLAS's by more than two correct bf16 products may differ.
     pub(crate) fn check_product(kernel: &str, problem: GemmShape, error: f64) -> Result<(), Self> {
         const LIMIT: f64 = 1e-2;
         if error <= LIMIT {
             return Ok(());
         }
-        // NaN, too.
+        // Also reached if `error` is NaN.
         Err(Self::WrongProduct { kernel: kernel.to_owned(), problem, error, limit: LIMIT })
     }
 }

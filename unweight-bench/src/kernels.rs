@@ -1,5 +1,5 @@
-//! The report's families: decoders, encoder, reconstructive matmuls; the conversions of the packed encoding; and the
-//! packed KV cache.
+//! Measures the report's kernel families (decoders, encoder, reconstructive matmuls), the conversions of the packed and
+//! compact encodings, and the packed KV cache.
 
 mod kv_cache;
 
@@ -48,33 +48,33 @@ options! {
         batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
         /// Measure the family `decode_huffman`.
         decode: bool = true,
-        /// Measure the encoder.
+        /// Measure the Huffman encoder.
         encode: bool = true,
-        /// Measure the conversions of the packed and of the compact encoding.
+        /// Measure the conversions of the packed and the compact encoding.
         packed: bool = true,
         /// Measure the matmuls.
         matmul: bool = true,
         /// Measure attention over packed KV pages, and the packing of pages.
         kv_cache: bool = true,
-        /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
+        /// Measure every variant of the report's Table 5 that fits the shape instead of the heuristic's first choice.
         all_variants: bool = false,
-        /// Code limit of the weights.
+        /// Maximum code length of the weights, bits.
         code_limit: u32 = CodeLimit::DEFAULT.bits(),
     }
 }
 
 impl BenchOptions {
-    /// No family: those to be measured are added.
+    /// Returns options with every family disabled, so that a caller enables the ones to measure.
     #[must_use]
     pub fn nothing() -> Self {
         Self { decode: false, encode: false, packed: false, matmul: false, kv_cache: false, ..Self::default() }
     }
 }
 
-/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+/// Measures everything that `options` select. Calls `progress` with a line for each group of contenders.
 ///
 /// # Errors
-/// No cuBLAS, not enough memory, a kernel that cannot be made, or one whose output is wrong.
+/// Fails without cuBLAS, without enough memory, if a kernel cannot be compiled, or if a kernel's output is wrong.
 pub fn bench_kernels(
     kernels: &KernelSet,
     options: &BenchOptions,
@@ -146,7 +146,7 @@ impl Bench<'_> {
             DecodeOutput::ALL.iter().map(|&output| self.decoder_spec(output, tensor)).collect::<Result<Vec<_>, _>>()?;
         self.kernels.prepare(&specs, &|_| {})?;
         let coded = DeviceHuffman::upload(stream, tensor)?.coded_exponent_bytes();
-        // The palette decoder moves least.
+        // The palette decoder moves the fewest bytes.
         let copies = self.timer.copies(coded + output_bytes(grid, DecodeOutput::Palette));
         let sources = (0..copies).map(|_| DeviceHuffman::upload(stream, tensor)).collect::<Result<Vec<_>, _>>()?;
         let mut full: Vec<DeviceMatrix> =
@@ -182,7 +182,7 @@ impl Bench<'_> {
             return Err(BenchError::WrongBits { kernel: "decode_full" });
         }
         let rows = self.timer.measure("decode", contenders, copies, problem(0, grid), progress);
-        // Graphs name the context's fault word and the buffers: they live until here.
+        // The graphs use the context's fault word and the buffers, so both must live until here.
         drop((ctx, sources, full, exponents, indices));
         rows
     }
@@ -201,14 +201,15 @@ impl Bench<'_> {
             buffers.set_weights(matrix)?;
             Ok(buffers)
         })?;
-        // Stages depend on those before, so each is measured as the end of a sequence; differences are the stages.
+        // A stage needs the stages before it, so each is measured as the end of a sequence. Differences of sequences
+        // are stages.
         let huffman = (1..=HUFFMAN_STAGES.len()).map(|end| &HUFFMAN_STAGES[..end]);
         let sequences: Vec<&[EncodeHuffmanStage]> = huffman.chain([&PALETTE_STAGES[..]]).collect();
         let enqueue = |buffers: &mut EncodeBuffers, stages: &[EncodeHuffmanStage]| {
             stages.iter().try_for_each(|stage| {
-                // SAFETY: every sequence is a front of one of the two pipelines, so it begins with `stats` and leaves
-                // out nothing in between. It runs as a whole: one stream, and graphs record whole sequences. The
-                // weights stay what they are.
+                // SAFETY: every sequence is a prefix of one of the two pipelines, so it begins with `stats` and skips
+                // no stage. It runs as a whole: on one stream, and graphs record whole sequences. The weights do not
+                // change.
                 unsafe { encoder.enqueue_stage(buffers, *stage) }
             })
         };
@@ -220,7 +221,7 @@ impl Bench<'_> {
             let (graph, launches) =
                 self.timer.record(problem(0, grid), copies, |copy| enqueue(&mut buffers[copy], stages))?;
             let name = stages.iter().map(|stage| stage.tag()).collect::<Vec<_>>().join("+");
-            // One reading of the weights and one writing of the sections, which no encoder can do without.
+            // The minimum traffic of an encoder: read the weights once, write the sections once.
             let sections = match stages.last() {
                 Some(EncodeHuffmanStage::Write) => coded,
                 Some(EncodeHuffmanStage::Palette) => output_bytes(grid, DecodeOutput::Palette) as u64,
@@ -262,7 +263,7 @@ impl Bench<'_> {
         }
         let (raw, stored) = (weights[0].bytes() as u64, tensors[0].bytes());
         let mut contenders = Vec::new();
-        // Stages depend on those before, as in encoding. Lists read again only the row blocks that have one.
+        // A stage needs the stages before it, as in encoding. `lists` reads only the row blocks with a list again.
         for (steps, name, bytes) in
             [(1, "stats", raw), (2, "stats+pack", 2 * raw + stored), (3, "stats+pack+lists", 2 * raw + stored)]
         {
@@ -282,7 +283,7 @@ impl Bench<'_> {
         rows
     }
 
-    /// The conversions of the compact encoding, beside those of the packed one.
+    /// Measures the conversions of the compact encoding next to those of the packed encoding.
     fn compact(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (matrix.grid(), self.timer.stream);
         let host = match compact::encode(matrix, &Histogram::of(matrix.bytes())) {
@@ -324,7 +325,7 @@ impl Bench<'_> {
                 base,
                 ..decode_compact::args(&tensors[copy])
             };
-            // SAFETY: the buffers have the sizes that the grid asks for; sums that nobody reads may grow.
+            // SAFETY: the buffers have the sizes that the grid requires; sums that are never read may grow.
             unsafe { kernel.launch(stream, problem(0, grid), &args) }
         })?;
         let (name, bytes) = ("packed".to_owned(), (containers[0].bytes() + heads.bytes()) as u64 + tensors[0].bytes());
@@ -431,7 +432,7 @@ impl Bench<'_> {
     }
 }
 
-/// A grid's dimensions fit 32 bits.
+/// Returns the shape of a product; a grid's dimensions fit in 32 bits.
 fn problem(m: u32, grid: TileGrid) -> GemmShape {
     GemmShape { m, n: grid.rows() as u32, k: grid.cols() as u32 }
 }

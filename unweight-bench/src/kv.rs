@@ -1,5 +1,5 @@
-//! Packed KV pages for tests, benchmarks and `unweight-bench stress`: units in both encodings, and the packed encoding
-//! of a problem of attention.
+//! Packed KV pages for tests, benchmarks and `unweight-bench stress`: units in both encodings, and packed KV caches for
+//! attention problems.
 
 mod cache;
 mod device;
@@ -16,73 +16,73 @@ use crate::attention::{PAD, POISON, Problem};
 pub use cache::{Cache, Counts, Job, UNWRITTEN};
 pub use device::DevicePages;
 
-/// Heads of a layer. Units are numbered `[page][kv_head][K | V]`.
+/// The heads of a layer. Units are numbered `[page][kv_head][K | V]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
-    /// Elements of a head.
+    /// Elements per head.
     pub head_dim: u32,
-    /// Heads of keys and values.
+    /// KV heads.
     pub kv_heads: u32,
 }
 
 impl Heads {
-    /// Values of a unit.
+    /// Returns the number of values per unit.
     pub fn unit_values(self) -> usize {
         (PAGE_TOKENS * self.head_dim) as usize
     }
 
-    /// Units of a page.
+    /// Returns the number of units per page.
     pub fn page_units(self) -> usize {
         2 * self.kv_heads as usize
     }
 
-    /// Values of a page.
+    /// Returns the number of values per page.
     pub fn page_elements(self) -> usize {
         self.page_units() * self.unit_values()
     }
 
-    /// A page of BF16 pages.
+    /// Returns page `index` of BF16 pages.
     pub fn page_of(self, pages: &[u16], index: usize) -> &[u16] {
         &pages[index * self.page_elements()..][..self.page_elements()]
     }
 
-    /// Bytes of a packed page.
+    /// Returns the bytes of a packed page.
     pub fn page_bytes(self) -> usize {
         (self.kv_heads * packed::page_head_bytes(self.head_dim)) as usize
     }
 
-    /// Bytes of a record.
+    /// Returns the bytes of a record.
     pub fn record_bytes(self) -> usize {
         packed::record_bytes(self.head_dim) as usize
     }
 
-    /// Bytes of the records of a page.
+    /// Returns the bytes of the records of a page.
     pub fn page_record_bytes(self) -> usize {
         self.page_units() * self.record_bytes()
     }
 
-    /// Bytes of a bf16 unit.
+    /// Returns the bytes of a bf16 unit.
     pub fn bf16_bytes(self) -> usize {
         packed::unit_bytes(self.head_dim) as usize
     }
 
-    /// Returns the first byte of the record of a unit.
+    /// Returns the byte offset of the record of a unit.
     pub fn record_at(self, unit: usize) -> usize {
         unit * self.record_bytes()
     }
 
-    /// Where a tile of a unit starts in packed pages.
+    /// Returns the byte offset of a tile of a unit in packed pages.
     pub fn tile_at(self, unit: usize, tile: usize) -> usize {
         let (head, half) = (unit / 2, unit % 2);
         (head * PAGE_TILES as usize * 2 + tile * 2 + half) * self.tile_bytes()
     }
 
-    /// Bytes of a tile of K or of V.
+    /// Returns the bytes of a tile of K or of V.
     pub fn tile_bytes(self) -> usize {
         packed::tile_bytes(self.head_dim) as usize
     }
 
-    /// A unit of bf16 pages as `[64 tokens][head_dim]`.
+    /// Returns a unit of bf16 pages as `[64 tokens][head_dim]`.
     pub fn values(self, pages: &[u16], unit: usize) -> Vec<u16> {
         let own = &pages[unit * self.unit_values()..][..self.unit_values()];
         self.places().map(|place| own[place]).collect()
@@ -93,12 +93,12 @@ impl Heads {
         (0..PAGE_TOKENS).flat_map(move |t| (0..head_dim).map(move |i| kv::element(head_dim, t, i) as usize))
     }
 
-    /// The oracle's encoding of a unit of bf16 pages.
+    /// Encodes a unit of bf16 pages with the oracle.
     pub fn encode(self, pages: &[u16], unit: usize) -> EncodedUnit {
         packed::encode_unit(self.head_dim, half_of(unit), &self.values(pages, unit))
     }
 
-    /// Stores a unit, with the index of its bf16 unit if it has one.
+    /// Stores an encoded unit. `index` is the index of its BF16 unit, for a unit that has one.
     pub fn put(self, pages: &mut [u8], records: &mut [u8], unit: usize, encoded: &EncodedUnit, index: u32) {
         let record = &mut records[self.record_at(unit)..][..self.record_bytes()];
         record.copy_from_slice(&encoded.record);
@@ -111,7 +111,7 @@ impl Heads {
         }
     }
 
-    /// The record of a unit whose values were not stored.
+    /// Returns the record of a unit whose values were not stored.
     pub fn lost_record(self) -> Vec<u8> {
         let mut record = vec![0; self.record_bytes()];
         record[RECORD_KIND] = KIND_LOST;
@@ -119,32 +119,32 @@ impl Heads {
     }
 }
 
-/// The index of the BF16 unit that a record names.
+/// Returns the index of the BF16 unit that a record refers to.
 fn index_of(record: &[u8]) -> u32 {
     u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"))
 }
 
-/// Names a BF16 unit in a record.
+/// Sets the index of the BF16 unit that a record refers to.
 pub fn set_index(record: &mut [u8], index: u32) {
     record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
 }
 
-/// K or V.
+/// Returns whether a unit holds K or V.
 pub fn half_of(unit: usize) -> KvHalf {
     if unit.is_multiple_of(2) { KvHalf::Key } else { KvHalf::Value }
 }
 
-/// Kinds of values of a unit.
+/// The number of kinds of unit that [`unit`] makes.
 const KINDS: u64 = 11;
 
-/// An exponent below or above the base of its step, or one of its own.
+/// An exponent: relative to the base of its step, or absolute.
 #[derive(Clone, Copy)]
 enum Other {
     From(i32),
     Exponent(u32),
 }
 
-/// A unit of one of [`KINDS`], as a bf16 page has it.
+/// Returns a unit of one of [`KINDS`], in the layout of a bf16 page.
 fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     use Other::{Exponent, From};
     let slots = u64::from(packed::slots(heads.head_dim));
@@ -153,26 +153,26 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
         .map(|step| match kind {
             0 => 112,
             3 | 7 => 0,
-            // Subnormals are in the window of even steps, and escapes of odd ones.
+            // Subnormals are inside the window of even steps and escapes of odd steps.
             4 => step % 2,
             5 => 240,
             _ => 100 + random.below(25) as u32,
         })
         .collect();
-    // The exponents that most elements have, from the base on; how many others, and what those have.
+    // The range of exponents above the base that most elements have, the number of outliers, and their exponents.
     let (range, others, out) = match kind {
         0 | 3 => (1, 0, vec![]),
-        // As many below the window as there are slots, and one more.
+        // As many values below the window as there are slots, and one more.
         1 | 2 => (16, slots + kind - 1, vec![Exponent(0), From(-31), From(-30), From(-12), From(-1)]),
         4 => (16, slots, vec![Exponent(0)]),
-        // Infinities and NaN among the largest, and among others.
+        // Infinities and NaN among the largest values, and among other values.
         5 => (16, slots, vec![Exponent(0), From(-31), From(-1)]),
         6 => (16, 3, vec![Exponent(255)]),
         // Any bits.
         7 => (256, 0, vec![]),
         // Channels far above the others.
         8 => (8, slots - 1, vec![From(-1), From(-5)]),
-        // The last exponent that has a code, or one further away.
+        // The last exponent that has a code, or the one after.
         9 => (16, 2, vec![From(-31 - random.below(2) as i32)]),
         // A step that has its largest exponent once, or not at all.
         _ => (15, 2, vec![From(-1), From(15)]),
@@ -181,7 +181,7 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     let head_dim = heads.head_dim as usize;
     let mut values: Vec<u16> = (0..heads.unit_values())
         .map(|at| match kind {
-            // Around one, ever fewer.
+            // Near one, with frequency falling as the exponent falls.
             0 => {
                 let below = random.bits().trailing_zeros().min(30);
                 with_exponent(random, 127 - below)
@@ -212,7 +212,7 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     unit
 }
 
-/// A page with units of several kinds.
+/// Returns a page with units of several kinds.
 pub fn page(random: &mut Random, heads: Heads) -> Vec<u16> {
     (0..heads.page_units())
         .flat_map(|_| {
@@ -222,13 +222,13 @@ pub fn page(random: &mut Random, heads: Heads) -> Vec<u16> {
         .collect()
 }
 
-/// A value with this exponent.
+/// Returns a random value with this exponent.
 pub fn with_exponent(random: &mut Random, exponent: u32) -> u16 {
     random.bits() as u16 & 0x807f | (exponent as u16) << 7
 }
 
-/// The pages of a problem as attention over packed pages finds them: the page of each row's newest token is hot, and
-/// those before it are packed.
+/// The pages of an attention problem with a packed KV cache. The page of each row's newest token is hot, and the pages
+/// before are packed.
 #[derive(Clone, Debug)]
 pub struct PackedPages {
     /// The heads of the layer.
@@ -239,24 +239,24 @@ pub struct PackedPages {
     pub records: Vec<u8>,
     /// BF16 units.
     pub unit_pages: Vec<u8>,
-    /// How many BF16 units there are.
+    /// The number of BF16 units.
     pub units: u32,
     /// Hot pages.
     pub hot: Vec<u16>,
-    /// How many hot pages there are.
+    /// The number of hot pages.
     pub hot_pages: u32,
     /// u32 `[m]`: the hot page of each row.
     pub hot_table: Vec<u32>,
-    /// As the problem's, without the pages of newest tokens and those behind them.
+    /// The problem's page table without the pages of newest tokens and the pages after them.
     pub table: Vec<u32>,
 }
 
 impl PackedPages {
-    /// Byte of pages and records that no row has: no encoder writes such a record.
+    /// Fills unused pages and records. No encoder writes such a record.
     const UNUSED: u8 = 0xee;
     const SPARE: u32 = 2;
 
-    /// Packs the full pages of a problem by the oracle.
+    /// Packs the full pages of a problem with the oracle.
     pub fn of(problem: &Problem) -> Self {
         let heads = Heads { head_dim: problem.case.head_dim as u32, kv_heads: problem.case.kv_heads as u32 };
         let pages = problem.pages as usize;
@@ -292,7 +292,7 @@ impl PackedPages {
         own
     }
 
-    /// The hot pages of a layer's rows. All others are NaN.
+    /// Returns the hot pages of a layer's rows. All other hot pages are NaN.
     pub fn hot_from(&self, problem: &Problem, layer: &[u16]) -> Vec<u16> {
         let elements = self.heads.page_elements();
         let mut hot = vec![POISON; self.hot_pages as usize * elements];
@@ -302,7 +302,7 @@ impl PackedPages {
         hot
     }
 
-    /// Where each row's hot page is among the hot ones, and in the layer.
+    /// Returns the element offset of each row's hot page among the hot pages and in the layer.
     fn hot_places(&self, problem: &Problem) -> Vec<(usize, usize)> {
         let elements = self.heads.page_elements();
         let rows = problem.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD);
@@ -313,7 +313,7 @@ impl PackedPages {
         places.collect()
     }
 
-    /// Bf16 units in the opposite order, with one of NaN in front.
+    /// Reverses the order of BF16 units and puts a unit of NaN in front.
     fn turn_units(&mut self) {
         let bytes = self.heads.bf16_bytes();
         let poison = POISON.to_le_bytes().repeat(bytes / 2);
@@ -327,13 +327,13 @@ impl PackedPages {
         (self.unit_pages, self.units) = (turned, self.units + 1);
     }
 
-    /// The record of a unit.
+    /// Returns the record of a unit.
     pub fn record(&mut self, unit: usize) -> &mut [u8] {
         let (at, bytes) = (self.heads.record_at(unit), self.heads.record_bytes());
         &mut self.records[at..][..bytes]
     }
 
-    /// Units of used pages: packed without slots, packed with some, bf16.
+    /// Counts the units of used pages: packed without slots, packed with slots, bf16.
     pub fn kinds(&self) -> [usize; 3] {
         let mut kinds = [0; 3];
         for record in
@@ -345,7 +345,7 @@ impl PackedPages {
     }
 }
 
-/// Row and place in its table of each page that is packed and has a token that the row sees.
+/// Returns the row and the table index of each packed page with a token that the row sees.
 pub fn full_pages(problem: &Problem) -> Vec<(usize, usize)> {
     let rows = problem.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD);
     let of_row = |(row, position): (usize, &u32)| {
@@ -355,8 +355,8 @@ pub fn full_pages(problem: &Problem) -> Vec<(usize, usize)> {
     rows.flat_map(of_row).collect()
 }
 
-/// Puts values outside of the windows into pages that are full: into some units a few, into some more than a record has
-/// slots for. Only changes tokens that the row sees, and queries.
+/// Puts values outside the windows into full pages: a few into some units, and more than a record has slots for into
+/// others. Only changes queries and tokens that the row sees.
 pub fn salt(problem: &mut Problem, seed: u64) {
     let random = &mut Random::new(seed ^ 0x5a17);
     let (head_dim, slots) = (problem.case.head_dim, u64::from(packed::slots(problem.case.head_dim as u32)));
@@ -379,7 +379,7 @@ pub fn salt(problem: &mut Problem, seed: u64) {
             let mut last = (tokens.end, 0);
             for _ in 0..count {
                 let any = first + random.below(u64::from(tokens.end - first)) as u32;
-                // A lane has two escapes if they are of the same channel, in tokens of one tile that are 8 apart.
+                // A lane has two escapes if both are in the same channel, in tokens of one tile that are 8 apart.
                 let pair = tokens.contains(&(last.0 ^ 8)) && random.below(4) == 0;
                 last = if pair { (last.0 ^ 8, last.1) } else { (any, random.below(head_dim as u64) as usize) };
                 let (token, index) = last;
@@ -395,13 +395,13 @@ pub fn salt(problem: &mut Problem, seed: u64) {
     }
 }
 
-/// `below` 0 is exponent 0.
+/// Returns the exponent `below` the base; 0 stands for exponent 0.
 fn below_base(base: u32, below: u32) -> u32 {
     if below == 0 { 0 } else { base - below }
 }
 
-/// Gives each step a base, by its first channel. Its other channels have the smallest exponents of the window, so that
-/// an escape among them is about as large as they are and counts in sums.
+/// Gives each step a base through its first channel. The other channels have the smallest exponents of the window, so
+/// an escape among them is about as large as they are and contributes to sums.
 fn spread(problem: &mut Problem, random: &mut Random, (row, head): (usize, usize), tokens: Range<u32>, bases: &[u32]) {
     for (token, index) in tokens.flat_map(|token| (0..16 * bases.len()).map(move |index| (token, index))) {
         let above = if index % 16 == 0 { 15 } else { random.below(2) as u32 };
@@ -410,7 +410,8 @@ fn spread(problem: &mut Problem, random: &mut Random, (row, head): (usize, usize
     }
 }
 
-/// Queries are 0 where [`spread`] makes keys large, also after rotation, so that scores show the other channels.
+/// Sets queries to 0 where [`spread`] makes keys large, also after rotation, so that scores depend on the other
+/// channels.
 fn clear_queries(problem: &mut Problem) {
     let (columns, queries, head_dim) = (problem.case.columns(), problem.case.out_columns(), problem.case.head_dim);
     let rows = problem.qkv.chunks_mut(columns).chain(problem.bias.chunks_mut(columns));
@@ -419,8 +420,8 @@ fn clear_queries(problem: &mut Problem) {
     }
 }
 
-/// Puts what is hard to store into pages that are full, as [`salt`] does, and then by turns: several escapes in one
-/// lane, zeros and subnormals, and, if asked for, infinities. Only into tokens that the row sees.
+/// Puts values that are hard to store into full pages: those of [`salt`], then in rotation several escapes in one lane,
+/// zeros and subnormals, and infinities if requested. Only changes tokens that the row sees.
 pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
     salt(problem, seed);
     let random = &mut Random::new(seed ^ 0x4a2d);
@@ -447,7 +448,7 @@ pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
                 }
             };
             match turn % 4 {
-                // The eight values of a lane in one step of one tile.
+                // The eight values that a lane holds for one step of one tile.
                 1 => {
                     let (tile, lane) = (random.below(u64::from(PAGE_TILES)) as u32, random.below(32) as u32);
                     let step = random.below(head_dim as u64 / 16) as u32;

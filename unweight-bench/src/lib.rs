@@ -1,16 +1,15 @@
-//! Times of kernels, next to cuBLAS in the same run.
+//! Measures kernels and whole decode steps next to cuBLAS in the same run.
 //!
-//! What makes a number mean something here:
-//! - **Weights come from memory.** Each launch of a graph walks through copies of the weights, at least
-//!   [`Timing::min_copies`] of them and [`Timing::rotate_bytes`] in all, so the second-level cache (50-60 MB) never
-//!   holds the next one.
-//! - **Contenders take turns.** A round launches every contender's graph once; above batch 256 the card is
-//!   power-limited, and the contender that ran first and cool would look better.
-//! - **The device never waits for the host.** All of a round is enqueued behind a launch that is not measured.
-//! - **What was measured was right.** Outputs are filled with NaN, computed, and held against cuBLAS before the clock
-//!   starts.
+//! The measurements follow four rules:
+//! - **Weights come from memory.** Each launch of a graph uses the next of several copies of the weights: at least
+//!   [`Timing::min_copies`] copies, with [`Timing::rotate_bytes`] bytes in all. The L2 cache (50-60 MB) therefore never
+//!   holds the next copy.
+//! - **Contenders are interleaved.** A round launches every contender's graph once. Above batch 256 the GPU is
+//!   power-limited, so a contender that ran first on a cool GPU would look better.
+//! - **The device never waits for the host.** All graphs of a round are enqueued behind a launch that is not measured.
+//! - **Outputs are checked first.** Before timing, outputs are filled with NaN, computed and compared with cuBLAS's.
 //!
-//! A graph node costs about 0.9 us on an H200, for every contender alike; it is part of the times.
+//! A graph node costs about 0.9 us on an H200 for every contender. The reported times include this cost.
 
 pub mod attention;
 mod data;

@@ -1,4 +1,5 @@
-//! Products from packed weights next to cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
+//! Measures products from packed weights next to cuBLAS: by shape and batch, and for all linears of a layer in one
+//! graph.
 
 use std::collections::HashSet;
 
@@ -36,7 +37,7 @@ use crate::{
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
-/// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as servers do it.
+/// `[n, k]` of the linears of one Llama-3.1-8B layer, with q, k, v and gate, up merged as inference servers merge them.
 pub const LLAMA_8B_LAYER: [(u32, u32); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
 
 options! {
@@ -56,29 +57,27 @@ options! {
                 (8192, 8192),
                 (10240, 8192),
             ],
-        /// The batches of each shape.
+        /// Batches of each shape.
         batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
-        /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of
-        /// themselves; it cannot be less.
+        /// Share of 64-element row segments with an element outside the window. Normal weights already have 0.005, so
+        /// this is the minimum.
         escapes: f64 = 0.005,
         /// Measure ordinary launches.
         ordinary: bool = true,
         /// Measure programmatic dependent launches.
         pdl: bool = true,
-        /// Variants that the model finds fastest, beside the one that dispatch takes.
+        /// Also measure this many variants that the cost model ranks fastest, next to the one that dispatch selects.
         candidates: usize = 0,
-        /// Measure the linears of a whole layer in one graph too.
+        /// Also measure the linears of a whole layer in one graph.
         layer: bool = true,
-        /// What was measured before, for dispatch to follow, instead of the tables that ship and that the cache has.
+        /// A measured table for dispatch, instead of the shipped and cached tables.
         table: Option<MeasuredTable> = None,
-        /// Measure the matmuls from the compact encoding too, at batches that they take.
+        /// Also measure products from the compact encoding, at the batches that they support.
         compact: bool = false,
-        /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at
-        /// least.
+        /// For each variant of the packed product, also measure its counterpart without the copy engine.
         asynchronous: bool = false,
-        /// Variants to time at every problem that their batch tile takes, catalogued or not, next to those that are
-        /// registered with the kernels; those of `gemm_compact`
-        /// need [`MatmulOptions::compact`].
+        /// Variants to time at every problem that their batch tile fits, catalogued or not, next to those registered
+        /// with the kernels. Variants of `gemm_compact` need [`MatmulOptions::compact`].
         variants: Vec<VariantSpec> = Vec::new(),
     }
 }
@@ -89,10 +88,10 @@ impl MatmulOptions {
     }
 }
 
-/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+/// Measures everything that `options` select. Calls `progress` with a line for each group of contenders.
 ///
 /// # Errors
-/// No cuBLAS, not enough memory, a shape that cannot be packed, or a kernel whose output is wrong.
+/// Fails without cuBLAS, without enough memory, if a shape cannot be packed, or if a kernel's output is wrong.
 pub fn bench_matmul(
     kernels: &KernelSet,
     options: &MatmulOptions,
@@ -123,13 +122,14 @@ pub fn bench_matmul(
 }
 
 impl Report<MatmulOptions> {
-    /// The fastest variant of each problem that was measured, as dispatch reads it: of the variants that ship and those
-    /// that are registered, which are all that a table may name.
+    /// Returns the fastest measured variant of each problem as a table for dispatch. Only shipped and registered
+    /// variants are eligible, because a table may name no others.
     pub fn table(&self, registered: &Registered) -> MeasuredTable {
         let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
         for row in self.rows.iter().filter(|row| row.family == FAMILY) {
             let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
-            // Copies by threads that were asked for to be compared, where the copy engine's ship.
+            // Skip variants without the copy engine that were only measured for comparison, on an architecture that
+            // ships others.
             if is_async(&variant) && !catalog::on::<GemmMmaSpec>(variant.arch).any(|shipped| is_async(&shipped)) {
                 continue;
             }
@@ -154,7 +154,7 @@ fn is_async(spec: &VariantSpec) -> bool {
     matches!(spec.op, Op::GemmMma(op) if op.copy == SmemCopy::Async)
 }
 
-/// Normal weights, a stretch of which serves every shape: what counts is where they lie, not that they differ.
+/// Normal weights; one buffer serves every shape, because only the addresses of weights matter, not that they differ.
 struct Weights {
     bytes: Vec<u8>,
 }
@@ -163,12 +163,12 @@ impl Weights {
     const ELEMENTS: usize = 1 << 25;
 
     fn new(options: &MatmulOptions) -> Self {
-        /// Share of row segments with an escape in N(0, 0.02^2): 76 elements in a million lie outside the best window.
+        /// Share of row segments with an escape in N(0, 0.02^2): 76 elements per million are outside the best window.
         const OWN_ESCAPES: f64 = 0.0049;
         let mut bytes = normal_bf16(Self::ELEMENTS, 0.02, 1);
         let more = (options.escapes - OWN_ESCAPES).max(0.0) / 64.0;
         if more > 0.0 {
-            // Every `1 / more`-th element, moved about by its own bits, becomes 2^24 times smaller.
+            // Every `1 / more`-th element, displaced by its own bits, becomes 2^24 times smaller.
             let stride = (1.0 / more) as usize;
             for at in (0..Self::ELEMENTS - stride).step_by(stride) {
                 let at = at + usize::from(bytes[2 * at]) * stride / 256;
@@ -180,14 +180,14 @@ impl Weights {
         Self { bytes }
     }
 
-    /// `[n, k]`, the stretch over and over.
+    /// Returns `[n, k]` weights by repeating the buffer.
     fn matrix(&self, n: u32, k: u32) -> Vec<u8> {
         let bytes = n as usize * k as usize * 2;
         self.bytes.iter().copied().cycle().take(bytes).collect()
     }
 }
 
-/// Elements of a product to be held against another: all, or of a large one the first and the last.
+/// Returns the elements of a product to compare: all, or for a large product its first and last elements.
 fn sample(stream: &Stream, y: &DeviceMatrix) -> Result<Vec<u16>, DeviceError> {
     const END: usize = 1 << 21;
     let len = y.data().len();
@@ -199,7 +199,7 @@ fn sample(stream: &Stream, y: &DeviceMatrix) -> Result<Vec<u16>, DeviceError> {
     Ok(ends)
 }
 
-/// A product of weight `i`.
+/// Runs a product with weight `i`.
 type Run<'a> = dyn FnMut(usize, MatrixRef<'_>, MatrixMut<'_>) -> Result<(), DeviceError> + 'a;
 
 struct Bench<'a> {
@@ -210,11 +210,11 @@ struct Bench<'a> {
     weights: Weights,
 }
 
-/// A weight in its encodings, several times over.
+/// Several copies of a weight in each encoding.
 struct Copies {
     whole: Vec<DeviceMatrix>,
     packed: Vec<DevicePacked>,
-    /// Empty where it was not asked for.
+    /// Empty unless requested.
     compact: Vec<DeviceCompact>,
     escapes: bool,
 }
@@ -252,7 +252,7 @@ impl Bench<'_> {
         })
     }
 
-    /// The kinds of launch that were asked for and that the device has.
+    /// Returns the requested kinds of launch that the device supports.
     fn launches(&self) -> Vec<bool> {
         let dependent = self.kernels.device().info().arch.has(Instruction::DependentLaunch);
         let mut launches: Vec<bool> = self.options.launches().map(|pdl| pdl && dependent).collect();
@@ -264,7 +264,8 @@ impl Bench<'_> {
         PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
 
-    /// What is timed for a problem: the choice of dispatch first, then the model's, then what is registered.
+    /// Returns the variants to time for a problem: dispatch's choice first, then the cost model's, then registered
+    /// ones.
     fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
         let choice = self.dispatch.choose(problem, wanted);
         let fastest = self.dispatch.candidates(problem, wanted).into_iter().map(|(spec, _)| spec);
@@ -280,8 +281,8 @@ impl Bench<'_> {
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
     }
 
-    /// The matmuls from the compact encoding that take a batch, those of the smallest batch tile that holds it; with
-    /// each whether dispatch takes it.
+    /// Returns the compact products for a batch, each with whether dispatch selects it. All have the smallest batch
+    /// tile that holds the batch.
     fn compact_variants(&self, problem: GemmShape) -> Vec<(VariantSpec, bool)> {
         let (launches, m) = (self.launches(), problem.m);
         let choices: Vec<VariantSpec> = launches
@@ -329,7 +330,7 @@ impl Bench<'_> {
             let graph = self.timer.record(problem, count, run)?;
             let expected = sample(stream, &y)?;
             let mut contenders = vec![Contender::cublas(graph, io + copies.whole[0].bytes() as u64)];
-            // With each variant whether dispatch takes it: of each kind of launch the first.
+            // Each variant with whether dispatch selects it, which is the first of each kind of launch.
             let specs: Vec<(VariantSpec, bool)> = self
                 .launches()
                 .into_iter()
@@ -369,7 +370,7 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    /// Room on an execution context for the largest of these launches.
+    /// Reserves space on an execution context for the largest of these launches.
     fn reserve(
         &self,
         ctx: &mut ExecContext,
@@ -382,10 +383,10 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// The linears of a layer one after the other, several layers in a graph; times are of one layer. Where the output
-    /// of one has the shape of the next one's input it *is* the input; where attention or an activation would stand
-    /// between them, the input is another buffer. What is called `silu_mul` computes the activation of gate and up,
-    /// too, which cuBLAS leaves to a kernel that is not counted here.
+    /// Measures the linears of a layer in sequence, several layers per graph; times are per layer. If the output of a
+    /// linear has the shape of the next one's input, it *is* that input. Where a model has attention or an activation
+    /// in between, the next input is another buffer. Contenders called `silu_mul` also compute the activation of gate
+    /// and up. cuBLAS needs another kernel for that, which is not counted here.
     fn layer(&self, shapes: &[(u32, u32)], progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let weights = shapes.iter().map(|&shape| self.copies(shape, false, progress)).collect::<Result<Vec<_>, _>>()?;
@@ -394,8 +395,7 @@ impl Bench<'_> {
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n: 0, k: 0 };
-            // The input of weight i is the output of the one before where the shapes allow it; `buffers[i]` is that
-            // input.
+            // `buffers[i]` is the input of weight i: the output of the weight before, if the shapes allow.
             let mut buffers = self.timer.each(shapes.len(), |i| {
                 let k = shapes[i].1;
                 let x = halves(&normal_bf16(m as usize * k as usize, 1.0, u64::from(k)));
@@ -403,7 +403,7 @@ impl Bench<'_> {
             })?;
             let mut spare = self.timer.each(shapes.len(), |i| DeviceMatrix::zeroed(stream, m, shapes[i].0))?;
             let io: usize = buffers.iter().chain(&spare).map(DeviceMatrix::bytes).sum();
-            // With `gated`, gate and up become one: then their output is an input, too.
+            // With `gated`, the product of gate and up has half as many columns, so its output can be an input, too.
             let gate_and_up = |i: usize| shapes[(i + 1) % shapes.len()].1 * 2 == shapes[i].0;
             let mut pass = |gated: bool, run: &mut Run<'_>| {
                 for (i, (n, _)) in shapes.iter().enumerate() {

@@ -1,6 +1,6 @@
-//! Options of benchmarks: fields, their defaults, and a method of each field's name that sets it.
+//! Defines option structs: fields, defaults, and a builder method for each field.
 
-/// A struct of options.
+/// Defines a struct of options.
 macro_rules! options {
     ($(#[$doc:meta])* $name:ident {
         $($(#[doc = $field_doc:literal])+ $(#[serde($($how:tt)+)])? $field:ident: $type:ty = $default:expr,)+

@@ -1,6 +1,7 @@
-//! Unweight's encodings and other systems' (docs/rivals.md) in one round-robin: decoding, and products next to cuBLAS.
+//! Compares Unweight's encodings with other systems' (docs/rivals.md) in interleaved rounds: decoding, and products
+//! next to cuBLAS.
 //!
-//! What is timed was right: decoded weights are the matrix' own bits, products are held against cuBLAS's.
+//! Outputs are checked before timing: decoded weights bit for bit against the matrix, products against cuBLAS's.
 
 mod layer;
 
@@ -53,7 +54,7 @@ use crate::{
     timing::{Contender, Report, Row, Timer, Timing},
 };
 
-/// MatVANS' layouts as rows of the report name them.
+/// MatVANS's layouts, by their names in the report.
 const MATVANS: [(&str, Layout); 3] = [
     ("matvans warp-rows", Layout::Rows),
     ("matvans warp-stripes", Layout::Stripes),
@@ -67,25 +68,26 @@ options! {
         shapes: Vec<(u32, u32)> = vec![(14336, 4096)],
         /// Batches of the products.
         batches: Vec<u32> = vec![1, 8, 32, 128],
-        /// BF16 of these shapes: decoding, copies from the host, products.
+        /// Measure BF16 weights of these shapes: decoding, copies from the host, products.
         weights: bool = true,
-        /// FP8, F16 and F32 of these shapes: decoding.
+        /// Measure decoding of FP8, F16 and F32 weights of these shapes.
         elements: bool = true,
-        /// The linears of one Llama-3.1-8B layer at these batches, from one DFloat11 unit.
+        /// Measure the linears of one Llama-3.1-8B layer at these batches, with one DFloat11 unit.
         layer: bool = true,
-        /// Rows and columns of the int8 matrices, a multiple of 128; 0: none.
+        /// Rows and columns of the int8 matrices, a multiple of 128; 0 disables them.
         int8: u32 = 4096,
-        /// Bits of entropy of their values.
+        /// Entropy of their values, bits.
         int8_entropy: Vec<f64> = vec![4.0, 5.0],
-        /// MiB of the FP8 vectors.
+        /// Size of the FP8 vectors, MiB.
         fp8_mib: Vec<u32> = vec![32, 64, 128, 256],
     }
 }
 
-/// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
+/// Measures everything that `options` select. Calls `progress` with a line for each group of contenders.
 ///
 /// # Errors
-/// No cuBLAS, not enough memory, weights that an encoding cannot hold, or a kernel whose output is wrong.
+/// Fails without cuBLAS, without enough memory, if an encoding cannot hold the weights, or if a kernel's output is
+/// wrong.
 pub fn bench_rivals(
     kernels: &KernelSet,
     options: &RivalsOptions,
@@ -130,7 +132,7 @@ struct Bench<'a> {
     progress: &'a dyn Fn(&str),
 }
 
-/// A weight in all encodings, several times over.
+/// Several copies of one weight in all encodings.
 struct Encodings {
     n: u32,
     k: u32,
@@ -164,7 +166,7 @@ impl Bench<'_> {
         let dense = compact::encode(matrix, &counts).map_err(|why| BenchError::Uncompact { n, k, why })?;
         let unit = Unit::encode(bytes, THREADS).map_err(unheld("DFloat11", (n, k)))?;
         let zip = zipserv::encode(bytes, rows, cols).map_err(unheld("ZipServ", (n, k)))?;
-        // Of the smallest form enough for the rotation.
+        // Enough copies of the smallest encoding for the rotation.
         let copies = self.timer.copies(elements * 4 / 3);
         let held = not_taken((n, k));
         let whole = DeviceMatrix::upload(stream, matrix)?;
@@ -194,7 +196,7 @@ impl Bench<'_> {
         Ok(Decoder::new(self.kernels.get(&spec)?)?)
     }
 
-    /// To BF16, from every encoding.
+    /// Measures decoding to BF16 from every encoding.
     fn decode(&self, encodings: &Encodings, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (copies, problem) = (encodings.whole.len(), encodings.problem(0));
@@ -226,7 +228,7 @@ impl Bench<'_> {
             };
             (0..copies).try_for_each(&mut run)?;
             let (graph, launches) = self.timer.record(problem, copies, run)?;
-            // What is seen here was written by this contender: outputs are filled before each.
+            // Outputs are filled before each contender, so a correct output comes from this contender.
             for to in &mut out {
                 if to.to_host(stream)? != expected {
                     return Err(BenchError::WrongBits { kernel: name });
@@ -244,7 +246,7 @@ impl Bench<'_> {
             }
         }
         contenders.push(contender("dfloat11", recorded, encodings.units[0].bytes() + written, None));
-        // What is done without compression where memory is short: the weights wait in host memory. One copy takes long
+        // The usual alternative to compression if memory is short: weights stay in host memory. One copy takes long
         // enough to hide the gap between two graphs.
         let mut waiting = Pinned::zeroed(self.kernels.device(), expected.len())?;
         waiting.copy_from_slice(&expected);
@@ -258,22 +260,22 @@ impl Bench<'_> {
             return Err(BenchError::WrongBits { kernel: "copy from the host" });
         }
         contenders.push(contender("copy from the host", recorded, written, None));
-        // The driver's copy: the bytes of the weights, read and written. Kernels can be faster.
+        // The driver's copy reads and writes the bytes of the weights. Kernels can be faster.
         let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, encodings.whole[copy].view());
         (0..copies).try_for_each(&mut run)?;
         let recorded = self.timer.record(problem, copies, run)?;
         contenders.push(contender("copy of bf16", recorded, 2 * written, None));
         let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((ctx, packer, out, flat, dfloat11, waiting));
         rows
     }
 
-    /// To FP8, F16 and F32, from exponents.
+    /// Measures decoding to FP8, F16 and F32 from exponents.
     fn elements(&self, (n, k): (u32, u32)) -> Result<Vec<Row>, BenchError> {
         let (stream, problem) = (self.timer.stream, GemmShape { m: 0, n, k });
         let (rows, cols) = (n as usize, k as usize);
-        // Of the smallest output enough for the rotation.
+        // Enough copies of the smallest output for the rotation.
         let copies = self.timer.copies(rows * cols);
         let mut ctx = ExecContext::new(stream, ContextSize::default())?;
         let (mut contenders, mut kept) = (Vec::new(), Vec::new());
@@ -307,12 +309,12 @@ impl Bench<'_> {
             kept.push((decoder, sources, out));
         }
         let rows = self.timer.measure("rivals_elements", contenders, copies, problem, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((ctx, kept));
         rows
     }
 
-    /// Products from every encoding that has one, beside cuBLAS.
+    /// Measures products from every encoding that has a kernel, next to cuBLAS.
     fn products(&self, encodings: &Encodings, m: u32) -> Result<Vec<Row>, BenchError> {
         let (stream, info) = (self.timer.stream, self.kernels.device().info());
         let (copies, problem) = (encodings.whole.len(), encodings.problem(m));
@@ -344,7 +346,7 @@ impl Bench<'_> {
             self.decoder(&encodings.tensor, DecodeOutput::Palette)?,
         );
         let grid = encodings.tensor.grid();
-        // One buffer of exponents for all, as models share it; palettes are stored.
+        // All weights share one buffer of exponents, as in models; palettes are stored.
         let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
         let palettes = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
@@ -403,13 +405,13 @@ impl Bench<'_> {
             contenders.push(contender(name, recorded, io + weights, Some(error)));
         }
         let rows = self.timer.measure("rivals_product", contenders, copies, problem, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((ctx, x, y, exponents, palettes, scratch, unit_decoder, flat));
         rows
     }
 
-    /// Products of int8 matrices and a vector, each the next one's vector, as MatVANS' bench has it: what is coded, and
-    /// what is not.
+    /// Measures a chain of products of int8 matrices and a vector, as MatVANS's benchmark does, from coded and from
+    /// plain values. The output of each product is the next one's vector.
     fn int8(&self, extent: u32, entropy: f64) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (d, problem) = (extent as usize, GemmShape { m: 1, n: extent, k: extent });
@@ -458,17 +460,17 @@ impl Bench<'_> {
             contenders.push(contender(&format!("{name} at {entropy} bits"), recorded, bytes, None));
         }
         let rows = self.timer.measure("rivals_int8", contenders, copies, problem, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((kernels, dense, coded, vectors));
         rows
     }
 
-    /// Sums of FP8 vectors, coded in streams of several lengths and not at all. `n` is their bytes.
+    /// Measures sums of FP8 vectors, coded in streams of several lengths and plain. `n` is the vectors' size in bytes.
     fn fp8(&self, bytes: usize) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let problem = GemmShape { m: 0, n: u32::try_from(bytes).unwrap_or(u32::MAX), k: 1 };
         let vector = |seed: u64| -> Vec<u8> {
-            // By 16 bits the exponent.
+            // Maps 16 random bits to an exponent.
             let (mut table, mut left) = (Vec::with_capacity(1 << 16), 0.0);
             for (exponent, share) in tans::QWEN3_14B.iter().enumerate() {
                 left += share;
@@ -511,12 +513,12 @@ impl Bench<'_> {
             coded.push((a, b));
         }
         let rows = self.timer.measure("rivals_fp8", contenders, 1, problem, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((kernels, plain_a, plain_b, out, coded));
         rows
     }
 
-    /// The first product from the compact encoding whose batch tile holds `m`.
+    /// Returns the first compact product whose batch tile holds `m`.
     fn compact(&self, m: u32) -> Result<Option<CompactGemm>, BenchError> {
         let of = |spec: &VariantSpec| match spec.op {
             Op::GemmCompact(op) => Some(op),
@@ -534,12 +536,12 @@ fn contender(name: &str, (graph, launches): (unweight_rt::Graph, usize), bytes: 
     Contender { name: name.to_owned(), graph, launches, bytes, error, dispatched: false }
 }
 
-/// A format that cannot hold weights of this shape.
+/// Returns the error for a format that cannot hold weights of this shape.
 pub(crate) fn unheld<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
     move |why| BenchError::Unheld { system, n, k, why: why.to_string() }
 }
 
-/// A device that did not take them.
+/// Converts an error of uploading weights of this shape to a rival's format.
 pub(crate) fn not_taken(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
     move |error| match error {
         unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),

@@ -1,8 +1,8 @@
-//! Speculative decoding by n-gram lookup, next to the same engine without drafts.
+//! Measures speculative decoding by n-gram lookup next to the same engine without drafts.
 //!
-//! Weights are random, and so would be their texts. At temperature 100 noise decides: a token follows from seed and
-//! position, hardly from the text before it. So the tokens of a sequence are known from a run before, and a prompt of
-//! the same length is made that repeats them as texts do.
+//! The weights are random, so the text would be, too. At temperature 100, noise decides: a token depends on seed and
+//! position and hardly on the text before. The tokens of a sequence are therefore known from an earlier run, and
+//! prompts of the same length can repeat them as real texts do.
 
 use std::{collections::BTreeMap, fmt, time::Instant};
 
@@ -14,24 +14,24 @@ use unweight_rt::{DeviceInfo, KernelSet};
 
 use crate::BenchError;
 
-/// What a prompt has of the text that follows it.
+/// How much of the following text the prompt contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Text {
-    /// All but every 16th token, as of an edited file.
+    /// All but every 16th token, as with an edited file.
     Edited,
-    /// Every other 32 tokens, as of a summary with quotes.
+    /// Every other run of 32 tokens, as with a summary that quotes.
     Quoted,
     /// Nothing.
     New,
-    /// Pairs of tokens, each with a wrong third one: every guess is wrong.
+    /// Pairs of tokens, each followed by a wrong third token: every draft is wrong.
     Misleading,
 }
 
 impl Text {
     const ALL: [Self; 4] = [Self::Edited, Self::Quoted, Self::New, Self::Misleading];
 
-    /// A prompt as long as the text that follows it.
+    /// Returns a prompt as long as the text that follows.
     fn prompt(self, text: &[u32], random: &mut Random, vocab: u32) -> Vec<u32> {
         let keeps = |at: usize| match self {
             Self::Edited => at % 16 != 15,
@@ -57,38 +57,38 @@ impl Text {
 #[derive(Clone, Debug, Serialize)]
 pub struct SpeculateReport {
     device: DeviceInfo,
-    /// Drafted tokens per sequence and step at most.
+    /// Maximum drafted tokens per sequence and step.
     speculate: u32,
-    /// Tokens of a prompt, and new tokens.
+    /// Prompt tokens, and new tokens.
     tokens: u32,
     /// Rounds of each figure.
     rounds: usize,
-    /// By batch and text.
+    /// Rows by batch and text.
     rows: Vec<SpeculateRow>,
 }
 
-/// Texts of one kind.
+/// The result for one kind of text at one batch.
 #[derive(Clone, Debug, Serialize)]
 struct SpeculateRow {
-    /// Sequences.
+    /// The number of sequences.
     batch: u32,
-    /// What the prompt has of the text.
+    /// How the prompt relates to the text.
     text: Text,
-    /// Median without drafts, of all sequences together, behind their first tokens.
+    /// Median tokens per second without drafts: all sequences together, after their first tokens.
     plain_tokens_per_s: f64,
-    /// The same with drafts.
+    /// Median tokens per second with drafts.
     tokens_per_s: f64,
     /// Tokens per second with drafts over those without.
     speedup: f64,
     /// Drafted tokens of all rounds.
     drafted: u64,
-    /// Those of them that were right.
+    /// Accepted drafted tokens.
     accepted: u64,
-    /// Tokens of one round that differ from those without drafts: logits of steps of other sizes differ by rounding.
+    /// Tokens of one round that differ from those without drafts. Steps of other sizes round logits differently.
     other_tokens: usize,
 }
 
-/// Runs sequences to their ends: their tokens, and tokens per second from the time when all of them run.
+/// Runs sequences to their ends. Returns their tokens and the tokens per second from the time when all of them run.
 fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u32>>, f64), EngineError> {
     let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
     for (prompt, seed) in prompts.iter().zip(1..) {
@@ -109,11 +109,11 @@ fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u
     Ok((told.into_values().collect(), rate))
 }
 
-/// Measures sequences with drafts and without, for each of `batches`: `tokens` new tokens behind prompts of as many.
-/// [`EngineOptions::speculate`] is the number of drafted tokens.
+/// Measures sequences with and without drafts for each of `batches`: `tokens` new tokens after prompts of `tokens`
+/// tokens. [`EngineOptions::speculate`] is the number of drafted tokens.
 ///
 /// # Errors
-/// No room for both engines, or what fails on the way.
+/// Fails if both engines do not fit in memory, or if a step fails.
 pub fn bench_speculate(
     kernels: &KernelSet,
     config: &ModelConfig,
@@ -180,7 +180,7 @@ fn median(mut rates: Vec<f64>) -> f64 {
     rates.get(rates.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// A Markdown table.
+/// Prints a Markdown table.
 impl fmt::Display for SpeculateReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { device: DeviceInfo { name, driver, .. }, speculate, tokens, rounds, .. } = self;

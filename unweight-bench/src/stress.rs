@@ -1,11 +1,12 @@
-//! Thousands of launches of every kernel under load: the same input must give the same bits, and the first ones must be
-//! right.
+//! Launches every kernel thousands of times under load. The same input must give the same bits, and the first output
+//! must be correct.
 //!
 //! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in
-//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and next to
-//! each edge of its batch tile, launched [`StressOptions::launches`] times while another stream keeps memory and shared
-//! memory busy. Outputs are poisoned before each launch and compared on the device with those of the first, which are
-//! held against double precision (products) or the CPU's bytes (everything else).
+//! flight, and in no sanitizer. So every catalogued variant runs on matrices that include small and odd sizes, at and
+//! next to each edge of its batch tile. Each problem is launched [`StressOptions::launches`] times while another stream
+//! keeps memory and shared memory busy. Outputs are poisoned before each launch and compared on the device with the
+//! first launch's. The first output is checked against double precision (products) or against the CPU's bytes
+//! (everything else).
 //!
 //! ```text
 //! reset [runs] --> launch run 0, 1, .. (directly, later as one graph) --> compare each with the first      stream 1
@@ -65,10 +66,10 @@ pub use report::{Plant, StressOptions, StressReport, StressRow};
 use results::{differs, mismatch};
 use weights::{CodedOnDevice, Weights, exponents_by_tile, with_any_bits};
 
-/// Runs everything that `options` ask for. `progress` hears a line for each family and shape.
+/// Runs everything that `options` select. Calls `progress` with a line for each family and shape.
 ///
 /// # Errors
-/// A kernel cannot be made or launched. A wrong output is not an error: the report states it.
+/// Fails if a kernel cannot be compiled or launched. A wrong output is not an error: the report lists it.
 pub fn stress(
     kernels: &KernelSet,
     env: &Env,
@@ -107,9 +108,9 @@ pub fn stress(
     })
 }
 
-/// Launches between two comparisons. More are in flight at once than the device holds.
+/// Launches between two comparisons. This is more than the device runs at once.
 const RUNS: u32 = 16;
-/// Of a problem's launches, those that are not replayed from a graph: one in this many.
+/// One in this many rounds launches directly instead of replaying the graph.
 const DIRECT: u32 = 4;
 
 /// `[n, k]` of the weights: one tile; few and many columns; k and v projections of small models; odd numbers of tiles,
@@ -121,7 +122,7 @@ struct Run<'a> {
     cache: KernelCache,
     threads: usize,
     stream: &'a Stream,
-    /// Of that stream.
+    /// The context of `stream`.
     ctx: RefCell<ExecContext>,
     options: &'a StressOptions,
 }
@@ -129,18 +130,18 @@ struct Run<'a> {
 type Launch<'a> = Box<dyn Fn(u64) -> Result<(), DeviceError> + 'a>;
 type Check<'a> = Box<dyn Fn(&[u8]) -> Option<String> + 'a>;
 
-/// Something to be launched over and over.
+/// A kernel and its arguments, to be launched repeatedly.
 struct Subject<'a> {
     name: String,
     shape: GemmShape,
-    /// `RUNS` outputs of `bytes`, one behind the other.
+    /// `RUNS` consecutive outputs of `bytes` each.
     outputs: DeviceBuffer<u8>,
     bytes: usize,
-    /// What the outputs hold before a launch that adds to them; without it they are poisoned.
+    /// Initial contents of outputs that a launch adds to. Without them, outputs are poisoned.
     before: Option<DeviceBuffer<u8>>,
-    /// Enqueues a launch whose output is at this address.
+    /// Enqueues a launch that writes its output to this address.
     launch: Launch<'a>,
-    /// What is wrong with an output.
+    /// Describes what is wrong with an output.
     check: Check<'a>,
 }
 
@@ -164,7 +165,7 @@ impl Run<'_> {
         Ok(rows)
     }
 
-    /// A kernel of `stress.cu`.
+    /// Compiles a kernel of `stress.cu`.
     fn raw(&self, name: &str, define: &str) -> Result<RawKernel, BenchError> {
         let request = CompileRequest {
             name: name.to_owned(),
@@ -176,13 +177,13 @@ impl Run<'_> {
         Ok(RawKernel::load(self.kernels.device(), &self.cache.get(&request).map_err(DeviceError::from)?)?)
     }
 
-    /// The kernels of these variants, in their order, with the fault where one is to be planted.
+    /// Loads the kernels of `specs`, in their order, with the fault planted if one is requested.
     fn loaded(&self, specs: &[VariantSpec]) -> Result<Vec<Arc<LoadedKernel>>, BenchError> {
         let mut requests =
             specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().map_err(DeviceError::from)?;
         if let Some(Plant::UnfencedRefill) = self.options.plant {
             let clean = requests.clone();
-            // Variants without a copy engine have the header, and do not call what it is taken out of.
+            // Variants without the copy engine include the header but do not call the function with the fence.
             let copied = specs.iter().map(|spec| !spec.op.instructions().has(Instruction::AsyncCopy));
             for (request, _) in requests.iter_mut().zip(copied).filter(|(_, copied)| *copied) {
                 take_out_the_fence(request);
@@ -261,7 +262,7 @@ impl Run<'_> {
                         add(self.subject(subject, compare)?);
                     }
                 }
-                // Heads say the shapes of these, not weights: once.
+                // The shapes of these come from heads, not weights: run them for one shape only.
                 Op::KvPack(_) | Op::KvUnpack(_) | Op::Attention(_) if shape != SHAPES[0] => {}
                 Op::KvPack(op) => self.kv_pack(kernel, op)?.into_iter().for_each(&mut add),
                 Op::KvUnpack(op) => {
@@ -289,7 +290,7 @@ impl Run<'_> {
                         add(self.subject(subject, compare)?);
                     }
                 }
-                // One depends on the other: run together, below.
+                // The stages depend on each other: they run together, below.
                 Op::EncodeHuffman(_) | Op::EncodeCompact(_) => {}
             }
         }
@@ -301,7 +302,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Resets, launches and compares until enough was launched.
+    /// Resets, launches and compares until the requested number of launches is reached.
     fn subject(&self, mut subject: Subject<'_>, compare: &RawKernel) -> Result<StressRow, BenchError> {
         let stream = self.stream;
         let Subject { name, shape, outputs, bytes, before, launch, check } = &mut subject;
@@ -341,7 +342,7 @@ impl Run<'_> {
             if round % DIRECT == 0 {
                 (0..RUNS).try_for_each(|run| launch(address(run)))?;
             } else {
-                // SAFETY: all that the launches name lives through the wait below.
+                // SAFETY: everything that the launches use lives until the wait below.
                 unsafe { graph.launch() }?;
             }
             hold()?;
@@ -362,7 +363,7 @@ impl Run<'_> {
             let (n, k) = (n as usize, k as usize);
             let bytes = with_any_bits(float, n * k);
             let tensor = exponents::encode(FloatMatrix::new(float, &bytes, n, k)?, limit)?;
-            // Only F16 has both.
+            // Only F16 has both sections.
             let fractions = [tensor.fraction_bytes(), tensor.fraction_bits()].concat();
             let sections = CodedOnDevice::upload(self.stream, &fractions, tensor.exponents())?;
             return self.decoder(kernel, sections, tensor.grid(), (bytes.len(), bytes));
@@ -370,7 +371,7 @@ impl Run<'_> {
         let tensor = huffman::encode(weights.matrix()?, limit)?;
         let (bytes, expected) = match spec.output {
             DecodeOutput::Full => (weights.bytes.len(), weights.bytes.clone()),
-            // Indices of verbatim rows are 0, and the shapes here have no padding.
+            // Indices of verbatim rows are 0, and these shapes have no padding.
             DecodeOutput::Palette => {
                 let palette = palette::encode_with(weights.matrix()?, tensor.code())?;
                 (palette.palette_index().len(), palette.palette_index().to_vec())
@@ -381,7 +382,7 @@ impl Run<'_> {
         self.decoder(kernel, sections, tensor.grid(), (bytes, expected))
     }
 
-    /// A decoder whose output has so many bytes, and these.
+    /// Makes a subject of a decoder that must write `expected`, `bytes` long.
     fn decoder<'a>(
         &'a self,
         kernel: &'a LoadedKernel,
@@ -409,15 +410,15 @@ impl Run<'_> {
         })
     }
 
-    /// Each stage of `pack` over buffers of its own: of `tiles` the tiles are looked at, of `lists` the lists.
+    /// Makes a subject of one stage of `pack`: checks the tiles after `tiles`, and the lists after `lists`.
     fn pack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::Pack(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
         let tensor = &weights.with_escapes;
         let tiles = tensor.host.packed().len() / packed::TILE_BYTES;
         let whole = DeviceBuffer::from_host(stream, &weights.bytes)?;
-        // What tiles leaves for lists: of a row block with a list the number of its records. Made once, by tiles
-        // itself.
+        // The input of `lists` from `tiles`: the number of records of each row block with a list. `tiles` itself makes
+        // this input once.
         let heads = DeviceBuffer::<u32>::zeroed(stream, tiles * 4)?;
         let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
         let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
@@ -434,7 +435,7 @@ impl Run<'_> {
         let (bytes, expected): (usize, Vec<u8>) = match spec.stage {
             PackStage::Tiles => (tiles * packed::TILE_BYTES, tensor.host.packed().to_vec()),
             PackStage::Lists => {
-                // Compared in pieces of 16 bytes.
+                // Outputs are compared in pieces of 16 bytes.
                 let mut words = tensor.host.escapes().to_vec();
                 words.resize(words.len().next_multiple_of(16), 0);
                 (words.len(), words)
@@ -443,7 +444,7 @@ impl Run<'_> {
         if spec.stage == PackStage::Lists {
             let arch = self.kernels.device().info().arch;
             let tiles = self.kernels.get(&VariantSpec::pack(arch, PackStage::Tiles))?;
-            // SAFETY: the buffers above have the sizes that the shape asks for.
+            // SAFETY: the buffers above have the sizes that the shape requires.
             unsafe { tiles.launch(stream, shape, &args) }?;
         }
         let counted = heads.duplicate(stream)?;
@@ -455,13 +456,13 @@ impl Run<'_> {
                 PackStage::Lists => PackArgs { escapes: output, ..args },
             };
             if spec.stage == PackStage::Lists {
-                // `lists` replaces numbers of records by indices, so it runs once on each set of heads.
+                // `lists` replaces numbers of records by indices, so each launch needs the original heads.
                 heads.borrow_mut().copy_from(stream, &counted)?;
             }
             // SAFETY: as above.
             unsafe { kernel.launch(stream, shape, &args) }
         };
-        // Behind the last list nothing is written.
+        // Nothing is written after the last list.
         let before = (spec.stage == PackStage::Lists)
             .then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize))
             .transpose()?;
@@ -476,7 +477,7 @@ impl Run<'_> {
         })
     }
 
-    /// The weights that `unpack` writes.
+    /// Makes a subject of `unpack`, whose output is the weights.
     fn unpack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let (stream, tensor) = (self.stream, &weights.with_escapes.device);
         let (shape, args) = packed_args(weights);
@@ -498,7 +499,8 @@ impl Run<'_> {
         })
     }
 
-    /// Each stage over buffers of its own, as those of `pack`; trained weights with zeros among them.
+    /// Makes a subject of one stage of `decode_compact` with its own buffers, as `pack` does. The weights look trained
+    /// and contain zeros.
     fn transcode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::DecodeCompact(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
@@ -529,7 +531,7 @@ impl Run<'_> {
             DecodeCompactStage::Full => bytes,
             DecodeCompactStage::Packed => packed.packed().to_vec(),
             DecodeCompactStage::Lists => {
-                // Compared in pieces of 16 bytes.
+                // Outputs are compared in pieces of 16 bytes.
                 let mut words = packed.escapes().to_vec();
                 words.resize(words.len().next_multiple_of(16), 0);
                 words
@@ -538,7 +540,7 @@ impl Run<'_> {
         if lists {
             let arch = self.kernels.device().info().arch;
             let first = self.kernels.get(&VariantSpec::decode_compact(arch, DecodeCompactStage::Packed))?;
-            // SAFETY: the buffers above have the sizes that the shape asks for.
+            // SAFETY: the buffers above have the sizes that the shape requires.
             unsafe { first.launch(stream, shape, &args) }?;
         }
         let counted = heads.duplicate(stream)?;
@@ -551,14 +553,14 @@ impl Run<'_> {
                 DecodeCompactStage::Lists => DecodeCompactArgs { escapes: output, ..args },
             };
             if lists {
-                // `lists` turns numbers of records into indices, so it runs once on each set of heads.
+                // `lists` replaces numbers of records by indices, so each launch needs the original heads.
                 heads.borrow_mut().copy_from(stream, &counted)?;
             }
             // SAFETY: as above.
             unsafe { kernel.launch(stream, shape, &args) }
         };
         let bytes = expected.len();
-        // Behind the last list nothing is written.
+        // Nothing is written after the last list.
         let before = lists.then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize)).transpose()?;
         Ok(Subject {
             name: kernel.spec().to_string(),
@@ -571,12 +573,12 @@ impl Run<'_> {
         })
     }
 
-    /// A family's name on this device.
+    /// Returns the kernel name of a family on this device.
     fn family(&self, family: &str) -> String {
         format!("uw_{}_{family}", self.kernels.device().info().arch.tag())
     }
 
-    /// All stages of the encoder of the compact encoding together, with escapes of every kind, compared on the host.
+    /// Runs all stages of `encode_compact` together, with escapes of every kind, and compares on the host.
     fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
         let variant = format!("{}, all stages", self.family("encode_compact"));
         if !self.options.wants(&variant) {
@@ -586,7 +588,7 @@ impl Run<'_> {
         let mut rows = Vec::new();
         for (n, k) in [(64u32, 64u32), (192, 576), (1024, 4096)] {
             let mut bytes = normal_bf16(n as usize * k as usize, 0.02, 78);
-            // Zeros, infinities and neighbours of the window.
+            // Zeros, infinities and values next to the window.
             bytes.chunks_exact_mut(2).step_by(997).for_each(|element| element.fill(0));
             bytes.chunks_exact_mut(2).skip(7).step_by(4099).for_each(|element| element.copy_from_slice(&[0x80, 0x7f]));
             let matrix = Matrix::new(&bytes, n as usize, k as usize)?;
@@ -608,7 +610,7 @@ impl Run<'_> {
         Ok(rows)
     }
 
-    /// All stages of the encoder together, to both encodings, compared on the host.
+    /// Runs all stages of `encode_huffman` together, to both encodings, and compares on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
         let name = self.family("encode_huffman");
         if !self.options.wants(&name) {
@@ -637,10 +639,10 @@ impl Run<'_> {
     }
 }
 
-/// Behind every output.
+/// Guard bytes after every output.
 const GUARD: u8 = 0xa5;
 
-/// Takes the fence out of the hand-over of a slot.
+/// Removes the fence from the hand-over of a slot.
 fn take_out_the_fence(request: &mut CompileRequest) {
     const FENCE: &str = "    ptx::fence_proxy_async_shared();\n";
     for (name, text) in &mut request.headers {
@@ -651,7 +653,7 @@ fn take_out_the_fence(request: &mut CompileRequest) {
     }
 }
 
-/// The problem of packing or unpacking the weights, and the arguments that both have.
+/// Returns the shape and the common arguments of packing or unpacking the weights.
 fn packed_args(weights: &Weights) -> (GemmShape, PackArgs) {
     let tensor = &weights.with_escapes;
     let (n, k) = weights.shape;
@@ -720,7 +722,7 @@ mod tests {
             let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
             let tensor = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
             assert!(tensor.escape_count() > 8 && !tensor.escapes().is_empty(), "[{n}, {k}]");
-            // Compact: all but the small ones, whose book is too dear.
+            // All but the small matrices have a compact encoding; a codebook is too expensive for small ones.
             let tensor = compact::encode(matrix, &Histogram::of(&bytes));
             let escapes = tensor.map_or(0, |tensor| tensor.escape_count());
             assert!(escapes > 8 || n * k < 1 << 18, "[{n}, {k}]: {escapes}");

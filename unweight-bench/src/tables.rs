@@ -1,10 +1,9 @@
-//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, next to
-//! the figures that it gives for an H100.
+//! Reproduces the tables of the report's section 11: sizes, whole steps, decoders, products and encoders. Each figure
+//! is shown next to the report's, which was measured on an H100.
 //!
-//! Whole steps are of a geometry with random weights, by the best guesses of paths, or by what a search found. As in
-//! the report, nothing but MLPs is coded in `HHR-PPR` and `all Huffman`, and their baseline is the same engine with
-//! BF16 weights by cuBLAS, the fastest of what cuBLASLt proposes; `packed` are all linears in this project's own
-//! encoding.
+//! Whole steps use a geometry with random weights, with the default pipelines or with tuned ones. As in the report,
+//! `HHR-PPR` and `all Huffman` encode only MLPs. Their baseline is the same engine with BF16 weights on cuBLAS, with
+//! the fastest algorithm that cuBLASLt proposes. `packed` stores all linears in this project's own encoding.
 
 use std::{fmt, time::Instant};
 
@@ -30,32 +29,32 @@ pub struct Figure {
     pub batch: Option<u32>,
     /// Unit of `ours` and `theirs`.
     pub unit: &'static str,
-    /// Measured here.
+    /// The value measured here.
     pub ours: f64,
-    /// The report's; null where it has none.
+    /// The report's value; null if it has none.
     pub theirs: Option<f64>,
-    /// Ours over our own baseline; null of a baseline.
+    /// `ours` over our own baseline; null for a baseline.
     pub our_ratio: Option<f64>,
-    /// Theirs over their own.
+    /// `theirs` over the report's baseline.
     pub their_ratio: Option<f64>,
 }
 
-/// All of them.
+/// The figures of all tables.
 #[derive(Clone, Debug, Serialize)]
 pub struct Tables {
     /// The GPU that was measured.
     pub device: DeviceInfo,
-    /// Tokens behind each sequence of a step.
+    /// Tokens in the KV cache per sequence of a step.
     pub context: u32,
     /// Rounds of each figure.
     pub rounds: usize,
-    /// Settings of HHR-PPR that were searched for.
+    /// The tuned settings of HHR-PPR.
     pub tuned: Vec<TunedRow>,
-    /// Table by table.
+    /// The figures, ordered by table.
     pub figures: Vec<Figure>,
 }
 
-/// HHR-PPR by settings that were searched for, as the report's own figures are.
+/// HHR-PPR with tuned settings, which the report's own figures use, too.
 const TUNED: &str = "HHR-PPR, tuned";
 /// Batches of the report.
 pub const BATCHES: [u32; 5] = [1, 64, 256, 512, 1024];
@@ -78,16 +77,16 @@ const TABLE_11: [[f64; 3]; 5] =
 /// Encoders with allocation and copies, ms: Huffman, palette.
 const TABLE_12: [f64; 2] = [5.2, 3.3];
 
-/// The report's figures of a batch.
+/// Returns the report's figures for a batch.
 fn of_batch<const N: usize>(table: &[[f64; N]; 5], batch: u32) -> Option<[f64; N]> {
     BATCHES.iter().position(|own| *own == batch).map(|at| table[at])
 }
 
-/// Measures what the tables have, at `batches`, with `context` tokens behind each sequence; with `tune`, HHR-PPR by
-/// settings that are searched for first, too.
+/// Measures the figures of all tables at `batches`, with `context` tokens in the KV cache per sequence. With `tune`,
+/// also measures HHR-PPR with tuned settings.
 ///
 /// # Errors
-/// No room for the engines, or what fails on the way.
+/// Fails if the engines do not fit in memory, or if a measurement fails.
 pub fn bench_tables(
     kernels: &KernelSet,
     config: &ModelConfig,
@@ -136,7 +135,7 @@ pub fn bench_tables(
     Ok(Tables { device: kernels.device().info().clone(), context, rounds, tuned, figures })
 }
 
-/// Tables 8 and 9; returns the settings of HHR-PPR that were searched for.
+/// Measures tables 8 and 9. Returns the tuned settings of HHR-PPR.
 fn steps(
     kernels: &KernelSet,
     config: &ModelConfig,
@@ -151,9 +150,9 @@ fn steps(
             .batches(batches.to_vec())
             .context(context)
             .placement(Some(Placement::Stored))
-            // The report codes nothing but MLPs.
+            // The report encodes only MLPs.
             .linears(Placement::Bf16)
-            // The report ships HHR-PPR, and tunes that.
+            // The report ships and tunes HHR-PPR.
             .tune(tune && profile == Profile::Inference)
             .profile(Some(profile));
         progress(&format!("whole steps, {name}"));
@@ -190,7 +189,7 @@ fn steps(
     for &batch in batches {
         let theirs = of_batch(&TABLE_9, batch);
         for (column, name) in [(0, "baseline"), (1, "HHR-PPR"), (1, TUNED), (2, "all Huffman"), (3, "packed")] {
-            // The baseline and packed weights were measured beside both; the first time counts.
+            // The baseline and packed weights were measured with both profiles; the first time counts.
             let found = all.iter().find(|(own, of, ..)| *own == name && *of == batch);
             let Some((_, _, ours, ratio)) = found else { continue };
             let theirs = theirs.filter(|_| column < 2);
@@ -209,7 +208,7 @@ fn steps(
     Ok(tuned)
 }
 
-/// Table 12: one tensor from the host's memory to the host's memory, allocations and copies included.
+/// Measures table 12: encodes one tensor from host memory to host memory, including allocations and copies.
 fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> Result<(), BenchError> {
     let (n, k) = (GATE.0 as usize, GATE.1 as usize);
     let bytes = normal_bf16(n * k, 0.02, 1);
@@ -244,7 +243,7 @@ fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> 
     Ok(())
 }
 
-/// Markdown.
+/// Prints Markdown tables.
 impl fmt::Display for Tables {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let DeviceInfo { name, sms, driver, .. } = &self.device;
@@ -277,7 +276,7 @@ mod tests {
         assert_eq!(of_batch(&TABLE_9, 256), Some([18097.0, 11677.0]));
         assert_eq!(of_batch(&TABLE_11, 1024), Some([213.1, 458.6, 700.2]));
         assert_eq!(of_batch(&TABLE_9, 8), None);
-        // Its own sentence: penalties from 29.6 to 40.7 %.
+        // The report's text states penalties from 29.6 to 40.7 %.
         let ratios: Vec<f64> = TABLE_9.iter().map(|[baseline, theirs]| 1.0 - theirs / baseline).collect();
         assert!(ratios.iter().all(|penalty| (0.295..0.41).contains(penalty)), "{ratios:?}");
     }

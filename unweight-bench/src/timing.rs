@@ -10,28 +10,28 @@ use unweight_rt::{DeviceError, DeviceInfo, Graph, Stream};
 use crate::{BenchError, options::options};
 
 options! {
-    /// How often, and with what memory behind it.
+    /// Number of rounds, and the memory that the weights rotate through.
     Timing {
-        /// Rounds that count.
+        /// Measured rounds.
         rounds: usize = 60,
-        /// Rounds before them that do not.
+        /// Warm-up rounds, which are not measured.
         warmup_rounds: usize = 10,
-        /// Least copies of the weights.
+        /// Minimum number of copies of the weights.
         min_copies: usize = 5,
-        /// Least bytes of all copies together.
+        /// Minimum bytes of all copies together.
         rotate_bytes: usize = 440_000_000,
-        /// Bytes per second, in units of 10^9, that the byte floor assumes: what a plain read reaches, not the data
-        /// sheet.
+        /// Memory bandwidth that the byte floor assumes, in units of 10^9 bytes per second. This is the rate of a plain
+        /// read, not of the data sheet.
         floor_gb_per_s: f64 = 4100.0,
     }
 }
 
-/// The result of a measurement, with what it was made on.
+/// The result of a benchmark, with its device and options.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report<Options> {
     /// The GPU that was measured.
     pub device: DeviceInfo,
-    /// How it was measured.
+    /// The timing options.
     pub timing: Timing,
     /// The options of the run.
     pub options: Options,
@@ -39,12 +39,12 @@ pub struct Report<Options> {
     pub rows: Vec<Row>,
 }
 
-/// A contender on a problem, with its times.
+/// The times of one contender on one problem.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// `decode`, `encode`, `packed`, `compact`, `matmul`, `attention`, `kv_pack` or `kv_unpack`.
     pub family: &'static str,
-    /// Name of the variant, `cublas`, or the stages of the encoder.
+    /// Name of the variant, `cublas`, or the encoder's stages.
     pub contender: String,
     /// Batch rows; 0 without a batch. `attention`: sequences; `kv_pack`: rows of a step, or pages; `kv_unpack`: pages.
     pub m: u32,
@@ -63,23 +63,23 @@ pub struct Row {
     pub p90_us: f64,
     /// Bytes that must be read or written.
     pub bytes: u64,
-    /// These bytes over the median, in units of 10^9 per second.
+    /// `bytes` over the median time, in units of 10^9 bytes per second.
     pub gb_per_s: f64,
-    /// The time that these take at [`Timing::floor_gb_per_s`], us.
+    /// The time to move `bytes` at [`Timing::floor_gb_per_s`], us.
     pub floor_us: f64,
-    /// `floor_us / median_us`: 1 is as fast as the memory.
+    /// `floor_us / median_us`: 1 means memory speed.
     pub floor_fraction: f64,
-    /// cuBLAS's median over this one, in the same rounds: above 1 is faster than cuBLAS.
+    /// cuBLAS's median over this row's median, in the same rounds. Above 1 is faster than cuBLAS.
     pub speedup_over_cublas: Option<f64>,
-    /// `attention`: the median of BF16 attention over this one, in the same rounds: above 1 is faster.
+    /// `attention`: BF16 attention's median over this row's median, in the same rounds. Above 1 is faster.
     pub speedup_over_bf16: Option<f64>,
     /// `|y - y_cublas| / |y_cublas|` of the outputs.
     pub error_to_cublas: Option<f64>,
-    /// Whether dispatch takes this variant for this problem.
+    /// Whether dispatch selects this variant for this problem.
     pub dispatched: bool,
 }
 
-/// A graph with what it is called and moves.
+/// A graph to be timed, with its name and the bytes that it moves.
 pub(crate) struct Contender {
     pub name: String,
     pub graph: Graph,
@@ -91,20 +91,20 @@ pub(crate) struct Contender {
 }
 
 impl Contender {
-    /// Weights and activations once, and the baseline's name.
+    /// Returns the cuBLAS baseline; `bytes` counts the weights and activations once.
     pub fn cublas((graph, launches): (Graph, usize), bytes: u64) -> Self {
         Self { name: "cublas".to_owned(), graph, launches, bytes, error: None, dispatched: false }
     }
 }
 
-/// The stream that is measured on.
+/// Measures on one stream.
 pub(crate) struct Timer<'a> {
     pub stream: &'a Stream,
     pub timing: &'a Timing,
 }
 
 impl Timer<'_> {
-    /// Copies for a kernel that moves `bytes` of weights.
+    /// Returns how many copies of `bytes` of weights are needed.
     pub fn copies(&self, bytes: usize) -> usize {
         self.timing.rotate_bytes.div_ceil(bytes.max(1)).clamp(self.timing.min_copies.max(1), 128)
     }
@@ -117,16 +117,16 @@ impl Timer<'_> {
         (0..copies).map(make).collect()
     }
 
-    /// A graph that runs over all copies, several times if they are few, and how many launches it has.
+    /// Records a graph that runs over all copies, several times if there are few. Also returns its number of launches.
     pub fn record(
         &self,
         problem: GemmShape,
         copies: usize,
         mut run: impl FnMut(usize) -> Result<(), DeviceError>,
     ) -> Result<(Graph, usize), DeviceError> {
-        /// So many that the gap between two graphs does not show: it is a few us.
+        /// Enough launches to hide the gap of a few us between two graphs.
         const LAUNCHES_MIN: usize = 20;
-        /// A launch that takes longer than this many multiplications, above 100 us, hides it by itself.
+        /// A launch with more multiplications than this takes longer than 100 us and hides the gap by itself.
         const LONG: u64 = 1 << 35;
         let multiplications = u64::from(problem.m) * u64::from(problem.n) * u64::from(problem.k);
         let passes = if multiplications > LONG { 1 } else { LAUNCHES_MIN.div_ceil(copies) };
@@ -146,11 +146,11 @@ impl Timer<'_> {
         let rounds = self.timing.rounds.max(1);
         let mut times: Vec<Vec<f64>> = vec![Vec::with_capacity(rounds); contenders.len()];
         let launch = |contender: &Contender| {
-            // SAFETY: the callers keep every buffer of their graphs alive until they have their rows.
+            // SAFETY: the callers keep every buffer of their graphs alive until they have received their rows.
             unsafe { contender.graph.launch() }
         };
         for round in 0..rounds + self.timing.warmup_rounds {
-            // Something to be busy with while the host enqueues the round.
+            // Keep the device busy while the host enqueues the round.
             contenders.last().map_or(Ok(()), launch)?;
             let mut events = Vec::with_capacity(contenders.len());
             for contender in &contenders {
@@ -215,7 +215,7 @@ impl fmt::Display for Row {
     }
 }
 
-/// A Markdown table.
+/// Prints a Markdown table.
 impl<Options> fmt::Display for Report<Options> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let DeviceInfo { name, sms, driver, .. } = &self.device;

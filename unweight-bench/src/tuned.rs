@@ -1,6 +1,5 @@
-//! Settings for the steps of a geometry whose MLPs stay as they are stored, found as `unweight tune` finds them: by
-//! coordinate descent over whole steps, of all layers. What was best for the first eight of 32 lost 6 % of a step of
-//! all of them.
+//! Tunes the pipelines of a geometry whose MLPs keep their stored encoding, as `unweight tune` does: by coordinate
+//! descent over whole steps of all layers. Settings tuned on the first 8 of 32 layers lost 6 % of a step of all layers.
 
 use serde::Serialize;
 use unweight_engine::{
@@ -17,28 +16,28 @@ use unweight_rt::KernelSet;
 
 use crate::BenchError;
 
-/// Rounds of a comparison. Its gain counts where it exceeds three times its deviation in them.
+/// Rounds of a comparison. A gain counts if it exceeds three times its standard deviation over the rounds.
 const ROUNDS: Rounds = Rounds { rounds: 3, steps: 4 };
 
-/// What a search found for the steps of a batch.
+/// The best setting that the search found for one batch size.
 #[derive(Clone, Debug, Serialize)]
 pub struct TunedRow {
     /// Sequences per step.
     pub batch: u32,
-    /// What was gained over the best guess, as a share of its time.
+    /// Time saved against the initial guess, as a share of the guess's time.
     pub gain: f64,
-    /// Comparisons of two settings.
+    /// The number of comparisons of two settings.
     pub compared: u32,
     /// The setting that the search found.
     #[serde(flatten)]
     pub setting: Setting,
 }
 
-/// Searches at every batch; `own` says how the engine is loaded whose steps will be timed. Nothing for a batch that
-/// leaves nothing to choose.
+/// Searches for the best setting at every batch size. `own` holds the options of the engine whose steps will be timed.
+/// Batch sizes without a choice of settings get no row.
 ///
 /// # Errors
-/// No room for the engine, or what fails on the way.
+/// Fails if the engine does not fit in memory, or if a step of the search fails.
 pub(crate) fn search(
     kernels: &KernelSet,
     config: &ModelConfig,

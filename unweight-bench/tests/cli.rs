@@ -1,4 +1,4 @@
-//! The `unweight-bench` command from outside: what it refuses before it needs a GPU.
+//! Tests the errors that the `unweight-bench` command reports before it needs a GPU.
 #![cfg(feature = "cli")]
 
 use std::process::Command;
@@ -8,7 +8,7 @@ use unweight_format::{
     testing::demo_model::{self, DemoOptions},
 };
 
-/// Standard error of a command that exits with 2.
+/// Runs a command that must exit with 2, and returns its standard error.
 fn refused(arguments: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_unweight-bench")).args(arguments).output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();

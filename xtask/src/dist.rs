@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: the files of a release, the same bytes in whatever folder they are built.
+//! `cargo xtask dist`: builds the files of a release. The bytes do not depend on the folder of the build.
 //!
 //! ```text
 //! unweight-VERSION-TARGET.tar.zst, .tar.gz   the command, licences, manual pages, completions
@@ -25,19 +25,19 @@ use crate::{
     rustc, setup, wheel,
 };
 
-/// Version of the release.
+/// The version of the release.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The writer of SBOMs.
+/// The version of cargo-cyclonedx, which writes the SBOMs.
 const CYCLONEDX: &str = "0.5.9";
-/// A static program cannot open the driver: what a CPU can do.
+/// Features for musl: CPU only, because a static program cannot load the driver.
 const FEATURES_OF_MUSL: &str = "cli,dfloat11,plots,sign";
 
-/// Digests of the other files.
+/// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
-/// Where the files go, if no folder is given, under `target`.
+/// The default output folder under `target`.
 pub const OUT: &str = "artifacts";
 
-/// What is asked for.
+/// The options of `cargo xtask dist`.
 #[derive(Debug, PartialEq)]
 struct Options {
     targets: Vec<String>,
@@ -67,7 +67,7 @@ impl Options {
             return Err("--password-file needs --sign KEY".to_owned());
         }
         let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
-        // The command writes its manual pages, so it must run here.
+        // The build runs the command to write its manual pages, so this machine must be able to run the target.
         if let Some(other) = options.targets.iter().find(|&target| ![&gnu, &musl].contains(&target)) {
             return Err(format!("cannot build for '{other}' on this machine; --target takes {gnu} or {musl}"));
         }
@@ -78,7 +78,7 @@ impl Options {
     }
 }
 
-/// How the files for a target begin.
+/// Returns the prefix of the file names for a target.
 fn name(target: &str) -> String {
     format!("unweight-{VERSION}-{target}")
 }
@@ -86,7 +86,7 @@ fn name(target: &str) -> String {
 /// Builds all files of a release.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let options = Options::parse(arguments)?;
-    // Before a build of many minutes.
+    // Read the key before a build of many minutes.
     let secret = options.key.as_deref().map(|key| secret_key(key, options.password_file.as_deref())).transpose()?;
     let changed = git(&["status", "--porcelain"])?;
     if !changed.is_empty() && !options.allows_dirty {
@@ -109,7 +109,8 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes an empty folder, in place of files of an earlier release only; its path from the root of the file system.
+/// Makes an empty folder and returns its absolute path. An existing folder may only contain the files of an earlier
+/// release.
 fn emptied(out: &Path) -> Result<PathBuf, String> {
     let io = |error: io::Error| format!("{}: {error}", out.display());
     if out.exists() {
@@ -124,7 +125,7 @@ fn emptied(out: &Path) -> Result<PathBuf, String> {
     fs::create_dir_all(out).and_then(|()| fs::canonicalize(out)).map_err(io)
 }
 
-/// A commit with the tag of a version is of that version, and the changelog has its date.
+/// Checks that a commit with a version tag has that version, and that the changelog states its date.
 fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
     if tags.is_empty() {
         return Ok(());
@@ -140,7 +141,7 @@ fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
     Err(format!("CHANGELOG.md has no date for {VERSION}; write '{heading}YYYY-MM-DD', commit and tag again"))
 }
 
-/// Archives, wheel and SBOMs for a target.
+/// Makes the archives, the wheel and the SBOMs for a target.
 fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
     let (command, wheel) = built(target, epoch)?;
     archive(&command, &name(target), epoch, out)?;
@@ -162,7 +163,7 @@ fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<
     Ok(())
 }
 
-/// The command, and the wheel, if this target has one.
+/// Builds the command, and the wheel if this target has one.
 fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
     let wrapper = env::current_exe().map_err(|error| format!("xtask: {error}"))?;
     let variables = [
@@ -189,7 +190,7 @@ fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String
     Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
 }
 
-/// Packs the command and what belongs to it, twice: gzip is everywhere, zstd is smaller.
+/// Packs the command with its documents, twice: gzip is available everywhere, zstd is smaller.
 fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
     let stage = prepared("dist-stage");
     setup::remove(&stage)?;
@@ -201,7 +202,7 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
         fs::copy(root().join(file), folder.join(file)).map_err(io)?;
     }
     let unweight = folder.join("unweight");
-    // Texts may depend on the language and the width of the terminal.
+    // The output may depend on the language and the width of the terminal.
     let own = || {
         let mut command = Command::new(&unweight);
         command.env_clear().env("LC_ALL", "C");
@@ -231,7 +232,7 @@ open(sys.argv[1] + '.zst', 'wb').write(z.ZstdCompressor(level=19).compress(text)
     fs::remove_file(&tar).map_err(io)
 }
 
-/// A tar archive of a folder in `stage`: names in order, one owner, one time, two modes.
+/// Returns a reproducible tar archive of a folder in `stage`: sorted names, one owner, one time, two modes.
 fn packed(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     let mut builder = tar::Builder::new(Vec::new());
     let mut open = vec![PathBuf::from(name)];
@@ -259,7 +260,7 @@ fn packed(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     builder.into_inner()
 }
 
-/// The program that writes SBOMs, in `target/tools` unless this machine has that version.
+/// Returns the path of cargo-cyclonedx. Installs it in `target/tools` unless this machine has the right version.
 fn cyclonedx() -> Result<PathBuf, String> {
     let has_version = |program: &Path| {
         let output = Command::new(program).args(["cyclonedx", "--version"]).output();
@@ -274,13 +275,13 @@ fn cyclonedx() -> Result<PathBuf, String> {
     Ok(own)
 }
 
-/// The SBOM of what a manifest makes, without the folder of this workspace.
+/// Returns the SBOM of a manifest's artifact, without the path of this workspace.
 fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: &str) -> Result<String, String> {
     let mut command = Command::new(cyclonedx);
     command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
     command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
     run(command.env("SOURCE_DATE_EPOCH", epoch))?;
-    // It writes one next to the manifest of each package.
+    // cargo-cyclonedx writes a file next to the manifest of each package.
     let mut found = None;
     let written = ["--exclude=*_bin.cdx.json", "--exclude=*_cdylib.cdx.json"];
     let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
@@ -295,7 +296,7 @@ fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: 
     Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::NAME_OF_ROOT)))
 }
 
-/// From what and by what the files were made.
+/// Returns the commit and the tools of the build.
 fn record(epoch: &str) -> Result<String, String> {
     let first = |program: &str| -> Result<String, String> {
         let text = run::output(Command::new(program).arg("--version"))?;
@@ -319,7 +320,7 @@ fn sums(out: &Path) -> Result<(), String> {
     write(&out.join(SUMS), text + "\n")
 }
 
-/// The secret key of a file, as `compress --sign` reads it; its password is the first line of another file.
+/// Reads a secret key from a file, as `compress --sign` does. The password is the first line of another file.
 fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> {
     let key_box = SecretKeyBox::from_string(&read(key)?);
     let secret = match password {
@@ -335,7 +336,7 @@ fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> 
     })
 }
 
-/// Signs the digests; the signature says of which version they are.
+/// Signs the digests. The signature's trusted comment states the version.
 pub fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
     let path = out.join(SUMS);
     let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
@@ -435,7 +436,7 @@ mod tests {
         fs::remove_dir_all(&out).unwrap();
     }
 
-    /// Made by `minisign -G`. Its password takes minutes to try without optimisation.
+    /// Made by `minisign -G`. Without optimization, checking its password takes minutes.
     const KEY: &str = concat!(
         "untrusted comment: minisign encrypted secret key\n",
         "RWRTY0IyQormrMq8yorsBwNam6YVKL0NlxexG7bPN0PYhFK+3ZYAAAACAAAAAAAAAEAAAAAA1RMrSzsAq/Yu+nAW1sGlVNC39z1ntMQHRb",

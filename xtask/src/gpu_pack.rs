@@ -1,14 +1,14 @@
-//! `cargo xtask gpu-pack`: what a GPU machine without Rust needs, in `.gpu/`.
+//! `cargo xtask gpu-pack`: collects in `.gpu/` what a GPU machine without Rust needs.
 //!
 //! ```text
 //! .gpu/bin/unweight      the command line, and unweight-bench
 //! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
-//! .gpu/parity/           whole models beside transformers, and the texts that they learn; `unweight tune`, killed
-//! .gpu/unweight-model/   the small models that some tests read, at the same path as in the repository
-//! .gpu/torch_decode.py   PyTorch's decode step, which ours is compared with
+//! .gpu/parity/           comparison of whole models with transformers, training texts; kills of `unweight tune`
+//! .gpu/unweight-model/   small models for some tests, at the same path as in the repository
+//! .gpu/torch_decode.py   PyTorch's decode step, for comparison with ours
 //! .gpu/serve_load.py     latency of the server under load
-//! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
+//! .gpu/run.sh            tests correctness, then times; writes JSON to $OUT
 //! ```
 
 use std::{
@@ -88,7 +88,7 @@ fi
 exec "$python" "$here/serve_load.py" --unweight "$here/bin/unweight" --out "$out/serve_load.json"
 "#;
 
-/// Builds and gathers.
+/// Builds the programs and collects all files.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     let with_nvrtc = match arguments {
         [] => false,
@@ -110,7 +110,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     let build = ["build", "--profile", "dist", "--package", "unweight", "--package", "unweight-bench"];
     let binaries = executables(&[&build[..], &["--features", "unweight/full", "--bins"]].concat())?;
     let arguments = ["test", "--profile", "dist", "--no-run", "--package", "unweight", "--test", "gpu"];
-    // Building a test also builds the binary; it is in the pack already.
+    // Building a test also builds the binary, which is in the pack already.
     let tests: Vec<_> = executables(&arguments)?.into_iter().filter(|(name, _)| name == "gpu").collect();
     for (folder, files) in [("bin", &binaries), ("tests", &tests)] {
         for (name, path) in files {
@@ -127,7 +127,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         for entry in fs::read_dir(from).map_err(io(from))? {
             let path = entry.map_err(io(from))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            // The wheel also holds `.alt` libraries, which nothing here opens.
+            // The wheel also contains `.alt` libraries, which nothing here loads.
             if name.starts_with("libnvrtc") && !name.contains(".alt.") {
                 fs::copy(&path, to.join(&name)).map_err(io(&path))?;
             }
@@ -163,7 +163,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Copies the files of a folder with this extension to another folder, which is made.
+/// Copies the files of a folder with this extension to another folder, and creates that folder.
 fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
     let told = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     fs::create_dir_all(to).map_err(|error| told(to, error))?;
@@ -177,14 +177,14 @@ fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Removes what only debuggers need; a file that cannot be stripped stays as it is.
+/// Strips debug information. If a file cannot be stripped, prints a message and keeps it.
 pub fn strip(file: &Path) {
     if !succeeds(Command::new("strip").arg(file)) {
         eprintln!("{}: not stripped (no working `strip`); it is larger than it need be", file.display());
     }
 }
 
-/// Runs cargo and returns (target name, file) of each executable it made.
+/// Runs cargo and returns (target name, file) of each executable that it made.
 fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
     let named = |message: &Value| Some(message.get("target")?.get("name")?.as_str()?.to_owned());
     Ok(made(&mut cargo(), arguments)?
@@ -193,7 +193,7 @@ fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
         .collect())
 }
 
-/// Runs this cargo and returns the `unweight` command that it made, or that was there already.
+/// Runs this cargo and returns the `unweight` command that it built or found up to date.
 pub fn command(cargo: &mut Command, arguments: &[&str]) -> Result<PathBuf, String> {
     let is_command = |message: &Value| {
         let target = &message["target"];
@@ -206,7 +206,7 @@ pub fn command(cargo: &mut Command, arguments: &[&str]) -> Result<PathBuf, Strin
     Ok(file)
 }
 
-/// Runs cargo and returns what it says about each executable it made, and the file.
+/// Runs cargo and returns its message and the file of each executable that it made.
 fn made(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
     command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     eprintln!("$ cargo {}", arguments.join(" "));

@@ -1,15 +1,16 @@
-//! `cargo xtask kernel-digests`: a line per kernel with a digest of its machine code, and the comparison of two lists.
+//! `cargo xtask kernel-digests`: prints a line per kernel with a digest of its machine code, or compares two such
+//! lists.
 //!
-//! The list itself is printed by `unweight-rivals/examples/kernel_digests.rs`, which sees every crate with kernels.
+//! `unweight-rivals/examples/kernel_digests.rs` prints the list, because it depends on every crate with kernels.
 
 use std::{collections::BTreeMap, fs};
 
 use crate::run::{self, cargo};
 
-/// What one list says about a kernel: everything behind its name.
+/// Maps a kernel's name to the rest of its line.
 type List = BTreeMap<String, String>;
 
-/// Prints a list, or compares two: `--compare BEFORE AFTER [--renames FILE]`.
+/// Prints a list, or compares two lists: `--compare BEFORE AFTER [--renames FILE]`.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     match arguments {
         [flag, before, after] if flag == "--compare" => compare(before, after, None),
@@ -41,7 +42,7 @@ fn compare(before: &str, after: &str, renames: Option<&str>) -> Result<(), Strin
     Err(format!("{} of {} kernels differ", found.len(), before.len()))
 }
 
-/// Lines of `OLD NEW`: part of a name before, and what stands for it after. `#` begins a comment.
+/// Parses lines of `OLD NEW`: a part of a name before, and its replacement. `#` begins a comment.
 fn renames_of(text: &str) -> Result<Vec<(String, String)>, String> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     let pairs =
@@ -52,7 +53,7 @@ fn renames_of(text: &str) -> Result<Vec<(String, String)>, String> {
     pairs.collect()
 }
 
-/// A list by name and architecture. The first rename that fits a name counts, so longer ones stand first in a table.
+/// Parses a list, keyed by name and architecture. The first matching rename applies, so longer names must come first.
 fn list(text: &str, renames: &[(String, String)]) -> Result<List, String> {
     let mut kernels = List::new();
     for line in text.lines().filter(|line| !line.is_empty()) {
@@ -69,7 +70,7 @@ fn list(text: &str, renames: &[(String, String)]) -> Result<List, String> {
     Ok(kernels)
 }
 
-/// A line for every kernel that only one list has, or that both have with other figures.
+/// Returns a line for every kernel that is in only one list or has different values.
 fn differences(before: &List, after: &List) -> Vec<String> {
     let mut lines = Vec::new();
     for (name, old) in before {

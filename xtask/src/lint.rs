@@ -1,4 +1,4 @@
-//! `cargo xtask lint`: scripts, workflows and container files, by the usual linters from PyPI.
+//! `cargo xtask lint`: checks scripts, workflows and container files with the usual linters from PyPI.
 
 use std::{path::PathBuf, process::Command};
 
@@ -12,11 +12,11 @@ const SCRIPTS: [&str; 5] = [".ci/nightly", ".ci/release", ".ci/run", ".ci/stages
 const RULES: &str = "{extends: default, rules: {line-length: {max: 120}, document-start: disable, \
                      truthy: {check-keys: false}, comments: {min-spaces-from-content: 1}}}";
 
-/// Runs all of them.
+/// Runs all linters.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     run::no_arguments(arguments)?;
     let home = prepared("lint-venv");
-    // Python finds packages wherever they are; programs are next to it, or next to its packages.
+    // Python finds packages wherever they are. Programs are in the folder of Python or of its packages.
     setup::python(&home, &[&LINTERS], "import yamllint")?;
     let program = |name: &str| {
         let places = [home.join("bin"), home.join("site-0/bin")].map(|folder| folder.join(name));

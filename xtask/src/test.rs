@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test of the workspace, then those of the Python package. `cargo xtask test-candle`: those
+//! `cargo xtask test` runs every test of the workspace, then the Python package's. `cargo xtask test-candle` runs those
 //! of `bindings/candle`.
 
 use crate::{
@@ -6,15 +6,15 @@ use crate::{
     setup, wheel,
 };
 
-/// Prepares and tests. Arguments replace `--workspace --all-targets`, for one test at a time in the prepared
-/// environment.
+/// Prepares the environment and runs the tests. Arguments replace `--workspace --all-targets`, for example to run one
+/// test.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     let environment = setup::prepare()?;
     let test = |arguments: &[&str]| {
         let mut command = cargo();
         command.arg("test").args(arguments);
         command.envs(environment.variables());
-        // A snapshot that differs is a failure, not a file to be reviewed later.
+        // A snapshot that differs fails the test instead of writing a file for later review.
         if std::env::var_os("INSTA_UPDATE").is_none() {
             command.env("INSTA_UPDATE", "no");
         }
@@ -24,13 +24,13 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         return test(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     }
     test(&["--workspace", "--all-targets"])?;
-    // --all-targets leaves these out.
+    // --all-targets excludes doc tests.
     test(&["--workspace", "--doc"])?;
     wheel::test(&environment)
 }
 
-/// Lints and tests `bindings/candle`, without candle's CUDA backend. With `--if-prepared` nothing is fetched: where
-/// cargo has no candle, it says so and does nothing; and it only tests, as to lint asks for another build of candle.
+/// Lints and tests `bindings/candle`, without candle's CUDA backend. With `--if-prepared`, fetches nothing, skips
+/// everything if cargo has no candle, and does not lint, because clippy needs another build of candle.
 pub fn candle(arguments: &[String]) -> Result<(), String> {
     let of_candle = |task: &str| {
         let mut command = cargo();

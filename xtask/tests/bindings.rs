@@ -1,4 +1,4 @@
-//! The bindings lie outside of the workspace: what they cannot inherit is held here.
+//! The bindings are outside the workspace. These tests check the settings that they cannot inherit.
 
 mod workspace;
 
@@ -8,7 +8,7 @@ fn manifest(folder: &str) -> String {
     read(&root().join(folder).join("Cargo.toml"))
 }
 
-/// The first line `key = ...` after the line `section`.
+/// Returns the value of the first line `key = ...` after the line `section`.
 fn value<'a>(text: &'a str, section: &str, key: &str) -> &'a str {
     let lines = text.lines().skip_while(|line| *line != section);
     let mut found = lines.filter_map(|line| line.strip_prefix(key)?.strip_prefix(" = "));
@@ -29,7 +29,7 @@ fn bindings_have_the_version_of_the_workspace() {
     }
 }
 
-/// The sections of the profiles for development, without comments.
+/// Returns the sections of the development profiles, without comments.
 fn profile(text: &str) -> Vec<String> {
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.is_empty());
     let mut sections: Vec<String> = Vec::new();
@@ -48,7 +48,7 @@ fn bindings_use_the_profile_of_the_workspace() {
     let workspace = profile(&manifest("."));
     assert!(workspace.len() > 2, "{workspace:?}");
     for folder in BINDINGS {
-        // Of packages, those that it uses: cargo warns of others.
+        // Package overrides only of packages that the binding uses: cargo warns about others.
         let own = profile(&manifest(folder));
         assert_eq!(own[..3], workspace[..3], "{folder}: its dependencies would be built a second time");
         for section in own {

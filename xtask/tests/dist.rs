@@ -11,11 +11,11 @@ fn run(command: &mut Command) {
     assert!(status.success(), "{command:?}: {status}");
 }
 
-/// Builds the files in a clone of the repository; `.ci/release` and others find them in `artifacts`.
+/// Builds the files in a clone of the repository. `.ci/release` and other scripts look for them in `artifacts`.
 fn dist(clone: &Path, artifacts: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut command = Command::new("cargo");
     command.current_dir(clone).args(["xtask", "dist", "--out"]).arg(artifacts);
-    // Each has a build of its own, also of what cargo would share.
+    // Each clone must build everything itself, including what cargo would share.
     run(command.env_remove("CARGO_TARGET_DIR").env_remove("CARGO_MANIFEST_DIR"));
     let entries = fs::read_dir(artifacts).expect("the files");
     let files = entries.map(|entry| entry.expect("a file").path());
@@ -28,7 +28,7 @@ fn two_folders_give_equal_bytes() {
     let target = root().join("target");
     let [one, other] = ["dist-clone", "second/folder/of-another-length"].map(|name| {
         let clone = target.join(name);
-        // Its own target is kept: what did not change is not built again.
+        // Keep the clone's target folder, so that unchanged code is not rebuilt.
         if !clone.join(".git").exists() {
             run(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(&clone));
         }

@@ -1,5 +1,5 @@
-//! Retired words of the glossary (CONTRIBUTING.md) are names of nothing: no identifier, no part of one, and no path;
-//! and comments do not use them.
+//! Checks that names and comments do not use words that the glossary (CONTRIBUTING.md) retired: no identifier, part of
+//! an identifier, path or comment.
 
 use std::{fs, path::PathBuf};
 
@@ -7,7 +7,7 @@ mod workspace;
 
 use workspace::{files, shown};
 
-/// Identifiers that the glossary retired, and where they still mean something else.
+/// Identifiers that the glossary retired, and paths where they still have another meaning.
 const RETIRED: [(&str, &[&str]); 40] = [
     ("FormId", &[]),
     ("FORMS", &[]),
@@ -20,7 +20,7 @@ const RETIRED: [(&str, &[&str]); 40] = [
     ("Outside", &[]),
     ("OutsideKernel", &[]),
     ("Refusal", &[]),
-    // Docstrings of Python begin a sentence with it.
+    // Python docstrings begin sentences with this word.
     ("Refused", &["bindings/python/python"]),
     ("Unfit", &[]),
     ("BadOption", &[]),
@@ -42,7 +42,7 @@ const RETIRED: [(&str, &[&str]); 40] = [
     ("Residency", &[]),
     ("Resident", &[]),
     ("Choice", &[]),
-    // Names of an MLP's tensors.
+    // The names of an MLP's tensors.
     ("MlpWeights", &["unweight-model", "unweight-engine/src/weights", "xtask/tests/public_api.rs"]),
     ("ResidentArg", &[]),
     ("Lies", &[]),
@@ -53,10 +53,11 @@ const RETIRED: [(&str, &[&str]); 40] = [
     ("Wanted", &[]),
 ];
 
-/// Parts of retired names of kernels, and retired options, also in documents.
+/// Retired options and parts of retired kernel names, which documents must not use, either.
 const RETIRED_PARTS: [&str; 5] = ["repack_", "--linears", "--resident ", "--mlp", "--profile resident"];
 
-/// Words, in a row, that no identifier, comment, document or path has: `DynForm`, `dyn_form` and "dyn-form" are one.
+/// Word sequences that no identifier, comment, document or path contains. `DynForm`, `dyn_form` and "dyn-form" are
+/// equal.
 const RETIRED_WORDS: [&[&str]; 31] = [
     &["guest"],
     &["preprocess"],
@@ -91,25 +92,25 @@ const RETIRED_WORDS: [&[&str]; 31] = [
     &["bit", "reverse"],
 ];
 
-/// Every source file of the repository.
+/// Returns every source file of the repository.
 fn sources() -> Vec<PathBuf> {
     let extensions = ["rs", "cuh", "tera", "cpp", "hpp", "py", "pyi", "md", "json", "toml", "svg"];
     files(&["."], &extensions, &["records", "snapshots", "fixtures"])
 }
 
-/// The words of a line: runs of letters, digits and `_`.
+/// Returns the words of a line: runs of letters, digits and `_`.
 fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
 }
 
-/// The words of a text in lower case: `DynForm::new_id` has four.
+/// Returns the words of a text in lower case: `DynForm::new_id` has four.
 fn parts(text: &str) -> Vec<String> {
     let mut parts: Vec<String> = Vec::new();
     let mut last = ' ';
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
         if c.is_ascii_alphanumeric() {
-            // `CTARank` is CTA and Rank.
+            // `CTARank` is split into CTA and Rank.
             let ends_capitals = last.is_ascii_uppercase() && chars.peek().is_some_and(char::is_ascii_lowercase);
             let begins = !last.is_ascii_alphanumeric()
                 || c.is_ascii_uppercase() && (!last.is_ascii_uppercase() || ends_capitals);
@@ -123,7 +124,7 @@ fn parts(text: &str) -> Vec<String> {
     parts
 }
 
-/// The retired words of a line or path. Names of records are history.
+/// Returns the retired words of a line or path. Names of records are history.
 fn retired(text: &str) -> Vec<String> {
     let text: Vec<&str> = text.split([' ', '(', ')', '`']).filter(|word| !word.contains("records/")).collect();
     let parts = parts(&text.join(" "));
@@ -136,7 +137,7 @@ fn retired_words_are_gone() {
     let mut found = Vec::new();
     for path in sources() {
         let shown = shown(&path);
-        // What retires them, and a comparison with builds from before.
+        // The list itself, and a comparison with earlier builds.
         if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
             continue;
         }
@@ -174,14 +175,14 @@ fn retired_identifiers_are_gone() {
     let mut found = Vec::new();
     for path in sources() {
         let shown = shown(&path);
-        // A comparison with builds from before the glossary names their options.
+        // A comparison with builds from before the glossary uses their options.
         if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
             continue;
         }
         let prose = [".md", ".json", ".toml", ".svg"].iter().any(|end| shown.ends_with(end));
         let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
         for (number, line) in text.lines().enumerate() {
-            // A name in prose may be an ordinary word.
+            // In prose, such a name may be an ordinary word.
             let code = line.split("//").next().unwrap_or_default();
             let code = if shown.ends_with(".py") || shown.ends_with(".pyi") {
                 line.split('#').next().unwrap_or_default()

@@ -1,5 +1,5 @@
-//! `install.sh`, against a file server on loopback. `cargo xtask test-install` tries the files of a release in clean
-//! systems.
+//! Tests `install.sh` against a file server on loopback. `cargo xtask test-release` tests the files of a release in
+//! clean systems.
 
 use std::{
     collections::BTreeMap,
@@ -22,17 +22,17 @@ mod workspace;
 use workspace::root;
 
 const VERSION: &str = "0.1.0";
-/// What the script needs in every case; it gets nothing else, unless a case adds it.
+/// Programs that the script needs in every case. A case may add others.
 const TOOLS: [&str; 12] =
     ["sh", "cat", "gzip", "ldd", "mkdir", "mktemp", "mv", "rm", "sed", "sha256sum", "tar", "uname"];
 
-/// What the server gives for a path.
+/// The server's answer for a path.
 #[derive(Clone)]
 enum Answer {
     Whole(Vec<u8>),
-    /// States the length of all, and closes the connection after half of it.
+    /// Sends the full length, then closes the connection after half of the body.
     Cut(Vec<u8>),
-    /// States a length, and never sends it.
+    /// Sends a length but no body.
     Stalls,
 }
 
@@ -58,7 +58,7 @@ impl Site {
         site
     }
 
-    /// With a release whose command is this script.
+    /// Makes a site with a release whose command is this script.
     fn with_release(command: &str) -> Self {
         let site = Self::new();
         site.publish(VERSION, command);
@@ -75,7 +75,7 @@ impl Site {
         for (extension, arguments) in [("gz", &["gzip", "-n"][..]), ("zst", &["zstd", "-q"])] {
             let tar = fs::File::open(folder.path("tar")).unwrap();
             let output = Command::new(arguments[0]).args(&arguments[1..]).arg("-c").stdin(tar).output();
-            // Without zstd the release has one archive.
+            // Without zstd, the release has only one archive.
             let Ok(output) = output else { continue };
             let file = format!("{name}.tar.{extension}");
             sums += &format!("{}  {file}\n", sha256(&output.stdout));
@@ -90,7 +90,7 @@ impl Site {
         self.answers.lock().unwrap().insert(path.into(), answer);
     }
 
-    /// Changes what is answered for the archive, and for nothing else.
+    /// Changes the answer for the archive only.
     fn change_archive(&self, change: impl Fn(Vec<u8>) -> Answer) {
         let mut answers = self.answers.lock().unwrap();
         for (path, answer) in answers.iter_mut().filter(|(path, _)| path.contains(".tar.")) {
@@ -122,13 +122,13 @@ fn answer(stream: TcpStream, answers: &Mutex<BTreeMap<String, Answer>>, asked: &
         }
         Some(Answer::Stalls) => {
             stream.write_all(head(1 << 20).as_bytes()).ok()?;
-            // Until the client ends.
+            // Wait until the client ends.
             stream.read(&mut [0]).map(|_| ()).ok()
         }
     }
 }
 
-/// A folder that is removed at the end.
+/// A folder that is removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -174,21 +174,21 @@ fn write_program(path: &Path, text: &str) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// A command that says this version.
+/// Returns a command that prints this version.
 fn command(version: &str) -> String {
     format!("#!/bin/sh\necho unweight {version}\n")
 }
 
-/// The file of a program on PATH.
+/// Finds a program on PATH.
 fn tool(name: &str) -> Option<PathBuf> {
     env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
-/// A machine with `home`, and `tools` as all that is on PATH.
+/// A machine with its own `home`, and only `tools` on PATH.
 struct System(Folder);
 
 impl System {
-    /// With a client of HTTP.
+    /// Makes a system with an HTTP client.
     fn new() -> Self {
         let machine = Self::without_client();
         let client = ["curl", "wget"].into_iter().find(|client| machine.add(client));
@@ -206,7 +206,7 @@ impl System {
         machine
     }
 
-    /// Adds a program of this machine. False if it has none of this name.
+    /// Adds a program of this machine. Returns false if the machine has no such program.
     fn add(&self, name: &str) -> bool {
         tool(name).is_some_and(|path| symlink(path, self.0.path("tools").join(name)).is_ok())
     }
@@ -215,7 +215,7 @@ impl System {
         fs::remove_file(self.0.path("tools").join(name)).unwrap();
     }
 
-    /// Replaces a program.
+    /// Replaces a program by a script.
     fn fake(&self, name: &str, text: &str) {
         write_program(&self.0.path("tools").join(name), text);
     }
@@ -224,7 +224,8 @@ impl System {
         self.script_in(Command::new(tool("sh").unwrap()), site, arguments)
     }
 
-    /// With the default action of every signal: a shell cannot trap one that it was started to ignore, as `nohup` does.
+    /// Runs with the default action of every signal: a shell cannot trap signals that it ignored at its start, as under
+    /// `nohup`.
     fn script_with_signals(&self, site: &str) -> Command {
         let mut command = Command::new(tool("env").unwrap());
         command.arg("--default-signal").arg(tool("sh").unwrap());
@@ -243,14 +244,14 @@ impl System {
         self.script(&site.address, arguments).output().unwrap()
     }
 
-    /// Runs it; what it prints.
+    /// Runs the script, which must succeed. Returns its output.
     fn installs(&self, site: &Site, arguments: &[&str]) -> String {
         let output = self.run(site, arguments);
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Runs it: it fails with this message, and changes nothing.
+    /// Runs the script, which must fail with this message and change nothing.
     fn refuses(&self, site: &Site, arguments: &[&str], message: &str) {
         let before = self.installed();
         let output = self.run(site, arguments);
@@ -260,7 +261,7 @@ impl System {
         assert_eq!(self.installed(), before, "{message}");
     }
 
-    /// Everything in `~/.local/bin`.
+    /// Returns all files in `~/.local/bin`.
     fn installed(&self) -> BTreeMap<String, Vec<u8>> {
         let bin = self.0.path("home/.local/bin");
         if !bin.exists() {
@@ -393,7 +394,7 @@ fn without_a_network_nothing_changes() {
     let machine = System::new();
     let mut site = Site::new();
     machine.refuses(&site, &[], "cannot fetch");
-    // A port that nothing listens at.
+    // A port without a listener.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     site.address = format!("http://{closed}");
     machine.refuses(&site, &[], "check the network");
@@ -413,7 +414,7 @@ fn signatures_are_checked_where_that_is_possible() {
     assert!(done && text.contains("signature: not checked, minisign is not installed"), "{text}");
     machine.installs(&site, &["--uninstall"]);
 
-    // Of the real program `cargo xtask test-install` takes care.
+    // `cargo xtask test-release` tests the real program.
     let checks = r#"[ "$*" = "-V -q -P RWkey -m $6 -x $6.minisig" ] && grep -q good "$8""#;
     machine.fake("minisign", &format!("#!/bin/sh\nPATH={}\n{checks}\n", env::var("PATH").unwrap()));
     for (signature, good) in [(None, false), (Some("forged"), false), (Some("good"), true)] {
@@ -479,7 +480,7 @@ fn a_signal_leaves_nothing() {
     }
 }
 
-/// As `curl | sh` runs it if the connection breaks.
+/// Simulates `curl | sh` if the connection breaks.
 #[test]
 fn a_script_that_is_cut_off_does_nothing() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
@@ -493,7 +494,7 @@ fn a_script_that_is_cut_off_does_nothing() {
         machine.script(&site.address, &[]).stdin(fs::File::open(&part).unwrap()).output().unwrap();
         assert!(site.asked().is_empty() && machine.installed().is_empty(), "{length} bytes");
     }
-    // The last line is what does everything.
+    // Only the last line executes anything.
     machine.installs(&site, &[]);
     assert!(!site.asked().is_empty());
 }

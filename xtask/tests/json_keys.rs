@@ -1,9 +1,9 @@
-//! The tables of JSON keys in `docs/reference/json.md` are those of the types that the command line prints.
+//! Checks that the tables of JSON keys in `docs/reference/json.md` match the types that the command line prints.
 //!
-//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes them. A table follows `<!-- keys FILE::TYPE -->`, which
-//! names a type that derives `Serialize`. A row has the key, its type in JSON (`T[]` is an array, `T?` may be `null`)
-//! and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type that has
-//! a heading of its own is linked there; the keys of other types are listed below the field's.
+//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes the tables. A table follows `<!-- keys FILE::TYPE -->`,
+//! which names a type that derives `Serialize`. A row has the key, its JSON type (`T[]` is an array, `T?` may be
+//! `null`) and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type
+//! with its own heading is linked; the keys of other types are listed below the field's.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -33,7 +33,7 @@ const SCALARS: [(&str, &str); 23] = [
     ("str", "string"),
     ("Path", "string"),
     ("PathBuf", "string"),
-    // These have a `Serialize` of their own, which writes a name or digits.
+    // These implement `Serialize` themselves, as a name or digits.
     ("Arch", "string"),
     ("Class", "string"),
     ("Digest", "string"),
@@ -46,13 +46,13 @@ const SCALARS: [(&str, &str); 23] = [
     ("Value", "object"),
 ];
 
-/// A field, or a variant with one value, as JSON has it.
+/// A field, or a variant with one value, as a JSON key.
 struct Key {
     name: String,
     kind: Type,
-    /// Its keys stand in place of it.
+    /// The keys of its type replace it (`flatten`).
     flat: bool,
-    /// It may be left out.
+    /// Whether the key may be absent.
     optional: bool,
     doc: String,
 }
@@ -77,7 +77,7 @@ fn serializes(attributes: &[Attribute]) -> bool {
     attribute_text(attributes, "derive").iter().any(|text| text.split(',').any(|one| one.trim().ends_with("Serialize")))
 }
 
-/// The doc comment on one line, with links to Rust items as code, and bars that do not end a cell.
+/// Returns the doc comment on one line, with links to Rust items as code, and escaped bars.
 fn doc(attributes: &[Attribute]) -> String {
     let line = |attribute: &Attribute| match &attribute.meta {
         syn::Meta::NameValue(pair) if attribute.path().is_ident("doc") => match &pair.value {
@@ -90,7 +90,7 @@ fn doc(attributes: &[Attribute]) -> String {
     plain_links(&text).replace('|', "\\|").trim_end_matches('.').to_owned()
 }
 
-/// [`name`](path) of a Rust item becomes `name`.
+/// Replaces [`name`](path) of a Rust item by `name`.
 fn plain_links(text: &str) -> String {
     let (mut plain, mut rest) = (String::new(), text);
     while let Some((before, after)) = rest.split_once("[`") {
@@ -113,7 +113,7 @@ fn names(generics: &Generics) -> Vec<String> {
     generics.type_params().map(|parameter| parameter.ident.to_string()).collect()
 }
 
-/// `serde(...)` of a field: the name in JSON, whether it is flattened, left out at times, or never written.
+/// Parses `serde(...)` of a field: its JSON name, and whether it is flattened and optional. `None` if it is skipped.
 fn serde_says(attributes: &[Attribute], own: String) -> Option<(String, bool, bool)> {
     let (mut name, mut flat, mut optional) = (own, false, false);
     for text in attribute_text(attributes, "serde") {
@@ -141,7 +141,7 @@ fn snake(name: &str) -> String {
     snake
 }
 
-/// The keys of a type; `None` of a type that is not an object with known keys.
+/// Returns the keys of a type; `None` if the type is not an object with known keys.
 fn definition(item: &Item) -> Option<(String, Definition)> {
     match item {
         Item::Struct(item) if serializes(&item.attrs) => {
@@ -153,7 +153,7 @@ fn definition(item: &Item) -> Option<(String, Definition)> {
             });
             Some((item.ident.to_string(), Definition { generics: names(&item.generics), keys: keys.collect() }))
         }
-        // `{"variant": value}`: one of the keys.
+        // `{"variant": value}`: exactly one of the keys.
         Item::Enum(item) if serializes(&item.attrs) => {
             let keys = item.variants.iter().map(|variant| match &variant.fields {
                 Fields::Unnamed(fields) if fields.unnamed.len() == 1 => Some(Key {
@@ -177,20 +177,20 @@ fn types() -> Types {
     files(&folders, &["rs"], &[]).iter().flat_map(|file| types_of(&shown(file), &read(file))).collect()
 }
 
-/// The types of a text, as if it were the file `name`.
+/// Parses the types of a text as the file `name`.
 fn types_of(name: &str, text: &str) -> Types {
     let parsed = syn::parse_file(text).unwrap_or_else(|error| panic!("{name}: {error}"));
     parsed.items.iter().filter_map(definition).map(|(own, found)| ((name.into(), own), found)).collect()
 }
 
-/// What the page knows: types, and the headings of those that have one.
+/// Types, and the headings of types that have one.
 struct Page {
     types: Types,
     headings: HashMap<(PathBuf, String), String>,
 }
 
 impl Page {
-    /// The definition of a type that `file` names: its own, or the only other one.
+    /// Finds the definition of a type that `file` refers to: the file's own, or the only other one.
     fn find(&self, file: &Path, name: &str) -> Option<((PathBuf, String), &Definition)> {
         let own = (file.to_path_buf(), name.to_owned());
         if let Some(found) = self.types.get(&own) {
@@ -202,7 +202,7 @@ impl Page {
         Some((at.clone(), found))
     }
 
-    /// Rows of a type's keys below `prefix`.
+    /// Adds rows for a type's keys below `prefix`.
     fn rows(&self, file: &Path, kind: &Type, prefix: &str, rows: &mut Vec<[String; 3]>) {
         let (name, arguments) = named(kind);
         let ((file, _), found) =
@@ -248,7 +248,7 @@ impl Page {
     }
 }
 
-/// What a field holds: a value, several, or perhaps none.
+/// The content of a field: a value, several values, or an optional value.
 struct Shape {
     inner: Type,
     list: bool,
@@ -270,7 +270,7 @@ fn shape(kind: &Type) -> Shape {
     }
 }
 
-/// The last name of a type's path, and its type arguments.
+/// Returns the last name of a type's path, and its type arguments.
 fn named(kind: &Type) -> (String, Vec<Type>) {
     let Type::Path(path) = kind else { return (String::new(), Vec::new()) };
     let Some(last) = path.path.segments.last() else { return (String::new(), Vec::new()) };
@@ -284,7 +284,7 @@ fn named(kind: &Type) -> (String, Vec<Type>) {
     (last.ident.to_string(), arguments.collect())
 }
 
-/// A type with the parameters of its definition replaced.
+/// Substitutes the type parameters of a definition.
 fn with_arguments(mut kind: Type, given: &HashMap<&str, &Type>) -> Type {
     if let Type::Path(path) = &mut kind
         && let Some(PathArguments::AngleBracketed(list)) = path.path.segments.last_mut().map(|last| &mut last.arguments)
@@ -300,7 +300,7 @@ fn with_arguments(mut kind: Type, given: &HashMap<&str, &Type>) -> Type {
     kind
 }
 
-/// The file and the type that a marker names, and the type of the same file whose keys are left out.
+/// Parses a marker: the file, the type, and the type of the same file whose keys are left out.
 fn marker(line: &str) -> Option<(PathBuf, Type, Option<Type>)> {
     let (file, kinds) = line.strip_prefix("<!-- keys ")?.strip_suffix(" -->")?.split_once("::")?;
     let parsed = |kind| syn::parse_str(kind).unwrap_or_else(|error| panic!("{line}: {error}"));
@@ -308,7 +308,7 @@ fn marker(line: &str) -> Option<(PathBuf, Type, Option<Type>)> {
     Some((file.into(), parsed(kind), without.map(parsed)))
 }
 
-/// The page with the tables of these types.
+/// Returns the page with the tables of these types.
 fn generated(text: &str, types: Types) -> String {
     let mut headings = HashMap::new();
     let mut heading = "";

@@ -1,5 +1,4 @@
-//! Links between the documents: each leads to a file of the repository, and to a heading of it. The book has every
-//! page.
+//! Checks links between the documents: each leads to an existing file and heading. The book contains every page.
 
 use std::{collections::BTreeSet, fs};
 
@@ -7,7 +6,7 @@ mod workspace;
 
 use workspace::{files, root};
 
-/// The anchor that a heading gets: lower case, spaces as hyphens, no other punctuation.
+/// Returns the anchor of a heading: lower case, spaces as hyphens, no other punctuation.
 fn anchor(heading: &str) -> String {
     let kept = heading.trim().to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
@@ -19,7 +18,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     headings.map(|line| anchor(line.trim_start_matches('#'))).collect()
 }
 
-/// Targets of `[text](target)` outside of code blocks.
+/// Returns the targets of `[text](target)` outside of code blocks.
 fn links(text: &str) -> Vec<String> {
     let (mut outside, mut found) = (true, Vec::new());
     for line in text.lines() {
@@ -33,7 +32,7 @@ fn links(text: &str) -> Vec<String> {
     found
 }
 
-/// Paths such as `docs/records/2026-11-22/stress.csv` and `records/...` anywhere in a document.
+/// Finds paths such as `docs/records/2026-11-22/stress.csv` and `records/...` anywhere in a document.
 fn records(text: &str) -> Vec<String> {
     let mut found = Vec::new();
     for rest in text.split("records/").skip(1) {
@@ -74,7 +73,7 @@ fn links_lead_to_files_and_headings() {
     assert_eq!(broken, [""; 0]);
 }
 
-/// Records are reached from their index.
+/// Records are linked from their own index.
 #[test]
 fn every_page_is_in_the_book() {
     let docs = root().join("docs");

@@ -1,17 +1,17 @@
-//! What the registry and docs.rs show of a published crate is in its manifest.
+//! Checks that manifests of published crates have the fields that the registry and docs.rs show.
 
 mod workspace;
 
 use workspace::published;
 
-/// What stands behind `key = ` in `[package]`.
+/// Returns the value of `key = ` in `[package]`.
 fn value<'a>(manifest: &'a str, key: &str) -> Option<&'a str> {
     let package = manifest.split("[package]\n").nth(1)?;
     let mut lines = package.lines().take_while(|line| !line.starts_with('['));
     lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(" = "))
 }
 
-/// What is wrong with a manifest.
+/// Returns what is wrong with a manifest.
 fn faults(manifest: &str) -> Vec<&'static str> {
     let name = value(manifest, "name").unwrap_or_default().trim_matches('"');
     let list = |key| value(manifest, key).unwrap_or_default().split('"').skip(1).step_by(2).collect::<Vec<_>>();

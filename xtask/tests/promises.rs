@@ -1,4 +1,4 @@
-//! docs/promises.md: every test that it names exists.
+//! Checks that every test named in docs/promises.md exists.
 
 use std::{collections::BTreeSet, path::Path};
 
@@ -6,7 +6,7 @@ mod workspace;
 
 use workspace::{files, read, root};
 
-/// The module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its folder.
+/// Returns the module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its folder.
 fn module(file: &Path) -> &str {
     fn stem(path: &Path) -> &str {
         path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default()
@@ -17,7 +17,7 @@ fn module(file: &Path) -> &str {
     }
 }
 
-/// `module::name` of functions with `#[test]` a few lines above them.
+/// Returns `module::name` of functions with `#[test]` a few lines above them.
 fn tests() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for file in files(&["src", "tests", "unweight-format", "unweight-rt"], &["rs"], &[]) {

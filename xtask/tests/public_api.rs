@@ -1,22 +1,22 @@
-//! The public items of published crates are those that `docs/api/<crate>.txt` lists, and no more than agreed.
+//! Checks that the public items of published crates match `docs/api/<crate>.txt` and stay within agreed limits.
 //!
 //! `UPDATE_DOCS=1 cargo test -p xtask --test public_api` writes the listings; review the difference before committing
 //! it.
 //!
 //! **Measure.** An item is a module, type, trait, function, constant, static or macro that a path of public modules and
 //! re-exports leads to, an inherent method or associated constant of such a type, or a method of such a trait. Every
-//! item counts once, by its shortest path; other paths to it are listed as `path = own path`, and items of other crates
-//! that a crate re-exports as `path = their path`, which counts there. Public fields of structs are counted by
-//! themselves. Variants are listed and not counted. Implementations of traits are not listed. What is `#[doc(hidden)]`
-//! or needs a feature for tests is left out.
+//! item counts once, by its shortest path. Other paths are listed as `path = own path`. Re-exported items of other
+//! crates are listed as `path = their path` and count there. Public fields of structs are counted separately. Variants
+//! are listed but not counted. Implementations of traits are not listed. Items that are `#[doc(hidden)]` or need a
+//! feature for tests are left out.
 //!
-//! **Declarations.** Each line is `path: declaration` without the name: types of fields, what variants hold, signatures
-//! of functions, bounds. Types are written as the source writes them. What macros of the workspace define is listed as
-//! if it were written out.
+//! **Declarations.** Each line is `path: declaration` without the name: types of fields, contents of variants,
+//! signatures of functions, bounds. Types are written as in the source. Definitions by macros of the workspace are
+//! listed in expanded form.
 //!
-//! **`raw`.** The module `raw` of a crate is public for benchmarks, tests and experts, and promises nothing: any
-//! release may change it. Items below it are listed and counted by themselves, with a limit of their own. An item with
-//! a path outside `raw` counts outside.
+//! **`raw`.** The module `raw` of a crate is public for benchmarks, tests and experts, and is not stable: any release
+//! may change it. Items below it are listed and counted separately, with their own limit. An item with a path outside
+//! `raw` counts outside.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,7 +39,7 @@ use workspace::{published, root};
 /// A published crate and its limits.
 struct Limits {
     name: &'static str,
-    /// Folder, from the root.
+    /// The folder, relative to the root.
     folder: &'static str,
     /// Items outside `raw`.
     items: usize,
@@ -49,7 +49,7 @@ struct Limits {
     raw: usize,
 }
 
-/// Those of format, rt and engine were chosen. The others are the present counts, rounded up: they show growth.
+/// The limits of format, rt and engine are deliberate. The others are the present counts, rounded up, to show growth.
 const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [300, 500, 310]),
@@ -67,7 +67,7 @@ const fn limits(name: &'static str, folder: &'static str, [items, items_and_fiel
     Limits { name, folder, items, items_and_fields, raw }
 }
 
-/// The listing of each of [`CRATES`], and what it leaves undefined, read once for all tests.
+/// Returns the listing of each of [`CRATES`] and the items without a definition, read once for all tests.
 fn listings() -> &'static [(String, Counts, BTreeSet<String>)] {
     static LISTINGS: OnceLock<Vec<(String, Counts, BTreeSet<String>)>> = OnceLock::new();
     LISTINGS.get_or_init(|| {
@@ -81,17 +81,17 @@ fn listings() -> &'static [(String, Counts, BTreeSet<String>)] {
     })
 }
 
-/// What a crate has, outside `raw` and below it.
+/// Counts of a crate's items, outside `raw` and below it.
 #[derive(Default)]
 struct Counts {
     items: [usize; 2],
     fields: [usize; 2],
 }
 
-/// The listing of a crate, and its counts.
+/// Returns the listing of a crate, and its counts.
 fn listing(name: &str, read: &Crate) -> (String, Counts) {
     let mut found = read.paths();
-    // The shortest path of an item outside `raw` is its own; the others only name it.
+    // The shortest path of an item outside `raw` is its own path; the others are listed as aliases.
     found.sort_by_key(|(path, _)| (path[0] == "raw", path.len(), path.clone()));
     let mut first: BTreeMap<&Place, &Place> = BTreeMap::new();
     let (mut lines, mut counts) = (BTreeSet::new(), Counts::default());
@@ -183,7 +183,7 @@ const EXHAUSTIVE: [&str; 26] = [
     "unweight_codegen::spec::RouteStage",
     "unweight_codegen::spec::ScaleForm",
     "unweight_codegen::spec::WeightSource",
-    // What the attribute's expansion matches.
+    // The attribute's expansion matches these.
     "unweight_codegen::spec::pairs::Blame",
     "unweight_codegen::spec::pairs::PairValue",
     // Kernels decode every element type.
@@ -194,7 +194,7 @@ const EXHAUSTIVE: [&str; 26] = [
     "unweight_rivals::matvans::Layout",
 ];
 
-/// Outside `raw`, another variant or option breaks no caller, but for [`EXHAUSTIVE`].
+/// Outside `raw`, new variants and options break no caller, except for [`EXHAUSTIVE`].
 #[test]
 fn enums_and_options_may_grow() {
     let mut exhaustive = BTreeSet::from(EXHAUSTIVE);
@@ -213,13 +213,13 @@ fn enums_and_options_may_grow() {
     assert!(exhaustive.is_empty(), "these are gone, or are #[non_exhaustive]: {exhaustive:?}");
 }
 
-/// Words that begin a fragment: the item is known from the name alone.
+/// Words that begin a fragment: a comment that does not define its item.
 const FRAGMENTS: [&str; 20] = [
     "and", "as", "at", "by", "for", "from", "in", "its", "of", "on", "one", "see", "that", "their", "them", "these",
     "what", "where", "which", "with",
 ];
 
-/// Whether the first paragraph of a documentation defines nothing: a word, a fragment, or a remark.
+/// Returns whether the first paragraph of a doc comment defines nothing: a single word, a fragment, or a remark.
 fn is_fragment(doc: &str) -> bool {
     let words = doc.split(' ').map(|word| word.trim_end_matches(['.', ',', ':', ';']).to_lowercase());
     let words: Vec<String> = words.filter(|word| !["", "a", "an", "the"].contains(&word.as_str())).collect();
@@ -227,7 +227,7 @@ fn is_fragment(doc: &str) -> bool {
     words.len() < if begins { 6 } else { 2 }
 }
 
-/// Items whose documentation defines nothing, by their paths.
+/// Returns the paths of items whose doc comments define nothing.
 fn undefined(name: &str, read: &Crate) -> BTreeSet<String> {
     let start = name.replace('-', "_");
     let mut found = BTreeSet::new();
@@ -271,7 +271,7 @@ fn planted_fragments_are_found() {
     assert_eq!(found, ["own::S: \"A matrix.\"", "own::S::at: \"Rows.\"", "own::S::bare: \"\"", "own::raw::f: \"\""]);
 }
 
-/// Every package that is published has a listing.
+/// Every published package has a listing.
 #[test]
 fn every_published_crate_is_listed() {
     let published = published();
@@ -328,7 +328,7 @@ fn the_reader_finds_what_is_public_and_nothing_else() {
     assert_eq!((counts.items, counts.fields), ([10, 3], [3, 0]), "raw itself counts below raw");
 }
 
-/// Kinds of declarations that a listing shows.
+/// A listing shows these kinds of declarations.
 #[test]
 fn declarations_show_types_bounds_and_contents() {
     let read = Crate::of_text(

@@ -1,4 +1,4 @@
-//! Files, functions and parameter lists have a size that a reader can take in.
+//! Limits the sizes of files, functions and parameter lists.
 
 use syn::{Block, ImplItem, Item, Signature, TraitItem, spanned::Spanned, visit};
 
@@ -9,11 +9,11 @@ mod workspace;
 use sources::{impl_attributes, item_attributes, modules, of_tests, trait_attributes};
 use workspace::{files, read, shown};
 
-/// Lines of product code in a file, and lines of a header of kernels.
+/// Maximum lines of product code in a file, and lines of a kernel header.
 const FILE_LINES: usize = 800;
-/// Lines between the braces of a function.
+/// Maximum lines between the braces of a function.
 const BODY_LINES: usize = 100;
-/// Parameters, `self` among them.
+/// Maximum number of parameters, including `self`.
 const PARAMETERS: usize = 7;
 
 /// Folders of product code.
@@ -33,7 +33,7 @@ const SOURCES: [&str; 13] = [
     "bindings/python/src",
 ];
 
-/// Finds functions that are too large, and counts lines that tests alone compile.
+/// Finds functions that are too large, and counts lines that only tests compile.
 #[derive(Default)]
 struct Visitor {
     test_lines: usize,
@@ -47,7 +47,7 @@ impl Visitor {
         if parameters > PARAMETERS {
             self.found.push(format!("{line}: {name} has {parameters} parameters, more than {PARAMETERS}"));
         }
-        // The lines of the braces are not its own.
+        // The lines of the braces do not count.
         let lines = body.map_or(0, |body| lines(body).saturating_sub(2));
         if lines > BODY_LINES {
             self.found.push(format!("{line}: {name} has {lines} lines, more than {BODY_LINES}"));
@@ -55,7 +55,7 @@ impl Visitor {
     }
 }
 
-/// Lines that a piece of source is on.
+/// Returns the number of lines that a piece of source spans.
 fn lines(of: &impl Spanned) -> usize {
     let span = of.span();
     span.end().line - span.start().line + 1
@@ -96,7 +96,7 @@ impl<'ast> visit::Visit<'ast> for Visitor {
     }
 }
 
-/// What is too large in a text of Rust, each with its line.
+/// Returns what is too large in a Rust source, each with its line.
 fn faults(text: &str) -> Result<Vec<String>, syn::Error> {
     let mut visitor = Visitor::default();
     visit::Visit::visit_file(&mut visitor, &syn::parse_file(text)?);

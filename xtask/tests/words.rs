@@ -1,7 +1,7 @@
-//! Phrases that no native speaker would use are in no document, help text, error message or public doc comment; doc
-//! comments are sentences; documents and code have at most 120 columns.
+//! Checks the language of documents, help texts, errors and public doc comments: no unidiomatic phrases, doc comments
+//! are sentences, and documents and code have at most 120 columns.
 //!
-//! Help texts are checked where `docs/reference/{cli,bench}.md` print them. Records are left out: they
+//! Help texts are checked in `docs/reference/{cli,bench}.md`, which print them. Records are excluded, because they
 //! quote what was run.
 
 use std::{
@@ -15,7 +15,7 @@ mod workspace;
 
 use workspace::{files, read, root, shown};
 
-/// Each is searched as whole words, whatever the case.
+/// Forbidden phrases, matched as whole words in any case.
 const PHRASES: [&str; 25] = [
     "lies",
     "lie as",
@@ -44,15 +44,15 @@ const PHRASES: [&str; 25] = [
     "everybody",
 ];
 
-/// Verbs whose object has no article: "is no matrix" is "is not a matrix". What follows "there" is fine, and so are
-/// comparisons.
+/// Verbs for which "is no matrix" should be "is not a matrix". "There is no" and comparisons such as "no longer" are
+/// allowed.
 const VERBS: [&str; 4] = ["is", "are", "was", "were"];
 const AFTER_NO: [&str; 7] = ["longer", "more", "less", "fewer", "later", "larger", "smaller"];
 
-/// A doc comment that begins so defines nothing by itself.
+/// Beginnings of doc comments that define nothing.
 const FRAGMENTS: [&str; 8] = ["The same", "Which", "As there", "Where it is", "Where it lies", "Them", "Of it", "And"];
 
-/// Files whose doc comments may begin with a fragment until their families are rewritten.
+/// Files that may still have such fragments until their families are rewritten.
 const FRAGMENTED: [&str; 3] =
     ["unweight-codegen/src/family/attention.rs", "unweight-rt/src/ops/kv.rs", "unweight-rt/src/ops/rope.rs"];
 
@@ -69,7 +69,7 @@ const SOURCES: [&str; 9] = [
     "unweight-bench/src",
 ];
 
-/// The phrases in a line.
+/// Returns the phrases in a line.
 fn phrases(line: &str) -> Vec<&'static str> {
     let words: Vec<String> = line
         .split(|c: char| !c.is_alphanumeric() && c != '_')
@@ -93,7 +93,7 @@ fn phrases(line: &str) -> Vec<&'static str> {
     found
 }
 
-/// Lines of the text with a phrase.
+/// Returns the lines with a phrase.
 fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<String> {
     let own = shown(path);
     lines
@@ -102,7 +102,7 @@ fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<Strin
         .collect()
 }
 
-/// Every document but records.
+/// Returns every document except records.
 fn documents() -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> =
         ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"].map(|name| root().join(name)).into();
@@ -123,7 +123,7 @@ fn documents_use_plain_words() {
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
-/// Doc comments of modules and of public items, and the texts of errors, outside of test modules.
+/// Checks doc comments of modules and public items, and texts of errors, outside of test modules.
 #[test]
 fn public_docs_and_errors_use_plain_words() {
     let all = files(&SOURCES, &["rs"], &[]);
@@ -132,7 +132,7 @@ fn public_docs_and_errors_use_plain_words() {
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
-/// Line numbers, from 1, and lines of doc comments of modules and public items, and of `#[error]`.
+/// Returns the doc comment lines of modules and public items, and the lines of `#[error]`, with line numbers from 1.
 fn public_text(source: &str) -> Vec<(usize, String)> {
     let (mut text, mut pending, mut in_error) = (Vec::new(), Vec::new(), false);
     for (at, line) in source.lines().take_while(|line| *line != "#[cfg(test)]").enumerate() {
@@ -145,7 +145,7 @@ fn public_text(source: &str) -> Vec<(usize, String)> {
             text.push((at, trimmed.to_owned()));
             in_error = !trimmed.ends_with(")]");
         } else if !trimmed.starts_with("#[") {
-            // A variant has no `pub` of its own.
+            // A variant has no `pub`.
             let public = trimmed.starts_with("pub ") || line.starts_with("    ") && is_variant(trimmed);
             if public {
                 text.append(&mut pending);
@@ -162,7 +162,7 @@ fn is_variant(line: &str) -> bool {
     name.starts_with(char::is_uppercase) && [",", "(", " {", " ="].iter().any(|next| rest.starts_with(next))
 }
 
-/// Doc comments of public items that are a fragment instead of a sentence: one of [`FRAGMENTS`] and little more.
+/// Finds doc comments of public items that are little more than one of [`FRAGMENTS`].
 fn fragments(text: &[(usize, String)]) -> Vec<usize> {
     let doc = |line: &str| line.strip_prefix("///").map(|doc| doc.trim().to_owned());
     let starts = text.iter().enumerate().filter(|(index, (at, line))| {
@@ -196,10 +196,10 @@ fn public_docs_are_sentences() {
     assert!(hits.is_empty(), "a doc comment defines its item in a sentence: {}", hits.join("\n"));
 }
 
-/// Longest line, characters.
+/// Maximum line length, characters.
 const COLUMNS: usize = 120;
 
-/// Numbers of the lines of a document that are too long: not in a table or code, without a link, and not generated.
+/// Returns the numbers of too long lines of a document. Tables, code, links and generated lines are exempt.
 fn long_lines(text: &str) -> Vec<usize> {
     let (mut long, mut in_code, mut after_marker) = (Vec::new(), false, false);
     for (at, line) in text.lines().enumerate() {
@@ -227,8 +227,8 @@ fn documents_have_120_columns() {
     assert!(hits.is_empty(), "above {COLUMNS} columns: {}", hits.join("\n"));
 }
 
-/// Numbers of the lines of a source that are too long. Comments are documents of their own; other lines are free where
-/// a string literal is on them, which rustfmt does not break.
+/// Returns the numbers of too long lines of a source. Comments are treated as a document. Lines with a string literal,
+/// which rustfmt does not break, are exempt.
 fn long_code(source: &str) -> Vec<usize> {
     let comment = |line: &str| {
         let line = line.trim_start();
@@ -254,7 +254,7 @@ fn long_code(source: &str) -> Vec<usize> {
     long
 }
 
-/// The lines that string literals are on. Doc comments are attributes with a string, and stay out.
+/// Collects the lines of string literals. Doc comments are string attributes and do not count.
 fn string_lines(tokens: TokenStream, lines: &mut BTreeSet<usize>) {
     for token in tokens {
         match token {
@@ -267,7 +267,7 @@ fn string_lines(tokens: TokenStream, lines: &mut BTreeSet<usize>) {
     }
 }
 
-/// Sources with longer lines, which wait for a change of their family.
+/// Sources with longer lines, until their family is rewritten.
 const LONG: [&str; 1] = ["unweight-codegen/src/family/attention.rs"];
 
 #[test]
@@ -323,7 +323,7 @@ fn planted_fragments_are_found() {
     let found = |text: &str| fragments(&public_text(text));
     assert_eq!(found("/// The same.\npub a: u8,\n/// Which.\n/// More.\npub fn f() {}\n"), [1, 3]);
     assert_eq!(found("/// The same bytes as the library function writes.\npub fn f() {}\n"), [0; 0]);
-    // A line that goes on is none.
+    // A continuation line does not count.
     assert_eq!(found("/// A list of\n/// them.\npub fn f() {}\n"), [0; 0]);
 }
 

@@ -1,5 +1,5 @@
-//! What workflows, scripts and documents call is there: tasks of xtask, scripts of `.ci`. Workflows use no action of
-//! others, so that nothing has to be pinned.
+//! Checks that tasks of xtask and scripts of `.ci` exist that workflows, scripts and documents call. Workflows use no
+//! third-party actions, so nothing needs to be pinned.
 
 use std::{collections::BTreeSet, fs, path::PathBuf};
 
@@ -7,7 +7,7 @@ mod workspace;
 
 use workspace::{files, read, root, shown};
 
-/// Tasks that `main` runs.
+/// Returns the tasks that `main` runs.
 fn tasks() -> BTreeSet<String> {
     let main = read(&root().join("xtask/src/main.rs"));
     let arms = main.split("match task {").nth(1).and_then(|rest| rest.split("other =>").next()).expect("the tasks");
@@ -15,7 +15,7 @@ fn tasks() -> BTreeSet<String> {
     names.map(str::to_owned).collect()
 }
 
-/// Words that follow `before` in a text.
+/// Returns the words that follow `before` in a text.
 fn words_after<'a>(text: &'a str, before: &str) -> Vec<&'a str> {
     let end = |rest: &'a str| rest.find(|c: char| !(c.is_ascii_alphanumeric() || c == '-')).unwrap_or(rest.len());
     text.split(before).skip(1).map(|rest| &rest[..end(rest)]).filter(|word| !word.is_empty()).collect()

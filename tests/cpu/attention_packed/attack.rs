@@ -1,5 +1,5 @@
-//! Attention over packed pages of hostile values, in windows, in parts and clusters: the bits of bf16 pages, NaN and
-//! infinities included.
+//! Attention over packed pages of hostile values, with windows, parts and clusters: the bits equal those of bf16 pages,
+//! including NaN and infinities.
 
 use super::*;
 use crate::kv_cache::attack::{hostile, rounds};
@@ -8,7 +8,7 @@ fn of<T: Copy>(random: &mut Random, all: &[T]) -> T {
     all[random.below(all.len() as u64) as usize]
 }
 
-/// Overwrites all values of full pages, and what is before windows, by units of hostile values.
+/// Replaces all values of full pages and before windows by units of hostile values.
 fn make_hostile(problem: &mut Problem, random: &mut Random, extreme: bool) {
     let (head_dim, heads) = (problem.case.head_dim, problem.case.kv_heads * 2);
     for (row, page) in full_pages(problem) {
@@ -71,7 +71,7 @@ fn hostile_values_give_the_bits_of_bf16_pages() {
     assert!(all.iter().all(|kind| *kind > 10), "{all:?}");
 }
 
-/// Tables and records of any bytes: nothing outside is read or written, and rows before and behind are as they were.
+/// Tables and records of random bytes: no access outside the cache, and the rows before and after are unaffected.
 #[test]
 fn caches_of_any_bytes_change_their_own_row_only() {
     for (packed, other) in [
@@ -87,7 +87,7 @@ fn caches_of_any_bytes_change_their_own_row_only() {
         for seed in 0..rounds(12) {
             let random = &mut Random::new(seed);
             let mut pages = right.clone();
-            // Pages that the second row alone has.
+            // Pages that only the second row uses.
             for page in 1..3 {
                 let unit = problem.table[problem.table_pages + page] as usize * right.heads.page_units();
                 for unit in unit..unit + right.heads.page_units() {

@@ -1,4 +1,4 @@
-//! Packing pages of hostile values, thousands of units: bytes as the oracle has them. `KV_ATTACK_ROUNDS` asks for more.
+//! Packs thousands of units of hostile values; the bytes must equal the oracle's. `KV_ATTACK_ROUNDS` sets the rounds.
 
 use super::*;
 
@@ -20,7 +20,7 @@ pub fn rounds(usual: u64) -> u64 {
     std::env::var("KV_ATTACK_ROUNDS").ok().and_then(|count| count.parse().ok()).unwrap_or(usual)
 }
 
-/// Values of a unit `[64][head_dim]`; `extreme`: infinities and NaN may be among them.
+/// Returns the values of a unit, `[64][head_dim]`. With `extreme`, they may include infinities and NaN.
 pub fn hostile(random: &mut Random, head_dim: u32, extreme: bool) -> Vec<u16> {
     let count = (PAGE_TOKENS * head_dim) as usize;
     match random.below(8) {
@@ -67,7 +67,7 @@ pub fn hostile(random: &mut Random, head_dim: u32, extreme: bool) -> Vec<u16> {
     values
 }
 
-/// A page of such units, as bf16 pages have it.
+/// Returns a page of such units in the layout of bf16 pages.
 pub fn hostile_page(random: &mut Random, heads: Heads) -> Vec<u16> {
     let mut page = vec![0; heads.page_elements()];
     for unit in page.chunks_mut(heads.unit_values()) {

@@ -1,4 +1,4 @@
-//! Unpacking pages of hostile values: every bit comes back.
+//! Unpacks pages of hostile values; every bit must be restored.
 
 use super::*;
 use crate::kv_cache::attack::{hostile_page, rounds};
@@ -21,7 +21,7 @@ fn hostile_pages_are_unpacked_bit_for_bit() {
     }
 }
 
-/// Records, tiles and tables of any bytes: nothing is read or written elsewhere.
+/// Records, tiles and tables of random bytes cause no access outside the buffers.
 #[test]
 fn caches_of_any_bytes_lead_nowhere() {
     for head_dim in [16, 80, 128] {

@@ -1,4 +1,4 @@
-//! DFloat11's kernel: the CPU decoder's weights, any bytes survived, planted bugs caught.
+//! DFloat11's kernel: the weights of the CPU decoder, no faults on random bytes, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit};
 use unweight_codegen::ExternalSource;
@@ -16,7 +16,7 @@ fn build(edits: &[Edit]) -> CpuKernel {
     CpuKernel::external(&[own()], edits)
 }
 
-/// A unit as the kernel finds it, and what it must make of it.
+/// A unit in the kernel's format, and its expected output.
 struct Case {
     bytes: Vec<u8>,
     unit: Unit,
@@ -54,7 +54,7 @@ impl Case {
         Self { bytes, unit, tables }
     }
 
-    /// Weights and faults.
+    /// Returns the weights and the faults.
     fn run(&self, kernel: &mut CpuKernel, sections: &Sections, grid: u32) -> Result<(Vec<u8>, u32), String> {
         let cast = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
         let starts: Vec<u8> = self.tables.starts.iter().flat_map(|entry| entry.to_le_bytes()).collect();
@@ -106,7 +106,7 @@ impl Case {
     }
 }
 
-/// Elements of these exponents, by a random number for each.
+/// Returns elements with exponents that `of` maps from random numbers.
 fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut element = || {
@@ -116,24 +116,24 @@ fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8>
     (0..count).flat_map(|_| element()).collect()
 }
 
-/// Blocks whose exponents have just room together, or a byte or seven too many, from several places of a line of eight
-/// on.
+/// Makes blocks whose exponents just fit together, or are a byte or seven too many, starting at several places of a
+/// line of eight.
 ///
-/// Three exponents have codes of two bits, one of three and one of four: so a block of 4096 bytes has 16384 codes, less
-/// half of the bits that the rare ones take beyond two. There are as many of one rare exponent as of the other, as all
-/// zeros would be the end's code otherwise.
+/// Three exponents have codes of two bits, one has three and one has four. A block of 4096 bytes thus has 16384 codes,
+/// less half of the bits that rare codes use beyond two. Both rare exponents are equally frequent; otherwise all zeros
+/// would be the end's code.
 fn full_blocks() -> Case {
     const ROOM: usize = 32 * 512 - 64;
     let mut random = Random::new(12);
     let (mut all, mut positions, mut rare) = (Vec::new(), vec![0], [0, 0]);
-    // Elements of a block, and where in a line of eight it begins.
+    // Elements of a block, and its start in a line of eight.
     for (count, begins) in [(16_383, 0), (ROOM - 7, 7), (ROOM, 0), (16_383, 0), (ROOM - 6, 7), (16_382, 1), (ROOM, 7)] {
         assert_eq!(positions.last().unwrap() % 8, begins, "{count}");
         let (mut beyond, mut turn) = (2 * (16_384 - count), 0);
         for i in 0..count {
             turn = if i % 3 == 0 { random.below(3) as usize } else { turn };
             let exponent = match i {
-                // What has no room comes to lie on the first one's place.
+                // Elements that do not fit would overwrite the first one.
                 0 => 117,
                 _ if i == count - 1 => 119,
                 _ if i % 50 == 25 && beyond > 0 => {
@@ -154,7 +154,7 @@ fn full_blocks() -> Case {
     case
 }
 
-/// A unit whose last window has codes: of its gap the bits end with the section.
+/// Makes a unit whose last window has codes: the bits of its gap end with the section.
 fn full_to_the_end(threads: usize) -> Case {
     let ends = |case: &Case| {
         let last = case.unit.encoded_exponent.len() - 1;
@@ -163,14 +163,14 @@ fn full_to_the_end(threads: usize) -> Case {
     (300..).map(|count| Case::new(Weights::TRAINED.bytes(count, 3), threads)).find(ends).unwrap()
 }
 
-/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of whose windows none has more than
-/// 32 and which have no room together, blocks of other numbers of threads, a last block that is nearly empty, one that
-/// is full.
+/// Returns units with codes of one bit and of more than twelve, windows with few and with 64 codes, blocks whose
+/// windows have at most 32 but which do not fit together, blocks with other numbers of threads, a nearly empty last
+/// block and a full one.
 fn cases() -> Vec<Case> {
     let trained = |count: usize, threads| Case::new(Weights::TRAINED.bytes(count, count as u64), threads);
-    // Each exponent half as frequent as the one before: codes of 1 to 30 bits.
+    // Each exponent is half as frequent as the one before: codes of 1 to 30 bits.
     let skewed = |count| exponents(count, 9, |bits| 130 - (bits.trailing_zeros() as u16).min(28));
-    // Nearly all of one kind.
+    // Nearly all exponents are equal.
     let one = exponents(70_001, 4, |bits| if bits % 3001 == 0 { 90 + (bits >> 20) as u16 % 60 } else { 120 });
     vec![
         trained(300, 512),
@@ -180,14 +180,14 @@ fn cases() -> Vec<Case> {
         trained(2_000, 37),
         Case::new(skewed(200_000), 512),
         Case::new(one, 512),
-        // Three often, others hardly ever: codes of two bits, 32 a window.
+        // Three frequent exponents and rare others: codes of two bits, 32 per window.
         Case::new(
             exponents(60_000, 5, |bits| 117 + if bits % 1009 < 2 { 9 } else { 0 } + (bits >> 20) as u16 % 3),
             512,
         ),
         full_blocks(),
         full_to_the_end(8),
-        // All alike: codes of eight bits.
+        // All exponents are equally frequent: codes of eight bits.
         Case::new(exponents(13_000, 6, |bits| (bits % 239) as u16), 512),
     ]
 }
@@ -205,13 +205,12 @@ fn units_round_trip() {
     assert!(long > 12 && full, "the data has no long codes, or none of one bit: {long}");
 }
 
-/// Whatever is wrong with a file, nothing is read or written outside of its buffers, and blocks that cannot be right
-/// are counted.
+/// Whatever is wrong with a file, the kernel stays inside its buffers and counts blocks that cannot be right.
 #[test]
 fn any_bytes_stay_in_bounds() {
     let mut kernel = build(&[]);
     let mut random = Random::new(77);
-    // More windows a block than threads, too.
+    // Includes more windows per block than threads.
     let cases = [512, 1024].map(|threads| Case::new(Weights::TRAINED.bytes(40_000, 8), threads));
     for turn in 0..24 {
         let case = &cases[turn / 12];
@@ -236,7 +235,7 @@ fn any_bytes_stay_in_bounds() {
         let (_, faults) = case.run(&mut kernel, &sections, 2).unwrap();
         assert!(faults > 0 || turn % 6 == 3, "turn {turn}: nothing was noticed");
     }
-    // Positions one after the other and within the elements, but others than the codes'.
+    // Positions that are ordered and within the elements, but differ from those of the codes.
     let case = &cases[0];
     let mut positions = case.unit.output_positions.clone();
     positions[4] ^= 1;

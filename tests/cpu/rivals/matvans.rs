@@ -1,4 +1,4 @@
-//! MatVANS' products: exactly those of the matrix, any bytes survived, planted bugs caught.
+//! MatVANS's products: exactly those of the matrix, no faults on random bytes, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit};
 use unweight_codegen::ExternalSource;
@@ -29,7 +29,7 @@ struct Case {
 }
 
 impl Case {
-    /// Values around 0: the smaller `narrow`, the wider.
+    /// Makes values around 0; a smaller `narrow` gives a wider distribution.
     fn new((rows, cols): (usize, usize), layout: Layout, narrow: u32, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let mut value = || {
@@ -158,7 +158,7 @@ fn any_bytes_stay_in_bounds() {
             let any = noise(&mut random, table.len());
             case.run(&mut kernel, &own, &matrix.offsets, &matrix.words, &any).unwrap();
         }
-        // States that want a word in every step.
+        // States that need a word in every step.
         let (_, faults) =
             case.run(&mut kernel, &own, &matrix.offsets, &vec![0; matrix.words.len()], &vec![0; table.len()]).unwrap();
         let begins = matrix.offsets.iter().map(|&offset| 4 * offset as usize).chain([matrix.words.len()]);
@@ -189,7 +189,8 @@ fn planted_bugs_are_caught() {
         ("ptx::st_global_u8(args.y + stream * 32 + lane,", "ptx::st_global_u8(args.y + stream * 32 + (lane ^ 1),"),
         ("state << 16 | queue.take()", "state << 16 | 1"),
         ("ptx::bar_sync();  // orders the parts before the lookups of every warp\n", "\n"),
-        // The queue's other two are behind or before a ballot, at which lanes meet here; on a GPU that orders nothing.
+        // The queue's other two barriers are next to a ballot, where lanes meet in the simulator; on a GPU, a ballot
+        // orders nothing.
         ("ptx::bar_warp_sync();  // orders the words before their reading by other lanes\n        }", "}"),
         ("low = low >> 16 | high << 48;", "low >>= 16;"),
         ("whole.next + 4 * lane", "whole.next + 4 * (lane ^ 1)"),

@@ -1,4 +1,4 @@
-//! The kernels of `unweight-rivals` in the simulator, against its decoders.
+//! The kernels of `unweight-rivals` in the simulator, compared with its decoders.
 
 mod dfloat11;
 mod matvans;
@@ -10,7 +10,7 @@ use unweight_rivals::cuda::{HEADERS, kernels};
 
 const ARCH: Arch = Arch::Sm90a;
 
-/// (name, offset, bytes) of each field of a struct of the headers, laid out as C++ does on a 64-bit system.
+/// Returns (name, offset, bytes) of each field of a struct in the headers, with the layout of C++ on a 64-bit system.
 fn device(name: &str) -> Vec<(String, usize, usize)> {
     let head = format!("struct {name} {{\n");
     let body = HEADERS.iter().find_map(|(_, text)| Some(text.split_once(&head)?.1)).expect("a header has the struct");

@@ -1,4 +1,5 @@
-//! The fused FP8 addition: the sums of what the CPU decodes, any bytes survived, planted bugs caught.
+//! The fused FP8 addition: sums of the CPU decoder's values, no faults on random bytes, and planted bugs that must be
+//! caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit};
 use unweight_format::testing::Random;
@@ -11,7 +12,7 @@ fn build(edits: &[Edit]) -> CpuKernel {
     CpuKernel::external(&[add(super::ARCH), plain(super::ARCH)], edits)
 }
 
-/// FP8 bytes with the exponents of real weights, and now and then any exponent.
+/// Returns FP8 bytes with the exponents of real weights, and occasionally a random exponent.
 fn vector(bytes: usize, seed: u64, odd: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut exponent = |bits: u64| {
@@ -34,7 +35,7 @@ struct Case {
     coded: [Encoded; 2],
 }
 
-/// The parts of both vectors in memory.
+/// The sections of both vectors in memory.
 struct Parts {
     slabs: [Buffer; 2],
     states: [Buffer; 2],
@@ -120,7 +121,7 @@ fn sums_match_the_bytes() {
     for case in cases() {
         case.check(&mut kernel).unwrap();
     }
-    // Every pair of bytes, as they are.
+    // Every pair of bytes, uncoded.
     let a: Vec<u8> = (0..=0xffff_u32).map(|i| (i >> 8) as u8).collect();
     let b: Vec<u8> = (0..=0xffff_u32).map(|i| i as u8).collect();
     let (first, second, out) = (Buffer::of(&a), Buffer::of(&b), Buffer::new(a.len()));
@@ -149,7 +150,7 @@ fn any_bytes_stay_in_bounds() {
         };
         part[turn / 4] = Buffer::of(&random.bytes(part[turn / 4].slice().len()));
         let (_, faults) = case.run(&mut kernel, &parts).unwrap();
-        // Other bits may decode to other bytes; a stream of other states has too few bits now and then.
+        // Other bits may decode to other bytes; a stream with other states occasionally has too few bits.
         assert!(faults > 0 || turn % 4 == 0 || turn % 4 == 2, "turn {turn}: nothing was noticed");
     }
 }

@@ -1,4 +1,5 @@
-//! ZipServ's kernels: the CPU decoder's weights and products, any bytes survived, planted bugs caught.
+//! ZipServ's kernels: the weights and products of the CPU decoder, no faults on random bytes, and planted bugs that
+//! must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, bf16};
 use unweight_format::testing::{Random, Weights};
@@ -20,7 +21,7 @@ fn words<T: Copy + Into<u64>>(values: &[T]) -> Buffer {
     Buffer::of(&bytes)
 }
 
-/// The parts of a matrix in memory.
+/// The sections of a matrix in memory.
 struct Parts {
     maps: [Buffer; 3],
     sign_mantissa: Buffer,
@@ -71,7 +72,7 @@ impl Parts {
     }
 }
 
-/// Weights and faults.
+/// Returns the weights and the faults.
 fn weights(kernel: &mut CpuKernel, matrix: &Encoded, parts: &Parts, grid: u32) -> Result<(Vec<u8>, u32), String> {
     let (weights, faults) = (Buffer::new(2 * matrix.rows * matrix.cols), Buffer::zeroed(4));
     let args = ZipservArgs { weights: weights.address(), faults: faults.address(), ..parts.args(matrix) };
@@ -82,7 +83,7 @@ fn weights(kernel: &mut CpuKernel, matrix: &Encoded, parts: &Parts, grid: u32) -
     Ok((weights.slice().to_vec(), faults.u32s()[0]))
 }
 
-/// The product of `x` and faults, by so many shares of k.
+/// Returns the product of `x` and the faults, with k split into `splits` shares.
 fn product(
     kernel: &mut CpuKernel,
     matrix: &Encoded,
@@ -127,7 +128,7 @@ impl Case {
         Self { bytes, matrix }
     }
 
-    /// Weights of which one in so many is another pattern.
+    /// Makes weights of which one in `every` is another pattern.
     fn with(rows: usize, cols: usize, every: u64) -> Self {
         let mut random = Random::new(every);
         let mut bytes = Weights::TRAINED.bytes(rows * cols, every);
@@ -151,7 +152,7 @@ impl Case {
         Ok(())
     }
 
-    /// Products against sums in f64. Weights whose product is no number are not for this.
+    /// Checks products against sums in f64, for weights whose product is finite.
     fn check_product(&self, kernel: &mut CpuKernel, (batch, tile, splits): (usize, u32, u32)) -> Result<(), String> {
         let (rows, cols) = (self.matrix.rows, self.matrix.cols);
         let x: Vec<u16> = Weights::TRAINED
@@ -180,7 +181,8 @@ impl Case {
     }
 }
 
-/// Windows at both ends of the exponents, nothing and everything outside of the window, odd patterns.
+/// Returns cases with windows at both ends of the exponents, nothing or everything outside the window, and odd
+/// patterns.
 fn cases() -> Vec<Case> {
     let exponents = |count: usize, of: &mut dyn FnMut(u64) -> u16| -> Vec<u8> {
         let mut random = Random::new(count as u64);
@@ -193,10 +195,10 @@ fn cases() -> Vec<Case> {
     vec![
         Case::with(64, 64, 40),
         Case::with(192, 128, 300),
-        // The window begins at 0, and half of all pairs have an element outside of it.
+        // The window begins at 0, and half of all pairs have an element outside.
         Case::new(64, 128, exponents(64 * 128, &mut |bits| if bits % 3 == 0 { 200 } else { 0 })),
         Case::new(64, 64, exponents(64 * 64, &mut |bits| 249 + (bits % 7) as u16)),
-        // All in the window; and blocks with one of it.
+        // All elements inside the window; and blocks with one such element.
         Case::new(64, 64, exponents(64 * 64, &mut |_| 120)),
         Case::new(64, 128, exponents(64 * 128, &mut |bits| (bits % 256) as u16)),
         {
@@ -227,7 +229,7 @@ fn matrices_round_trip() {
 #[test]
 fn products_match_the_weights() {
     let mut kernel = build(&[], &TILES);
-    // No patterns that are no numbers.
+    // No infinities or NaN.
     let case = Case::new(128, 256, Weights::TRAINED.bytes(128 * 256, 5));
     for how in [(1, 8, 1), (8, 8, 3), (5, 8, 2), (17, 32, 1), (32, 32, 4)] {
         case.check_product(&mut kernel, how).unwrap();
@@ -257,7 +259,7 @@ fn any_bytes_stay_in_bounds() {
         let (_, of_product) = product(&mut kernel, &case.matrix, &parts, &x, (8, 2)).unwrap();
         assert!(faults > 0 && of_product == faults, "turn {turn}: {faults} and {of_product} faults");
     }
-    // Offsets that are in order, but not aligned, or of a larger block than there is.
+    // Offsets that are ordered but unaligned, or that belong to a larger block.
     for offsets in [[8, 0], [16, 4], [0, 4104]] {
         let mut matrix = case.matrix.clone();
         let [high, full] = matrix.blocks[1];

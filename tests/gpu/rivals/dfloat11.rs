@@ -19,7 +19,7 @@ fn decode(stream: &Stream, decoder: &UnitDecoder, unit: &DeviceUnit, what: &str)
     out.to_host(stream).unwrap()
 }
 
-/// Each exponent half as frequent as the one before: codes of 1 to 30 bits.
+/// Each exponent is half as frequent as the one before: codes of 1 to 30 bits.
 fn skewed(count: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut element = || {
@@ -41,7 +41,7 @@ fn units_of_every_kind_round_trip() {
         let kinds = Weights::ALL.iter().map(|kind| kind.bytes(count, seed as u64)).chain([skewed(count, seed as u64)]);
         for (kind, bytes) in kinds.enumerate() {
             for threads in [512, 256, 1024, 37] {
-                // Infinities have no place in the format, nor do units of one exponent.
+                // The format supports neither infinities nor units with a single exponent.
                 let Ok(unit) = Unit::encode(&bytes, threads) else { continue };
                 let what = format!("kind {kind}, {count} elements, {threads} threads");
                 let unit = DeviceUnit::upload(&stream, &unit).unwrap();
@@ -56,7 +56,7 @@ fn units_of_every_kind_round_trip() {
     assert_eq!(decoder.faults(&stream).unwrap(), 0);
 }
 
-/// Ten thousand launches, of fresh data now and then: always the same bits.
+/// Ten thousand launches, with fresh data now and then: always the same bits.
 #[test]
 #[ignore = "needs a GPU"]
 fn decoding_a_unit_is_deterministic() {
@@ -82,7 +82,7 @@ fn decoding_a_unit_is_deterministic() {
     assert_eq!(decoder.faults(&stream).unwrap(), 0);
 }
 
-/// Damaged files never leave their buffers, and blocks that cannot be right are counted.
+/// Corrupt files cause no access outside the buffers, and blocks that cannot be right are counted.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_bytes_stay_in_bounds() {
@@ -116,7 +116,7 @@ fn any_bytes_stay_in_bounds() {
         assert!(faults > before || turn % 5 == 3, "turn {turn}: nothing was noticed");
         before = faults;
     }
-    // And the device is well.
+    // The device still works.
     let unit = DeviceUnit::upload(&stream, &sound).unwrap();
     assert_eq!(decode(&stream, &decoder, &unit, "the sound unit"), weights(&sound.decode().unwrap()));
     let mut short = DeviceBuffer::zeroed(&stream, unit.elements() - 1).unwrap();

@@ -1,4 +1,4 @@
-//! MatVANS' kernels on the GPU.
+//! MatVANS's kernels on the GPU.
 
 use crate::harness::{Random, gpu, guard_is_whole, poison, refused, stream};
 use unweight_rivals::{
@@ -7,7 +7,7 @@ use unweight_rivals::{
 };
 use unweight_rt::{DeviceBuffer, LaunchError};
 
-/// Values around 0, with up to 64 different ones.
+/// Returns values around 0 with up to 64 distinct values.
 fn values(count: usize, random: &mut Random) -> Vec<i8> {
     let mut value = || {
         let bits = random.bits();

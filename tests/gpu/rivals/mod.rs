@@ -1,4 +1,4 @@
-//! The kernels of `unweight-rivals` on the GPU, against its decoders.
+//! The kernels of `unweight-rivals` on the GPU, compared with its decoders.
 
 mod dfloat11;
 mod matvans;

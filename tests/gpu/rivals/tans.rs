@@ -7,7 +7,7 @@ use unweight_rivals::{
 };
 use unweight_rt::DeviceBuffer;
 
-/// FP8 bytes with the exponents of real weights.
+/// Returns FP8 bytes with the exponents of real weights.
 fn vector(bytes: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut byte = || {
@@ -22,7 +22,7 @@ fn vector(bytes: usize, seed: u64) -> Vec<u8> {
     (0..bytes).map(|_| byte()).collect()
 }
 
-/// The coded vectors' sum is, byte for byte, that of the plain ones, every time.
+/// The sum of coded vectors equals that of plain ones byte for byte, every time.
 #[test]
 #[ignore = "needs a GPU"]
 fn coded_sums_are_the_plain_ones() {
@@ -56,7 +56,7 @@ fn coded_sums_are_the_plain_ones() {
     assert_eq!(own.faults(&stream).unwrap(), 0);
 }
 
-/// Every pair of bytes: the nearest E4M3 number, of two the even one.
+/// Every pair of bytes gives the nearest E4M3 number, ties to even.
 #[test]
 #[ignore = "needs a GPU"]
 fn every_sum_is_rounded_once() {

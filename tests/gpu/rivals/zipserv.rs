@@ -14,7 +14,7 @@ fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|element| u16::from_le_bytes([element[0], element[1]])).collect()
 }
 
-/// Weights of which one in so many is any pattern.
+/// Returns weights of which one in `every` is a random pattern.
 fn sprinkled((rows, cols): (usize, usize), every: u64, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut bytes = Weights::TRAINED.bytes(rows * cols, seed);
@@ -81,7 +81,7 @@ fn decoding_is_deterministic() {
     assert_eq!(zip.faults(&stream).unwrap(), 0);
 }
 
-/// Products of every batch against sums in f64 of the same numbers, and alike every time.
+/// Products of every batch against sums in f64 of the same numbers, and the same bits every time.
 #[test]
 #[ignore = "needs a GPU"]
 fn products_match_the_weights() {
@@ -95,7 +95,7 @@ fn products_match_the_weights() {
         let mut scratch = DeviceMatrix::zeroed(&stream, rows as u32, cols as u32).unwrap();
         let w = halves(&bytes);
         let batches = [1, 2, 7, 8, 9, 16, 31, 32, 33, 64, 65, 100, 128, 200];
-        // As the kernel has it, and as `multiply` chooses, where that is something else.
+        // The fused kernel, and the choice of `multiply` where it is another.
         let fused = batches.iter().filter(|batch| **batch <= FUSED_MAX as usize).map(|batch| (*batch, true));
         let chosen = batches.iter().filter(|batch| **batch > FUSED_BEST as usize).map(|batch| (*batch, false));
         for (batch, fused) in fused.chain(chosen) {
@@ -115,7 +115,7 @@ fn products_match_the_weights() {
             }
             guard_is_whole(&stream, &y, "y");
             let got = first.unwrap();
-            // Some of the elements, of every row of x and every eighth of w.
+            // Some of the elements: every row of x and every eighth row of w.
             for m in 0..batch {
                 for row in (m % 8..rows).step_by(8) {
                     let terms = || (0..cols).map(|k| value(x[m * cols + k]) * value(w[row * cols + k]));

@@ -1,4 +1,4 @@
-//! The arguments of `unweight-bench`, and what each command measures.
+//! Defines the arguments of `unweight-bench` and runs its commands.
 
 mod plot;
 #[cfg(test)]
@@ -51,7 +51,7 @@ impl Program for Cli {
     }
 }
 
-/// An error of a measurement as the command line takes errors.
+/// A [`BenchError`] as an error of the command line.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 struct Failed(BenchError);
@@ -62,7 +62,7 @@ impl Coded for Failed {
     }
 }
 
-/// An error with what to do about it, where one thing is to be done.
+/// Converts an error, with its remedy if it has one.
 fn failed(error: BenchError) -> Failure {
     match error.remedy() {
         Some(remedy) => Failure::remedied(Failed(error), remedy),
@@ -89,7 +89,7 @@ enum Bench {
     Stress(StressBench),
 }
 
-/// The measured rounds of a command that times kernels.
+/// The number of measured rounds of a command that times kernels.
 #[derive(Args)]
 struct Rounds {
     /// Measured rounds [default: 60]
@@ -97,7 +97,7 @@ struct Rounds {
     rounds: Option<u16>,
 }
 
-/// Arguments of `kernels`. What is left out is as in docs/benchmarks.md.
+/// Arguments of `kernels`. Defaults are those of docs/benchmarks.md.
 #[derive(Args)]
 struct KernelsBench {
     /// Shape of the weights; repeatable [default: 14336,4096; 4096,14336; 4096,4096]
@@ -118,7 +118,7 @@ struct KernelsBench {
     gpu: Gpu,
 }
 
-/// Arguments of `matmul`. What is left out is as in docs/benchmarks.md.
+/// Arguments of `matmul`. Defaults are those of docs/benchmarks.md.
 #[derive(Args)]
 struct MatmulBench {
     /// Shape of the weights, multiples of 64; repeatable [default: 11 shapes of published models]
@@ -164,7 +164,7 @@ struct MatmulBench {
     gpu: Gpu,
 }
 
-/// Arguments of `rivals`. What is left out is as in docs/rivals.md.
+/// Arguments of `rivals`. Defaults are those of docs/rivals.md.
 #[derive(Args)]
 struct RivalsBench {
     /// Shape of the weights, multiples of 64; repeatable [default: 14336,4096]
@@ -185,7 +185,7 @@ struct RivalsBench {
     gpu: Gpu,
 }
 
-/// Arguments of `decode`. Random weights do for a geometry.
+/// Arguments of `decode`. A geometry uses random weights.
 #[derive(Args)]
 #[command(group(ArgGroup::new("model").required(true)))]
 struct DecodeBench {
@@ -240,10 +240,10 @@ struct SpeculateBench {
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8],
           value_parser = clap::value_parser!(u32).range(1..=64))]
     batch: Vec<u32>,
-    /// Drafted tokens per sequence and step at most
+    /// Maximum drafted tokens per sequence and step
     #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=15))]
     speculate: u32,
-    /// Tokens of a prompt, and new tokens
+    /// Prompt tokens, and as many new tokens
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..=8192))]
     tokens: u32,
     #[command(flatten)]
@@ -338,7 +338,7 @@ enum RivalsPart {
     Fp8,
 }
 
-/// Variants that are timed for a table, for each problem.
+/// Variants to time per problem for a dispatch table.
 const TABLE_CANDIDATES: usize = 8;
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -357,7 +357,7 @@ enum Family {
 }
 
 impl Bench {
-    /// As in the JSON.
+    /// Returns the command's name, as in the JSON.
     fn name(&self) -> &'static str {
         match self {
             Self::Kernels(_) => "kernels",
@@ -493,7 +493,7 @@ impl MatmulBench {
         let kernels = open(self.gpu.device)?;
         note_table(&kernels, output);
         let options = self.options(&kernels)?;
-        // Known before minutes of measuring.
+        // Fail before minutes of measuring if the table cannot be saved.
         let store = match (&self.save_table, kernels.cache().store()) {
             (Some(None), Err(why)) => {
                 return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
@@ -514,7 +514,7 @@ impl MatmulBench {
         if let Some(store) = store {
             let info = kernels.device().info();
             let path = store.table_path(&info.name);
-            // What cannot be followed is replaced.
+            // A table that cannot be read or followed is replaced.
             let before = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
             let table = report.table(registered).over(&before).to_json();
             let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
@@ -531,7 +531,7 @@ impl MatmulBench {
             .escapes(self.escapes)
             .ordinary(self.launch != Some(Launch::Dependent))
             .pdl(self.launch != Some(Launch::Ordinary))
-            // A table of what dispatch takes anyway would say nothing.
+            // Without candidates, a table would only repeat what dispatch selects anyway.
             .candidates(self.candidates.unwrap_or(if self.save_table.is_some() { TABLE_CANDIDATES } else { 0 }))
             .asynchronous(self.copy == CopyBy::Async)
             .compact(self.compact)

@@ -1,4 +1,4 @@
-//! What the drawings of measurements show.
+//! Plots of the measurements.
 
 use std::collections::BTreeMap;
 
@@ -11,15 +11,16 @@ fn ratios(caption: &'static str, (x_name, ratio_name): (&'static str, &'static s
     Drawing::Ratios(Ratios { caption, x_name, ratio_name, lines })
 }
 
-/// Times cuBLAS over the batch, a line per shape: what dispatch takes, under dependent launch where that was measured.
+/// Plots the speedup over cuBLAS by batch, one line per shape. Shows the dispatched variant, under dependent launch if
+/// that was measured.
 pub fn speedups(rows: &[Row]) -> Drawing<'static> {
     let caption = "Matmul from compressed weights: times cuBLAS, in the same rounds";
     ratios(caption, ("batch", "times cuBLAS"), dispatched(rows))
 }
 
-/// By shape and encoding, by batch.
+/// Returns the speedups of dispatched variants by shape and encoding, then by batch.
 fn dispatched(rows: &[Row]) -> Lines {
-    // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
+    // Keep the last dispatched row per shape and batch: ordinary launches come before dependent ones.
     let mut lines: Lines = Vec::new();
     for row in rows.iter().filter(|row| row.dispatched) {
         let Some(speedup) = row.speedup_over_cublas else { continue };
@@ -33,9 +34,9 @@ fn dispatched(rows: &[Row]) -> Lines {
     lines
 }
 
-/// Steps of the BF16 baseline over ours, by batch.
+/// Plots the speedup of a decode step over the BF16 baseline, by batch.
 pub fn decode_steps(report: &DecodeReport) -> Drawing<'static> {
-    // An engine with pipelines comes after the packed one.
+    // An engine with pipelines comes after the packed one, so the first engine is the one to plot.
     let own = report.engines.first().map(|engine| (engine.placement.name(), engine.kv_cache));
     let steps = report.rows.iter().filter(|row| Some((row.placement, row.kv_cache)) == own);
     let line = steps.filter_map(|row| Some((row.batch, row.over_baseline?))).collect();
@@ -44,8 +45,8 @@ pub fn decode_steps(report: &DecodeReport) -> Drawing<'static> {
     ratios(caption, ("batch", "times the BF16 baseline"), vec![(name, line)])
 }
 
-/// Bytes that sums of coded FP8 vectors work through a second over those of plain ones, by size: how far coding
-/// amplifies the memory's rate.
+/// Plots the rate of sums of coded FP8 vectors over that of plain vectors, by size. This is the factor by which coding
+/// increases the effective memory bandwidth.
 pub fn amplification(rows: &[Row]) -> Drawing<'static> {
     ratios("Sums of two FP8 vectors: times the rate of plain ones", ("MiB a vector", "times plain"), amplified(rows))
 }

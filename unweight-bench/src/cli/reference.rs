@@ -1,4 +1,4 @@
-//! docs/reference/bench.md: the part between its marks is from the program. `UPDATE_DOCS=1` renews it.
+//! Checks the generated part of docs/reference/bench.md against the program. `UPDATE_DOCS=1` rewrites that part.
 
 use std::{env, fs, path::Path};
 

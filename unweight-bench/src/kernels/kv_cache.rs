@@ -1,11 +1,11 @@
-//! Attention over packed KV pages next to BF16 attention, and packing and unpacking of pages: heads of Llama-3.1-8B,
-//! keys and values from N(0, 1).
+//! Measures attention over packed KV pages next to BF16 attention, and packing and unpacking of pages. Heads are
+//! Llama-3.1-8B's, keys and values are drawn from N(0, 1).
 //!
 //! ```text
 //! pool    BF16 [body][tails], packed [body], hot [tails]; tail i and hot page i are the page that a row is writing
-//! copy    rows whose tables name other pages of the pool than those of the copy before
+//! copy    rows whose page tables use other pages of the pool than the copy before
 //! ```
-//! The copies of a problem together are larger than the second-level cache, as the weights of other families are.
+//! Together, the copies of a problem exceed the L2 cache, as do the weights of other families.
 
 use unweight_codegen::{
     VariantSpec,
@@ -41,29 +41,29 @@ const HEAD_DIM: HeadDim = match HeadDim::new(128) {
     Err(_) => panic!("pages of these heads can be packed"),
 };
 const HEADS: Heads = Heads { head_dim: HEAD_DIM.get(), kv_heads: 8 };
-/// Query heads of a KV head.
+/// Query heads per KV head.
 const GROUP: u32 = 4;
 const COLUMNS: u32 = HEADS.kv_heads * (GROUP + 2) * HEADS.head_dim;
 const OUT_COLUMNS: u32 = HEADS.kv_heads * GROUP * HEADS.head_dim;
 
-/// Sequences, and tokens of each.
+/// Batches of sequences, and tokens per sequence.
 const CASES: [(u32, u32); 9] =
     [(1, 64), (1, 1024), (8, 1024), (16, 1024), (64, 64), (64, 1024), (128, 1024), (256, 1024), (16, 8192)];
 
-/// Pages of the pool that differ; all others repeat them.
+/// Distinct pages of the pool; all other pages repeat them.
 const UNIQUE: usize = 64;
-/// Copies of a problem, at most.
+/// Maximum number of copies of a problem.
 const COPIES_MAX: usize = 1024;
-/// A step of packing: rows, layers, and how many rows have filled a page.
+/// A packing step: rows, layers, and how many rows have just filled a page.
 const STEP_ROWS: u32 = 64;
 const STEP_LAYERS: u32 = 32;
 const STEP_FULL: [u32; 3] = [0, 1, 4];
-/// Pages of a chunk.
+/// Pages per chunk.
 const CHUNK: u32 = 32;
-/// BF16 units of a pool. Pages of this kind need none.
+/// BF16 units of a pool. Pages drawn from N(0, 1) need none.
 const UNITS: u32 = 64;
 
-/// How far apart pages of a table are that follow each other: a prime above all factors of their number.
+/// Stride between consecutive pages of a table: a prime larger than all factors of the number of pages.
 const STRIDE: u64 = 7919;
 
 pub(super) struct KvBench<'a> {
@@ -71,7 +71,7 @@ pub(super) struct KvBench<'a> {
     pub timer: &'a Timer<'a>,
 }
 
-/// A number of rows at a length of context.
+/// A batch at a context length.
 #[derive(Clone, Copy)]
 struct Case {
     m: u32,
@@ -91,22 +91,22 @@ impl Case {
         self.context / PAGE_TOKENS
     }
 
-    /// Pages in front of those that rows are writing, of all copies.
+    /// Returns the number of full pages of all copies, before the pages that rows are writing.
     fn body(self) -> u32 {
         self.tails() * (self.table_pages() - 1)
     }
 
-    /// Rows of all copies.
+    /// Returns the number of rows of all copies.
     fn tails(self) -> u32 {
         self.copies * self.m
     }
 
-    /// The page table of a copy; `last` gives the entry of a row for the page that it is writing.
+    /// Returns the page table of a copy. `last` maps a row to the page that it is writing.
     fn table(self, copy: u32, last: impl Fn(u32) -> u32) -> Vec<u32> {
         let before = self.table_pages() - 1;
         let entry = |row: u32, i: u32| {
             let place = u64::from(row * before + i) * STRIDE % u64::from(self.body().max(1));
-            // Below the number of pages.
+            // `place` is less than the number of pages.
             place as u32
         };
         let rows = copy * self.m..(copy + 1) * self.m;
@@ -114,7 +114,7 @@ impl Case {
     }
 }
 
-/// Pages of one layer in all encodings.
+/// The pages of one layer in all encodings.
 struct Pool {
     unique: Vec<u16>,
     body: u32,
@@ -125,7 +125,7 @@ struct Pool {
     hot_shape: KvShape,
 }
 
-/// Fills pages with those of `unique` by turns.
+/// Fills pages by repeating the pages of `unique`.
 fn fill(
     stream: &Stream,
     buffer: &mut DeviceBuffer<u16>,
@@ -145,12 +145,12 @@ fn pages_of(stream: &Stream, count: u32, layers: u32) -> Result<(DeviceBuffer<u1
     Ok((DeviceBuffer::zeroed(stream, count as usize * layers as usize * HEADS.page_elements())?, shape))
 }
 
-/// Bytes that are read and written to pack or unpack a page.
+/// Returns the bytes that packing or unpacking a page reads and writes.
 fn page_traffic() -> usize {
     HEADS.page_elements() * 2 + HEADS.page_bytes() + HEADS.page_record_bytes()
 }
 
-/// The oracle's encoding of a page, and of its records.
+/// Encodes a page with the oracle. Returns the packed page and its records.
 fn oracle(page: &[u16]) -> (Vec<u8>, Vec<u8>) {
     let (mut bytes, mut records) = (vec![0; HEADS.page_bytes()], vec![0; HEADS.page_record_bytes()]);
     for unit in 0..HEADS.page_units() {
@@ -159,7 +159,7 @@ fn oracle(page: &[u16]) -> (Vec<u8>, Vec<u8>) {
     (bytes, records)
 }
 
-/// Whether page `page` of all layers' pages, one after the other, is as the oracle has it.
+/// Returns whether page `page`, counted over all layers' pages, equals the oracle's encoding.
 fn is_packed(
     stream: &Stream,
     cache: &mut PackedKv,
@@ -172,7 +172,7 @@ fn is_packed(
 }
 
 impl KvBench<'_> {
-    /// Rows of everything.
+    /// Returns the rows of all measurements.
     pub fn measure(&self, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let cases = CASES.map(|case| Case::of(self.timer.timing, case));
         let mut pool = self.pool(&cases, progress)?;
@@ -183,7 +183,7 @@ impl KvBench<'_> {
         rows.extend(self.chunk(&mut pool, progress)?);
         rows.extend(self.unpack(&mut pool, progress)?);
         let unique = std::mem::take(&mut pool.unique);
-        // Room for the layers of a step.
+        // Free memory for the layers of a step.
         drop(pool);
         rows.extend(self.step(&unique, progress)?);
         Ok(rows)
@@ -221,7 +221,7 @@ impl KvBench<'_> {
         Ok(Pool { unique, body, bf16, bf16_shape, packed, hot, hot_shape })
     }
 
-    /// Attention of the newest tokens, by the variants that an engine takes at this batch.
+    /// Measures attention of the newest tokens with the variants that an engine selects at this batch.
     fn attention(&self, pool: &mut Pool, case: Case, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let (stream, Case { m, context, copies, .. }) = (self.timer.stream, case);
         let problem = GemmShape { m, n: OUT_COLUMNS, k: context };
@@ -230,7 +230,7 @@ impl KvBench<'_> {
         let (mut contenders, mut first) = (Vec::new(), None);
         let caches = [KvCache::Bf16, KvCache::Packed];
         let kernels = caches.into_iter().map(|cache| self.kernel(cache, case)).collect::<Result<Vec<_>, _>>()?;
-        // Before the first graph, which names what the context has.
+        // Reserve before the first capture: graphs hold the addresses of the context's buffers.
         for (attention, parts) in &kernels {
             ctx.reserve(attention.context_size(m, HEADS.kv_heads, *parts)?)?;
         }
@@ -283,12 +283,12 @@ impl KvBench<'_> {
             let ratio = row.speedup_over_bf16.unwrap_or(f64::NAN);
             progress(&format!("{m} x {context}: packed {ratio:.2}x BF16, {:.2} TB/s", row.gb_per_s / 1e3));
         }
-        // Graphs name the context and the buffers: they live until here.
+        // The graphs use the context and the buffers, so both must live until here.
         drop((ctx, inputs, outs));
         Ok(rows)
     }
 
-    /// The variant that an engine takes for a batch, and its parts.
+    /// Returns the variant that an engine selects for a batch, and its number of parts.
     fn kernel(&self, cache: KvCache, Case { m, context, .. }: Case) -> Result<(Attention, u32), BenchError> {
         let info = self.kernels.device().info();
         let heads = (HEADS.kv_heads, HEADS.head_dim);
@@ -297,7 +297,7 @@ impl KvBench<'_> {
         Ok((Attention::new(self.kernels.get(&spec)?)?, parts))
     }
 
-    /// The pages of a chunk, of one layer.
+    /// Measures packing of the pages of a chunk, of one layer.
     fn chunk(&self, pool: &mut Pool, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (copies, bytes) = self.chunks(pool.body);
@@ -324,18 +324,18 @@ impl KvBench<'_> {
         let name = pack.kernel().spec().to_string();
         let contenders = vec![Contender { name, graph, launches, bytes, error: None, dispatched: true }];
         let rows = self.timer.measure("kv_pack", contenders, copies, problem, progress);
-        // Graphs name the context and the buffers: they live until here.
+        // The graphs use the context and the buffers, so both must live until here.
         drop((ctx, table, lost));
         rows
     }
 
-    /// Copies of a chunk, and the bytes of one that are read and written.
+    /// Returns the number of copies of a chunk, and the bytes that one copy reads and writes.
     fn chunks(&self, body: u32) -> (usize, u64) {
         let bytes = CHUNK as usize * page_traffic();
         (self.timer.copies(bytes).min((body / CHUNK) as usize), bytes as u64)
     }
 
-    /// The pages of a chunk as BF16 again.
+    /// Measures unpacking of the pages of a chunk to BF16.
     fn unpack(&self, pool: &mut Pool, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (copies, bytes) = self.chunks(pool.body);
@@ -363,12 +363,12 @@ impl KvBench<'_> {
         let name = unpack.kernel().spec().to_string();
         let contenders = vec![Contender { name, graph, launches, bytes, error: None, dispatched: true }];
         let rows = self.timer.measure("kv_unpack", contenders, copies, problem, progress);
-        // Graphs name the context and the buffers: they live until here.
+        // The graphs use the context and the buffers, so both must live until here.
         drop((ctx, tables, outs));
         rows
     }
 
-    /// A step's packing of all layers, with pages of so many rows full.
+    /// Measures a step's packing of all layers for several numbers of rows that have filled a page.
     fn step(&self, unique: &[u16], progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (mut hot, hot_shape) = pages_of(stream, STEP_ROWS, STEP_LAYERS)?;
@@ -380,7 +380,7 @@ impl KvBench<'_> {
         let pack = self.pack(KvPackStage::Step)?;
         let mut rows = Vec::new();
         for full in STEP_FULL {
-            // Each copy has other rows whose pages are full.
+            // Each copy fills the pages of other rows.
             let copies = STEP_ROWS.checked_div(full).unwrap_or(2) as usize;
             let positions = self.timer.each(copies, |copy| {
                 let own = |row: u32| if row.checked_div(full) == Some(copy as u32) { PAGE_TOKENS - 1 } else { 1 };
@@ -412,14 +412,14 @@ impl KvBench<'_> {
             let contenders = vec![Contender { name, graph, launches, bytes, error: None, dispatched: true }];
             rows.extend(self.timer.measure("kv_pack", contenders, copies, problem, progress)?);
         }
-        // Graphs name the context and the buffers: they live until here.
+        // The graphs use the context and the buffers, so both must live until here.
         drop((ctx, hot, cache, identity, lost));
         Ok(rows)
     }
 }
 
 impl Case {
-    /// Bytes that attention must read and write: keys and values, QKV and A.
+    /// Returns the bytes that attention must read and write: keys and values, QKV and A.
     fn bytes(self, cache: KvCache) -> u64 {
         let hot = HEADS.page_elements() as u64 * 2;
         let page = match cache {
@@ -430,13 +430,13 @@ impl Case {
     }
 }
 
-/// What all copies of a case read in addition to keys and values.
+/// The inputs of all copies of a case in addition to keys and values.
 struct Inputs {
     qkv: DeviceBuffer<u16>,
     cosines: DeviceBuffer<u16>,
     sines: DeviceBuffer<u16>,
     positions: DeviceBuffer<u32>,
-    /// By copy: of BF16 pages, of packed ones, of hot ones.
+    /// Page tables by copy: of BF16 pages, packed pages, and hot pages.
     tables: Vec<DeviceBuffer<u32>>,
     packed_tables: Vec<DeviceBuffer<u32>>,
     hot_tables: Vec<DeviceBuffer<u32>>,
@@ -468,7 +468,7 @@ mod tests {
 
     use super::*;
 
-    /// Copies of a case share no page, and are larger together than a second-level cache.
+    /// Copies of a case share no page, and together exceed the L2 cache.
     #[test]
     fn copies_of_a_case_are_apart() {
         let timing = Timing::default();

@@ -1,4 +1,4 @@
-//! A packed KV cache on the host, and what packing and releasing pages must leave in one.
+//! A packed KV cache on the host: the reference for packing and releasing pages.
 
 use std::{borrow::Borrow, collections::BTreeSet};
 
@@ -9,21 +9,21 @@ use unweight_format::testing::Random;
 
 use super::{Heads, index_of, set_index};
 
-/// Bytes that were not written yet.
+/// Fills bytes that were not written yet.
 pub const UNWRITTEN: u8 = 0xa5;
 
-/// Packed pages of some layers on the host, with the pool of bf16 units.
+/// Packed pages of several layers on the host, with the pool of BF16 units.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cache {
     /// The heads of a layer.
     pub heads: Heads,
     /// The number of layers.
     pub layers: u32,
-    /// Pages of a layer.
+    /// Pages per layer.
     pub pages: u32,
-    /// BF16 units of all layers together.
+    /// BF16 units of all layers.
     pub units: u32,
-    /// Bytes behind each layer's packed pages and records.
+    /// Gap after each layer's packed pages and records, bytes.
     pub gap: usize,
     /// Packed pages of all layers.
     pub packed: Vec<u8>,
@@ -31,12 +31,12 @@ pub struct Cache {
     pub records: Vec<u8>,
     /// BF16 units.
     pub unit_pages: Vec<u8>,
-    /// How many units are free, then their indices.
+    /// The number of free units, then their indices.
     pub free: Vec<u32>,
 }
 
 impl Cache {
-    /// A cache that was not written yet, with `free` of its units.
+    /// Returns a cache with nothing written and `free` free units.
     ///
     /// # Panics
     /// If the number of units is a multiple of 5.
@@ -60,17 +60,18 @@ impl Cache {
         own
     }
 
-    /// The number of units of a cache that needs so many: [`Cache::new`] takes no multiple of 5.
+    /// Returns the number of units of a cache that needs `needed`. [`Cache::new`] accepts no multiple of 5.
     pub fn units_for(needed: u32) -> u32 {
         needed + u32::from(needed.is_multiple_of(5))
     }
 
-    /// One layer of BF16 pages as the oracle packs them. The pool has the units that they need, and none is free.
+    /// Packs one layer of BF16 pages with the oracle. The pool has the units that they need and at least one more; none
+    /// is free.
     pub fn of_pages(heads: Heads, bf16: &[u16], gap: usize) -> Self {
         let count = bf16.len() / heads.page_elements();
         let encoded: Vec<_> = (0..count * heads.page_units()).map(|unit| heads.encode(bf16, unit)).collect();
         let needed = encoded.iter().filter(|unit| unit.bf16.is_some()).count() as u32;
-        // One that no record names is first.
+        // The first unit is one that no record refers to.
         let units = Self::units_for(needed + 1);
         let mut own = Self::new(heads, (1, count as u32), (units, 0), gap);
         let mut index = units;
@@ -84,10 +85,11 @@ impl Cache {
         own
     }
 
-    /// Replaces all records by ones of any kind. Those of BF16 units have units that are not free, each once.
+    /// Replaces all records by random ones of any kind. BF16 records refer to units that are not free, each to a
+    /// different one.
     ///
     /// # Panics
-    /// If too few units are not free.
+    /// If too few units are in use.
     pub fn put_random_records(&mut self, random: &mut Random) {
         let heads = self.heads;
         let mut used = self.free[1 + self.free[0] as usize..].to_vec();
@@ -106,31 +108,31 @@ impl Cache {
         }
     }
 
-    /// Bytes from layer to layer of packed pages.
+    /// Returns the distance between layers of packed pages, bytes.
     pub fn packed_pitch(&self) -> usize {
         self.pages as usize * self.heads.page_bytes() + self.gap
     }
 
-    /// Bytes from layer to layer of records.
+    /// Returns the distance between layers of records, bytes.
     pub fn record_pitch(&self) -> usize {
         self.pages as usize * self.heads.page_record_bytes() + self.gap
     }
 
-    /// The record of a unit of a layer.
+    /// Returns the record of a unit of a layer.
     pub fn record(&self, layer: u32, unit: usize) -> &[u8] {
         let at = layer as usize * self.record_pitch() + self.heads.record_at(unit);
         &self.records[at..][..self.heads.record_bytes()]
     }
 
-    /// The indices of the units that are free.
+    /// Returns the indices of the free units.
     pub fn free_units(&self) -> BTreeSet<u32> {
         self.free[1..=self.free[0] as usize].iter().copied().collect()
     }
 
-    /// Holds what packing left against what was there before, and the oracle's encoding of the pages.
+    /// Checks the result of packing against the cache before and the oracle's encoding of the pages.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Describes what is wrong.
     pub fn check_packed<J: Borrow<Job>>(&self, after: &Self, jobs: &[J]) -> Result<Counts, String> {
         let before = self;
         let heads = before.heads;
@@ -188,7 +190,7 @@ impl Cache {
         }
     }
 
-    /// Releases the units of the pages of a table, as the kernel does. Returns the units that became free.
+    /// Releases the units of the pages of a table, as the kernel does. Returns the newly free units.
     pub fn release(&mut self, table: &[u32]) -> BTreeSet<u32> {
         let (pitch, bytes, heads) = (self.record_pitch(), self.heads.record_bytes(), self.heads);
         let mut units = BTreeSet::new();
@@ -209,10 +211,10 @@ impl Cache {
         units
     }
 
-    /// Holds what a release left against what was there before.
+    /// Checks the result of a release against the cache before.
     ///
     /// # Errors
-    /// What is wrong.
+    /// Describes what is wrong.
     pub fn check_released(&self, after: &Self, table: &[u32]) -> Result<(), String> {
         let mut expected = self.clone();
         let units = expected.release(table);
@@ -234,38 +236,38 @@ impl Cache {
     }
 }
 
-/// A page that must be packed.
+/// A page to be packed.
 #[derive(Clone, Debug)]
 pub struct Job {
     layer: u32,
     page: u32,
-    /// The oracle's encoding of its units.
+    /// The oracle's encoding of the page's units.
     units: Vec<EncodedUnit>,
 }
 
 impl Job {
-    /// A BF16 page that goes to this page of this layer.
+    /// Makes a job that packs a BF16 page to this page of this layer.
     pub fn new(heads: Heads, (layer, page): (u32, u32), bf16: &[u16]) -> Self {
         Self { layer, page, units: (0..heads.page_units()).map(|unit| heads.encode(bf16, unit)).collect() }
     }
 
-    /// Whether a unit of the page is lost in a cache.
+    /// Returns whether a unit of the page is lost in a cache.
     pub fn is_lost(&self, cache: &Cache) -> bool {
         let first = self.page as usize * cache.heads.page_units();
         (first..first + self.units.len()).any(|unit| cache.record(self.layer, unit)[RECORD_KIND] == KIND_LOST)
     }
 }
 
-/// How many units became what.
+/// Counts units by result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Packed, without an escape.
+    /// Units packed without an escape.
     pub plain: usize,
-    /// Packed, with escapes.
+    /// Units packed with escapes.
     pub with_slots: usize,
-    /// BF16 units.
+    /// Units stored as BF16.
     pub bf16: usize,
-    /// Lost, because no BF16 unit was free.
+    /// Units lost because no BF16 unit was free.
     pub lost: usize,
 }
 

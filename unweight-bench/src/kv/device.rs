@@ -11,10 +11,10 @@ use unweight_rt::{
 use super::{Cache, Heads, PackedPages};
 
 impl Heads {
-    /// Sizes of a cache of `pages` pages with these heads.
+    /// Returns the shape of a cache of `pages` pages with these heads.
     ///
     /// # Errors
-    /// Heads of a size that no kernel takes.
+    /// Fails if no kernel supports the size of the heads.
     pub fn shape(self, pages: u32) -> Result<KvShape, LaunchError> {
         KvShape::new(pages, self.kv_heads, self.head_dim)
     }
@@ -24,7 +24,7 @@ impl Cache {
     /// Uploads a cache without gaps.
     ///
     /// # Errors
-    /// Not enough memory; [`LaunchError::Range`]: the cache has gaps.
+    /// Fails without enough memory, and with [`LaunchError::Range`] if the cache has gaps.
     pub fn upload(&self, stream: &Stream) -> Result<PackedKv, DeviceError> {
         let shape = PackedShape::new(self.heads.shape(self.pages)?, self.layers, self.units)?;
         let mut device = PackedKv::new(stream, shape)?;
@@ -32,10 +32,10 @@ impl Cache {
         Ok(device)
     }
 
-    /// Overwrites a cache of the same sizes on the device. Waits.
+    /// Overwrites a cache of the same shape on the device. Synchronizes.
     ///
     /// # Errors
-    /// As for [`Cache::upload`].
+    /// See [`Cache::upload`].
     pub fn write_to(&self, stream: &Stream, device: &mut PackedKv) -> Result<(), DeviceError> {
         device.packed_mut().write(stream, 0, &self.packed)?;
         device.records_mut().write(stream, 0, &self.records)?;
@@ -43,10 +43,10 @@ impl Cache {
         device.free_mut().write(stream, 0, &self.free)
     }
 
-    /// What a cache of the same sizes holds on the device, once everything before on `stream` is done. Waits.
+    /// Reads a cache of the same shape from the device after all work on `stream`. Synchronizes.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// Returns an error of earlier work on the stream.
     pub fn read_from(&self, stream: &Stream, device: &mut PackedKv) -> Result<Self, DeviceError> {
         Ok(Self {
             packed: device.packed_mut().to_host(stream)?,
@@ -58,7 +58,7 @@ impl Cache {
     }
 }
 
-/// The packed pages of a problem of attention on a device.
+/// The packed pages of an attention problem on a device.
 #[derive(Debug)]
 pub struct DevicePages {
     pages: PackedKv,
@@ -72,7 +72,7 @@ impl DevicePages {
     /// Uploads packed pages.
     ///
     /// # Errors
-    /// Not enough memory, or heads of a size that no kernel takes.
+    /// Fails without enough memory, or if no kernel supports the size of the heads.
     pub fn new(stream: &Stream, from: &PackedPages) -> Result<Self, DeviceError> {
         let pages = (from.packed.len() / from.heads.page_bytes().max(1)) as u32;
         let mut own = PackedKv::new(stream, PackedShape::new(from.heads.shape(pages)?, 1, from.units)?)?;
@@ -88,41 +88,41 @@ impl DevicePages {
         })
     }
 
-    /// Sizes of the hot pages.
+    /// Returns the shape of the hot pages.
     pub fn hot_shape(&self) -> KvShape {
         self.hot_shape
     }
 
-    /// The cache as attention takes it, and the page table.
+    /// Returns the cache in the form that attention accepts, and the page table.
     ///
     /// # Errors
-    /// None that an uploaded cache has.
+    /// Never fails for an uploaded cache.
     pub fn cache(&mut self) -> Result<(DecodeCache<'_>, &DeviceBuffer<u32>), DeviceError> {
         let hot = KvLayer::new(&mut self.hot, self.hot_shape, 0)?;
         let cache = DecodeCache::Packed { pages: self.pages.layers(), hot, hot_table: &self.hot_table };
         Ok((cache, &self.table))
     }
 
-    /// As [`DevicePages::cache`], with these hot pages instead of its own.
+    /// Returns the result of [`DevicePages::cache`] with these hot pages instead of its own.
     pub fn with_hot<'a>(&'a mut self, hot: KvLayer<'a>) -> (DecodeCache<'a>, &'a DeviceBuffer<u32>) {
         let cache = DecodeCache::Packed { pages: self.pages.layers(), hot, hot_table: &self.hot_table };
         (cache, &self.table)
     }
 
-    /// The hot pages, once everything before on `stream` is done. Waits.
+    /// Reads the hot pages after all work on `stream`. Synchronizes.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// Returns an error of earlier work on the stream.
     pub fn hot(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
         self.hot.to_host(stream)
     }
 
-    /// The page table and the table of hot pages, to be damaged.
+    /// Returns the page table and the table of hot pages, for tests that corrupt them.
     pub fn tables(&mut self) -> [&mut DeviceBuffer<u32>; 2] {
         [&mut self.table, &mut self.hot_table]
     }
 
-    /// The records, to be damaged.
+    /// Returns the records, for tests that corrupt them.
     pub fn records(&mut self) -> &mut DeviceBuffer<u8> {
         self.pages.records_mut()
     }

@@ -1,6 +1,6 @@
-//! The linears of one Llama-3.1-8B layer: what DFloat11 decodes in one launch before it multiplies, next to the
-//! formats that do not need it, by batch. How long a step takes is the sum of decoding, which no batch changes, and
-//! products.
+//! Measures the linears of one Llama-3.1-8B layer by batch: DFloat11, which decodes the layer in one launch before it
+//! multiplies, next to formats that multiply directly. The time of a step is decoding, which does not depend on the
+//! batch, plus products.
 
 use unweight_codegen::{plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, raw::packed};
@@ -27,14 +27,14 @@ use crate::{
     timing::{Contender, Row},
 };
 
-/// q, k, v, o, gate, up, down: as a unit of DFloat11 has them, one behind the other.
+/// q, k, v, o, gate, up, down, in the order in which a DFloat11 unit stores them.
 const SHAPES: [(u32, u32); 7] =
     [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)];
 
-/// Times that a graph has the layer: one takes some 100 us, which hides most of the gap between two graphs.
+/// Passes over the layer per graph. One pass takes about 100 us, which hides most of the gap between two graphs.
 const PASSES: usize = 4;
 
-/// The layer in all encodings. It is larger than any cache, so there is one.
+/// The layer in all encodings. One copy suffices, because the layer is larger than any cache.
 struct Layer {
     bits: Vec<u16>,
     whole: Vec<DeviceMatrix>,
@@ -44,7 +44,7 @@ struct Layer {
 }
 
 impl Bench<'_> {
-    /// Decoding and products of a layer, by batch.
+    /// Measures decoding and products of a layer, by batch.
     pub(super) fn layer(&self, batches: &[u32]) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let layer = self.encode_layer()?;
@@ -194,7 +194,7 @@ impl Bench<'_> {
             contenders.push(contender(name, (graph, PASSES), bytes, error));
         }
         let rows = self.timer.measure("rivals_layer", contenders, 1, GemmShape { m, n: 0, k: 0 }, self.progress);
-        // Graphs name these.
+        // The graphs use these.
         drop((ctx, x, y));
         rows
     }

@@ -1,4 +1,4 @@
-//! The kernels of activations under load. Each shape of weights gives them columns; rows are few and many.
+//! Activation kernels under load. The shape of the weights sets the number of columns; batches have few and many rows.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -34,18 +34,18 @@ use crate::{
     oracle,
 };
 
-/// Rows of a batch: one, a few, and more than the device has multiprocessors for.
+/// Rows of a batch: one, a few, and more than the device has SMs.
 pub(super) const ROWS: [u32; 3] = [1, 7, 300];
 
 const EPS: f32 = 1e-5;
 
-/// What outputs hold that kernels add to.
+/// Returns the initial contents of outputs that kernels add to.
 fn sums_before(count: usize) -> Vec<u16> {
     halves(&normal_bf16(count, 1.0, 23))
 }
 
 impl Run<'_> {
-    /// The subjects of a kernel of activations; none of another family.
+    /// Returns the subjects of an activation kernel; none for a kernel of another family.
     pub(super) fn activations<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -83,7 +83,8 @@ impl Run<'_> {
         let (norm, gamma) = (Norm::new(kernel.clone())?, DeviceBuffer::from_host(stream, &gamma)?);
         let launch = move |y: u64| {
             let x = MatrixRef::new(&weights.x, m, d, d.into())?;
-            // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
+            // SAFETY: the address is one of the subject's outputs, which has this size and lives until the stream is
+            // synchronized.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
             norm.enqueue(&mut self.ctx.borrow_mut(), x, &gamma, EPS, None, y)
         };
@@ -108,7 +109,7 @@ impl Run<'_> {
                 return oracle::capped(*x, FACTOR);
             }
             let before = if adds { oracle::value(added[at]) } else { 0.0 };
-            // Rounded to fp32 first, as the kernel does.
+            // Round to fp32 first, as the kernel does.
             oracle::Span::about(f64::from((f64::from(FACTOR) * oracle::value(*x) + before) as f32), 0.0)
         };
         let spans: Vec<_> = x.iter().enumerate().map(of).collect();
@@ -123,7 +124,8 @@ impl Run<'_> {
         self.starting_from(subject, &added)
     }
 
-    /// The subject, each of whose outputs has these elements before a launch; none: whatever it has.
+    /// Makes each output of the subject start with these elements before a launch. With no elements, the subject is
+    /// unchanged.
     fn starting_from<'a>(&self, subject: Subject<'a>, elements: &[u16]) -> Result<Subject<'a>, BenchError> {
         if elements.is_empty() {
             return Ok(subject);
@@ -187,7 +189,7 @@ impl Run<'_> {
         self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))
     }
 
-    /// Tokens of rows of X, each with other parameters.
+    /// Makes a subject that samples tokens from rows of X, each row with other parameters.
     fn sample<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -209,7 +211,7 @@ impl Run<'_> {
                     .seed(u64::from(row) << 30)
             })
             .collect();
-        // Every row has the same adjustments, in a slot of its own, and odd rows the same mask.
+        // Every row has the same adjustments in its own slot, and odd rows have the same mask.
         let penalties = Adjustments::default().repetition_penalty(1.25).frequency_penalty(0.5).presence_penalty(-0.25);
         let penalties = if adjusted { penalties.bias(vec![(1, 2.5)]) } else { Adjustments::default() };
         let history = History { prompt: &[0, 3], answer: &[3, 5, 5], ends: &[] };
@@ -251,7 +253,7 @@ impl Run<'_> {
         let kernel_of_launch = kernel.clone();
         let launch = move |ids: u64| {
             let mut positions = positions.borrow_mut();
-            // A launch counts them up.
+            // A launch increments these.
             positions.copy_from(stream, &first)?;
             let mut counted = counted.borrow_mut();
             counted.copy_from(stream, &states)?;
@@ -268,15 +270,15 @@ impl Run<'_> {
                 vocabulary,
                 token_pitch: vocabulary,
             };
-            // SAFETY: as above; `ids` has room for m u32, X and the other buffers for m rows, and they live as long as
-            // the subject.
+            // SAFETY: as above; `ids` holds m u32, X and the other buffers hold m rows, and they live as long as the
+            // subject.
             unsafe { kernel_of_launch.launch(stream, GemmShape::rows(m), &args) }
         };
-        // An id is as long as two columns of bf16.
+        // An id is as long as two bf16 columns.
         self.rows(kernel, (m, 2), Box::new(launch), move |y| differs(y, &expected))
     }
 
-    /// Log probabilities of the first token and the likeliest ones of rows of X.
+    /// Makes a subject of the log probabilities of the first token and the most likely tokens of rows of X.
     fn logprobs<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -308,15 +310,15 @@ impl Run<'_> {
                 vocabulary,
                 reserved: 0,
             };
-            // SAFETY: as above; `out` has room for m rows of results, X and the other buffers for m rows, and they live
-            // as long as the subject.
+            // SAFETY: as above; `out` holds m rows of results, X and the other buffers hold m rows, and they live as
+            // long as the subject.
             unsafe { kernel_of_launch.launch(stream, GemmShape::rows(m), &args) }
         };
-        // A pair is as long as four columns of bf16.
+        // A pair is as long as four bf16 columns.
         self.rows(kernel, (m, 4 * (1 + TOP_LOGPROBS_MAX)), Box::new(launch), move |y| differs(y, &expected))
     }
 
-    /// Q heads are the output; K and V go to pages that all launches write alike.
+    /// Makes a subject whose output is the Q heads. All launches write the same K and V to the pages.
     fn rope<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -378,7 +380,7 @@ impl Run<'_> {
         self.starting_from(subject, &elements)
     }
 
-    /// A subject with `[m, columns]` bf16 as its output.
+    /// Makes a subject whose output is bf16 `[m, columns]`.
     pub(super) fn rows<'a>(
         &'a self,
         kernel: &LoadedKernel,

@@ -1,5 +1,5 @@
-//! Attention under load: rows of many lengths at once, some without a token, on pages whose unused lines are NaN; and
-//! chunks of a sequence that begin and end inside of pages.
+//! Attention under load: batches with rows of many lengths, some without a token, on pages whose unused lines are NaN;
+//! and prompt chunks that begin and end inside pages.
 
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
@@ -20,17 +20,17 @@ use crate::{
     error::BenchError,
 };
 
-/// Rows, query heads of a KV head, the longest row, the window, and parts of a row where the kernel has them.
+/// Rows, query heads per KV head, the longest row, the window, and the number of parts for kernels that split rows.
 const CASES: [(usize, usize, u64, u32, u32); 3] = [(1, 4, 2000, 0, 13), (37, 7, 300, 0, 2), (9, 16, 700, 130, 32)];
 
-/// Position of a chunk's first token, its tokens, query heads of a KV head, and the window.
+/// Position of a chunk's first token, number of tokens, query heads per KV head, and the window.
 const CHUNKS: [(u32, u32, usize, u32); 4] = [(0, 1, 4, 0), (0, 300, 4, 0), (77, 129, 7, 0), (500, 65, 16, 130)];
 
-/// As large as most scores.
+/// A soft cap of about the size of most scores.
 const SOFTCAP: f32 = 1.5;
 
 impl Run<'_> {
-    /// The subjects of an attention kernel.
+    /// Returns the subjects of an attention kernel.
     pub(super) fn attention<'a>(&'a self, kernel: &Arc<LoadedKernel>) -> Result<Vec<Subject<'a>>, BenchError> {
         let Op::Attention(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         if spec.step == AttentionStep::Prefill {
@@ -65,8 +65,8 @@ impl Run<'_> {
                 let of_check = on_device.clone();
                 let launch = move |out: u64| {
                     let (rows, columns) = (m as u32, columns as u32);
-                    // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited
-                    // for.
+                    // SAFETY: the address is one of the subject's outputs, which has this size and lives until the
+                    // stream is synchronized.
                     let out =
                         unsafe { MatrixMut::from_raw(self.kernels.device(), out, rows, columns, columns.into()) }?;
                     on_device.borrow_mut().decode(&attention, &mut self.ctx.borrow_mut(), out)
@@ -104,7 +104,8 @@ impl Run<'_> {
         let (attention, of_check) = (Attention::new(kernel.clone())?, on_device.clone());
         let launch = move |out: u64| {
             let columns = columns as u32;
-            // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
+            // SAFETY: the address is one of the subject's outputs, which has this size and lives until the stream is
+            // synchronized.
             let out = unsafe { MatrixMut::from_raw(self.kernels.device(), out, tokens, columns, columns.into()) }?;
             on_device.borrow_mut().prefill(&attention, &mut self.ctx.borrow_mut(), &chunk, out)
         };

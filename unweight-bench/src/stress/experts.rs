@@ -1,4 +1,4 @@
-//! The kernels of a mixture of experts under load: each row of tiles of a shape is an expert of 64 output features.
+//! Mixture-of-experts kernels under load: each row of tiles of a shape is an expert with 64 output features.
 
 use std::sync::Arc;
 
@@ -15,12 +15,12 @@ use crate::{data::halves, error::BenchError, oracle::value};
 
 /// Output features of an expert.
 const FEATURES: u32 = 64;
-/// Tokens of the kernels of routing: one, a few, and as many as there are rows for.
+/// Tokens of the routing kernels: one, a few, and as many as X has rows for.
 const TOKENS: [u32; 3] = [1, 7, 82];
 const TOP_K: u32 = 8;
 const ITEM_ROWS: u32 = 8;
 
-/// Different experts for each token.
+/// Chooses distinct experts for each token.
 fn choose(random: &mut Random, tokens: u32, experts: u32, top_k: u32) -> Vec<u32> {
     (0..tokens)
         .flat_map(|_| {
@@ -31,7 +31,7 @@ fn choose(random: &mut Random, tokens: u32, experts: u32, top_k: u32) -> Vec<u32
         .collect()
 }
 
-/// Pairs sorted by expert, and items of at most `rows` of them, as many as there may be.
+/// Returns pairs sorted by expert, and the items of at most `rows` pairs each, padded to the maximum number of items.
 fn lists(ids: &[u32], experts: u32, rows: u32) -> (Vec<u32>, Vec<[u32; 4]>) {
     let (mut pairs, mut items) = (Vec::new(), Vec::new());
     for expert in 0..experts {
@@ -46,7 +46,7 @@ fn lists(ids: &[u32], experts: u32, rows: u32) -> (Vec<u32>, Vec<[u32; 4]>) {
 }
 
 impl Run<'_> {
-    /// The grouped product at a batch of tokens.
+    /// Returns the subject of the grouped product at a batch of tokens.
     pub(super) fn grouped<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -82,8 +82,8 @@ impl Run<'_> {
                 tile_cols: k / 64,
                 pairs_per_row: top_k,
             };
-            // SAFETY: `y` has a row for each pair, the lists name rows of X and experts that are there, and all of it
-            // lives as long as the subject.
+            // SAFETY: `y` has a row for each pair, the lists refer to existing rows of X and experts, and all buffers
+            // live as long as the subject.
             unsafe { of_launch.launch(self.stream, problem, &args) }
         });
         let check = move |y: &[u8]| {
@@ -111,7 +111,7 @@ impl Run<'_> {
         self.rows(kernel, (tokens * top_k, columns), launch, check)
     }
 
-    /// The kernels of routing.
+    /// Returns the subjects of the routing kernels.
     pub(super) fn route<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -171,7 +171,7 @@ impl Run<'_> {
                 (!right).then(|| format!("token {token} of {tokens} chose wrong experts or weights"))
             })
         };
-        // Two words a pair are four columns of bf16.
+        // Two words per pair are as long as four bf16 columns.
         self.rows(kernel, (tokens, 4 * TOP_K), launch, check)
     }
 
@@ -194,7 +194,7 @@ impl Run<'_> {
                 items_max,
                 ..RouteArgs::default()
             };
-            // SAFETY: `y` has room for both lists.
+            // SAFETY: `y` holds both lists.
             unsafe { of_launch.launch(self.stream, GemmShape::rows(1), &args) }
         });
         let bytes = expected.len();
@@ -209,7 +209,7 @@ impl Run<'_> {
         })
     }
 
-    /// Rows of X are those of pairs.
+    /// Makes a subject that combines the rows of X, one per pair.
     fn combine<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,

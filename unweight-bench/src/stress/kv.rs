@@ -1,5 +1,5 @@
-//! The packed KV cache under load: attention over packed pages, held against BF16 attention; pages that are packed,
-//! released and unpacked, held against the oracle.
+//! The packed KV cache under load. Attention over packed pages is checked against BF16 attention; packing, releasing
+//! and unpacking pages are checked against the oracle.
 
 use std::{
     cell::RefCell,
@@ -36,13 +36,13 @@ use crate::{
     kv::{Cache, DevicePages, Heads, Job, PackedPages, UNWRITTEN, harden, page},
 };
 
-/// Values that differ from run to run; what is wrong names it.
+/// Returns a seed that differs between runs. Reports of wrong outputs include it.
 fn fresh() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64)
 }
 
-/// Positions of rows, query heads of a KV head, the window, parts of a row where the kernel has them, and whether pages
-/// have infinities.
+/// Positions of rows, query heads per KV head, the window, the number of parts for kernels that split rows, and whether
+/// pages contain infinities.
 type Case = (&'static [u32], usize, u32, u32, bool);
 
 const EDGES: &[u32] = &[0, 15, 16, 63, 64, 65, 127, 128, PAD, 191, 1000, 1471, 1500];
@@ -54,14 +54,14 @@ const CASES: [Case; 5] = [
     (&[127, 300, 64, 1000, 700, 63], 16, 0, 32, true),
 ];
 
-/// The variant over BF16 pages whose sums have the same order: as many warps, and the same cluster.
+/// Returns the variant over BF16 pages that sums in the same order: the same number of warps, and the same cluster.
 fn counterpart(spec: &VariantSpec) -> Option<VariantSpec> {
     let Op::Attention(packed) = spec.op else { return None };
     let same = |other: &AttentionSpec| AttentionSpec { stages: packed.stages, pdl: packed.pdl, ..*other };
     let wanted = AttentionSpec { cache: KvCache::Bf16, ..packed };
     let shipped = catalog::on::<AttentionSpec>(spec.arch).chain(catalog::asynchronous(spec.arch));
     let shipped = shipped.filter(|other| matches!(other.op, Op::Attention(op) if same(&op) == wanted));
-    // Others are compiled on demand.
+    // Variants that do not ship are compiled on demand.
     let other = (1..=AttentionStages::MAX.get()).rev().filter_map(|stages| {
         let op = AttentionSpec { stages: AttentionStages::new(stages).ok()?, ..wanted };
         Some(VariantSpec::attention(spec.arch, op))
@@ -69,7 +69,7 @@ fn counterpart(spec: &VariantSpec) -> Option<VariantSpec> {
     shipped.chain(other).find(|spec| Plan::new(spec).is_ok())
 }
 
-/// A context whose faults are read after each round: what is reported is an error.
+/// Synchronizes a context. Returns a reported row fault as text, and any other error as an error.
 fn reported(ctx: &RefCell<ExecContext>) -> Result<Option<String>, DeviceError> {
     match ctx.borrow_mut().synchronize() {
         Ok(()) => Ok(None),
@@ -79,7 +79,7 @@ fn reported(ctx: &RefCell<ExecContext>) -> Result<Option<String>, DeviceError> {
 }
 
 impl Run<'_> {
-    /// The subjects of an attention kernel over packed pages: A, then the hot pages.
+    /// Returns the subjects of an attention kernel over packed pages. The output is A, then the hot pages.
     pub(super) fn packed_attention<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -113,7 +113,7 @@ impl Run<'_> {
         let parts = if spec.split { parts } else { 1 };
         let (out, layer) = self.bf16_attention(other, &problem, parts)?;
         let no_number = out.iter().any(|bits| bits & 0x7fff > 0x7f80);
-        // Hot pages begin at a multiple of what any copy takes at once.
+        // Hot pages begin at a multiple of the widest copy.
         let (m, columns) = (positions.len(), case.out_columns());
         let hot_at = (m * columns * 2).next_multiple_of(256);
         let with_hot = |mut bytes: Vec<u8>, hot: &[u16]| {
@@ -134,8 +134,8 @@ impl Run<'_> {
             let device = self.kernels.device();
             let mut pages = device_pages.borrow_mut();
             let shape = pages.hot_shape();
-            // SAFETY: hot pages and rows in one of the outputs of the subject, which has both, apart from each other,
-            // and lives until the stream was waited for.
+            // SAFETY: hot pages and rows are separate parts of one of the subject's outputs, which lives until the
+            // stream is synchronized.
             let (hot, out) = unsafe {
                 let hot = KvLayer::from_raw(device, at + hot_at as u64, shape);
                 (hot, MatrixMut::from_raw(device, at, m as u32, columns as u32, columns as u64)?)
@@ -160,7 +160,7 @@ impl Run<'_> {
         })
     }
 
-    /// A and the layer, by a kernel over BF16 pages.
+    /// Computes A and the layer with a kernel over BF16 pages.
     fn bf16_attention(
         &self,
         attention: &Attention,
@@ -178,7 +178,7 @@ impl Run<'_> {
         Ok((out.to_host(stream)?, on_device.layer(stream)?))
     }
 
-    /// Pages as BF16 again, those of a table in any order.
+    /// Returns the subjects that unpack the pages of a table, in any order, to BF16.
     pub(super) fn kv_unpack<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
@@ -205,7 +205,8 @@ impl Run<'_> {
         let cache = RefCell::new(Cache::of_pages(heads, &bf16, 0).upload(stream)?);
         let (unpack, table) = (KvUnpack::new(kernel.clone())?, DeviceBuffer::from_host(stream, &table)?);
         let launch = move |at: u64| {
-            // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
+            // SAFETY: the address is one of the subject's outputs, which has this size and lives until the stream is
+            // synchronized.
             let out = unsafe { KvLayer::from_raw(self.kernels.device(), at, shape) };
             unpack.enqueue(&mut self.ctx.borrow_mut(), cache.borrow_mut().layers(), (&table, count), out)
         };
@@ -225,8 +226,8 @@ impl Run<'_> {
         })
     }
 
-    /// A stage of packing: with as many BF16 units as are needed, and with too few. Which unit a page takes may differ
-    /// from launch to launch, so each launch is compared on the host.
+    /// Runs a stage of packing with enough BF16 units and with too few. A page may get another unit in each launch, so
+    /// each launch is compared on the host.
     pub(super) fn kv_pack(&self, kernel: &Arc<LoadedKernel>, spec: KvPackSpec) -> Result<Vec<StressRow>, BenchError> {
         let pack = KvPack::new(kernel.clone())?;
         let heads = Heads { head_dim: spec.head_dim.get(), kv_heads: 2 };
@@ -249,7 +250,7 @@ impl Run<'_> {
                     })?);
                 }
                 if let Some(graph) = &graph {
-                    // SAFETY: all that the launches name lives through the reads below.
+                    // SAFETY: everything that the launches use lives until the reads below.
                     unsafe { graph.launch() }?;
                 }
             }
@@ -288,13 +289,13 @@ struct Packing {
     table: Vec<u32>,
     table_pages: u32,
     hot_table: Vec<u32>,
-    /// Rows, or pages of the table.
+    /// Rows, or table entries.
     m: u32,
-    /// Pages that are packed, each with the flag that says whether a unit was lost.
+    /// Pages to pack, each with the index of the flag that is set if a unit is lost.
     jobs: Vec<(usize, Job)>,
 }
 
-/// Page of `source` that the first page of a chunk comes from.
+/// The page of `source` for the first page of a chunk.
 const FIRST: u32 = 2;
 const LAYERS: u32 = 3;
 
@@ -384,7 +385,7 @@ impl Packing {
         })
     }
 
-    /// Holds what a launch left against the oracle.
+    /// Checks the result of a launch against the oracle.
     fn check(&self, (after, lost): &(Cache, Vec<u32>)) -> Result<(), String> {
         if self.stage == KvPackStage::Release {
             return self.before.check_released(after, &self.table);
@@ -397,7 +398,7 @@ impl Packing {
     }
 }
 
-/// What a launch of packing reads and writes.
+/// The buffers that a packing launch reads and writes.
 struct OnDevice {
     cache: PackedKv,
     source: DeviceBuffer<u16>,

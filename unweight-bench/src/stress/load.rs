@@ -1,4 +1,4 @@
-//! Work on another stream, while variants run.
+//! Generates load on another stream while variants run.
 
 use std::{
     ffi::c_void,
@@ -11,7 +11,7 @@ use unweight_rt::{DeviceBuffer, Stream, raw::device::raw::RawKernel};
 use super::Run;
 use crate::error::BenchError;
 
-/// Work on another stream.
+/// The load on another stream.
 pub(super) struct Load {
     kernel: RawKernel,
     stream: Stream,
@@ -20,9 +20,10 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// More than the second-level cache holds.
+    /// More than the L2 cache holds.
     const BYTES: usize = 256 << 20;
-    /// What even the largest block leaves on a multiprocessor, for the block's own loads to queue behind.
+    /// Shared memory that even the largest block leaves free on an SM, so that the load queues accesses in front of its
+    /// own.
     const SHARED_BYTES: u32 = 1024;
     const ROUNDS: u32 = 128;
 
@@ -36,8 +37,8 @@ impl Load {
         })
     }
 
-    /// Until told to stop: streams of device memory and queues at shared memory in turn, then as long a pause. Some
-    /// races show under load, others without.
+    /// Until `stop`, alternates between streaming device memory and queueing at shared memory, then pauses for as long.
+    /// Some races show only under load, others only without.
     pub(super) fn keep_busy(&self, stop: &AtomicBool) -> Result<(), BenchError> {
         while !stop.load(Ordering::Relaxed) {
             for i in 0..32u32 {

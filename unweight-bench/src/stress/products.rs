@@ -1,4 +1,4 @@
-//! Products of weights in every encoding.
+//! Products from weights in every encoding, under load.
 
 use std::sync::Arc;
 
@@ -45,7 +45,8 @@ impl Run<'_> {
         self.ctx.borrow_mut().reserve(matmul.context_size(shape.m, &tensor.device))?;
         let launch = move |y: u64| {
             let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
-            // SAFETY: one of the outputs of `product`, of this size, which lives until the stream was waited for.
+            // SAFETY: `y` is one of the outputs of `product`, which has this size and lives until the stream is
+            // synchronized.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
             matmul.enqueue(&mut self.ctx.borrow_mut(), x, &tensor.device, y)
         };
@@ -123,14 +124,14 @@ impl Run<'_> {
     }
 }
 
-/// Batches at and next to the edges of a variant's batch tile, and one in its third tile.
+/// Returns batches at and next to the edges of a variant's batch tile, and one in its third tile.
 pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
     let tile = match spec.op {
         Op::GemmMma(op) => op.batch_tile.get(),
         Op::GemmWgmma(op) => op.batch_tile.get(),
         Op::GemmCompact(op) => op.batch_tile.get(),
         Op::GemmGrouped(op) => op.batch_tile.get(),
-        // Slots of 64, 128 or 256 rows, as the batch asks.
+        // Slots have 64, 128 or 256 rows, depending on the batch.
         _ => return vec![1, 63, 64, 65, 129, 257],
     };
     let mut batches = vec![1, tile - 1, tile, tile + 1, 2 * tile + tile / 2 + 1];
@@ -138,7 +139,7 @@ pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
     batches
 }
 
-/// Whether a variant can compute a problem at all.
+/// Returns whether a variant can compute a problem at all.
 pub(super) fn takes(spec: &VariantSpec, shape: GemmShape, sms: u32) -> bool {
     let divides = match spec.op {
         Op::GemmRecon(op) => shape.n.is_multiple_of(64 * op.n_tiles.get()),

@@ -1,4 +1,4 @@
-//! What a stress run is asked for, and what it found.
+//! Options and report of a stress run.
 
 use std::fmt;
 
@@ -12,12 +12,12 @@ use unweight_rt::DeviceInfo;
 
 use crate::options::options;
 
-/// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
+/// A fault planted in the kernels on purpose, to verify that the run detects faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Plant {
-    /// A warp refills its slot without a fence, while its own loads may be in flight.
+    /// A warp refills its slot without a fence while its loads may still be in flight.
     UnfencedRefill,
 }
 
@@ -26,19 +26,19 @@ options! {
     StressOptions {
         /// Launches of each variant on each problem.
         launches: u32 = 2000,
-        /// Only variants whose name contains one of these; empty: all.
+        /// Only variants whose name contains one of these strings; empty selects all.
         only: Vec<String> = Vec::new(),
         /// Keep memory and shared memory busy from another stream.
         load: bool = true,
-        /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
+        /// Only the variants that do not use the copy engine ([`catalog::asynchronous`]).
         asynchronous: bool = false,
-        /// A fault to be found.
+        /// The fault to plant.
         plant: Option<Plant> = None,
     }
 }
 
 impl StressOptions {
-    /// What is run on an architecture.
+    /// Returns the selected variants of an architecture.
     pub(super) fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
         let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
         let planned = all.into_iter().filter(|spec| Plan::new(spec).is_ok());
@@ -57,19 +57,19 @@ pub struct StressReport {
     pub device: DeviceInfo,
     /// The options of the run.
     pub options: StressOptions,
-    /// Launches in all.
+    /// Total launches.
     pub launches: u64,
-    /// Launches whose output was not that of the first.
+    /// Launches whose output differs from the first launch's.
     pub differing: u64,
     /// Problems whose first output was wrong.
     pub wrong: u64,
     /// Duration in seconds.
     pub seconds: f64,
-    /// A row for each variant and problem.
+    /// One row per variant and problem.
     pub rows: Vec<StressRow>,
 }
 
-/// A variant on a problem.
+/// The result of one variant on one problem.
 #[derive(Clone, Debug, Serialize)]
 pub struct StressRow {
     /// Name of the variant, or of the encoder.
@@ -82,21 +82,21 @@ pub struct StressRow {
     pub k: u32,
     /// The number of launches.
     pub launches: u32,
-    /// Of them, those whose output was not that of the first.
+    /// Launches whose output differs from the first launch's.
     pub differing: u32,
     /// What is wrong with the first output.
     pub wrong: Option<String>,
 }
 
 impl StressReport {
-    /// Whether every launch of every variant gave the right bits.
+    /// Returns whether every launch of every variant gave the right bits.
     pub fn is_clean(&self) -> bool {
         self.differing == 0 && self.wrong == 0
     }
 }
 
 impl StressRow {
-    /// Whether every launch gave the right bits.
+    /// Returns whether every launch gave the right bits.
     pub fn is_clean(&self) -> bool {
         self.differing == 0 && self.wrong.is_none()
     }
@@ -113,7 +113,7 @@ impl fmt::Display for StressRow {
     }
 }
 
-/// A line for each row that is not clean, and the sums.
+/// Prints a line for each row that is not clean, then the totals.
 impl fmt::Display for StressReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for row in self.rows.iter().filter(|row| !row.is_clean()) {

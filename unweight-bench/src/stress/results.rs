@@ -1,12 +1,12 @@
-//! What is wrong with an output.
+//! Checks outputs.
 
 use unweight_codegen::{plan::GemmShape, spec::Epilogue};
 
 use super::weights::value;
 use crate::data::halves;
 
-/// The first element that neither one rounding nor fp32 accumulation explains: the tensor cores cut off what they add,
-/// so the error grows with k.
+/// Describes the first element whose error exceeds one rounding plus fp32 accumulation. Tensor cores truncate what they
+/// add, so the tolerated error grows with k.
 pub(super) fn mismatch(
     y: &[u8],
     GemmShape { n, k, .. }: GemmShape,
@@ -22,7 +22,7 @@ pub(super) fn mismatch(
         let (sum, slack) = match epilogue {
             Epilogue::Store => (exact[at].0, exact[at].1 * share),
             Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * share),
-            // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
+            // Rows of gate and up are interleaved. The slope of silu is at most 1.1.
             Epilogue::SiluMul => {
                 let turn = Epilogue::GATE_ROWS as usize;
                 let gate_at = row * n + column / turn * 2 * turn + column % turn;

@@ -1,5 +1,5 @@
-//! The kernels for other systems' formats under load. They take buffers, not addresses: each launch poisons a buffer of
-//! its own, fills it, and copies it to the output that is compared.
+//! Kernels of other systems' formats under load. These accept buffers, not addresses: each launch poisons its own
+//! buffer, fills it, and copies it to the output that is compared.
 
 use std::cell::RefCell;
 
@@ -26,14 +26,14 @@ use crate::{
     rivals::{not_taken, unheld},
 };
 
-/// What a kernel is run on.
+/// The operation of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rival {
     Dfloat11,
     Decompress,
-    /// A product of so many rows at most.
+    /// A product of at most this many rows.
     Gemm(u32),
-    /// Runs behind every product whose k is shared out.
+    /// Runs after every product that is split along k.
     Reduce,
     Matvans(Layout),
     Dense,
@@ -61,7 +61,7 @@ impl Rival {
         }
     }
 
-    /// Whether a matrix of this shape can be coded so.
+    /// Returns whether the kernel's format can hold a matrix of this shape.
     fn takes(self, (n, k): (u32, u32)) -> bool {
         match self {
             Self::Matvans(layout) => {
@@ -73,7 +73,7 @@ impl Rival {
     }
 }
 
-/// The kernels that were asked for, and what launches them.
+/// The selected kernels and their launchers.
 pub(super) struct Rivals {
     kernels: Vec<(String, Rival)>,
     dfloat11: UnitDecoder,
@@ -83,7 +83,8 @@ pub(super) struct Rivals {
 }
 
 impl Run<'_> {
-    /// None, if none was asked for: nor where faults are planted, or variants without copy engine are run alone.
+    /// Loads the selected kernels. Returns `None` if none is selected, if a fault is planted, or if only variants
+    /// without the copy engine run.
     pub(super) fn load_rivals(&self) -> Result<Option<Rivals>, BenchError> {
         let arch = self.kernels.device().info().arch;
         let named = cuda::kernels(arch).into_iter().filter_map(|kernel| Some((kernel.name(), Rival::of(&kernel)?)));
@@ -102,7 +103,7 @@ impl Run<'_> {
         }))
     }
 
-    /// What they are run on at a shape, one made after the other.
+    /// Makes the subjects of all kernels at a shape, one after the other.
     pub(super) fn rivals<'a>(
         &'a self,
         own: &'a Rivals,
@@ -114,7 +115,7 @@ impl Run<'_> {
         let cases = own.kernels.iter().filter(move |(_, rival)| rival.takes(shape)).flat_map(|(name, rival)| {
             let details: Vec<u32> = match rival {
                 Rival::Reduce => Vec::new(),
-                // Every batch that takes this tile begins behind the tile before.
+                // The smallest batch that uses this tile is one above the tile before.
                 Rival::Gemm(tile) => {
                     let before = BATCH_TILES.into_iter().filter(|other| other < tile).max().unwrap_or(0);
                     vec![before + 1, tile - 1, *tile]
@@ -135,7 +136,7 @@ impl Run<'_> {
         }))
     }
 
-    /// `launch` fills a buffer of so many bytes, and says where it lies.
+    /// Makes a subject. `launch` fills a buffer of `bytes` and returns its address.
     fn rival<'a>(
         &'a self,
         name: &str,
@@ -148,8 +149,8 @@ impl Run<'_> {
         let halves = (bytes / 2) as u32;
         let copied = move |to: u64| {
             let from = (launch.borrow_mut())()?;
-            // SAFETY: the buffer that was just filled, which the launch owns, and one of the outputs below, which live
-            // until the stream was waited for; both have so many bytes.
+            // SAFETY: `from` is the buffer that was just filled, which the launch owns. `to` is one of the outputs
+            // below, which live until the stream is synchronized. Both have `bytes` bytes.
             let (from, mut to) = unsafe {
                 (
                     MatrixRef::from_raw(device, from, 1, halves, halves.into())?,
@@ -169,7 +170,7 @@ impl Run<'_> {
         })
     }
 
-    /// What is wrong, or how much a kernel could not decode.
+    /// Returns `wrong`, or else an error if a kernel counted inputs that it could not decode.
     fn or_faults(&self, wrong: Option<String>, faults: Result<u32, DeviceError>) -> Option<String> {
         wrong.or_else(|| match faults {
             Ok(0) => None,
@@ -238,7 +239,7 @@ impl Run<'_> {
         self.rival(name, shape, bytes, launch, check)
     }
 
-    /// The product of an int8 matrix and a vector, from what is coded or as it is.
+    /// Makes a subject of the product of an int8 matrix and a vector, from coded or plain values.
     fn int8<'a>(
         &'a self,
         name: &str,
@@ -246,7 +247,7 @@ impl Run<'_> {
         (n, k): (u32, u32),
         layout: Option<Layout>,
     ) -> Result<Subject<'a>, BenchError> {
-        /// Few sums are cut off.
+        /// Few sums saturate.
         const SCALE: f32 = 0.01;
         let (stream, rows, cols) = (self.stream, n as usize, k as usize);
         let integers = |count: usize, seed: u64| -> Vec<i8> {
@@ -273,7 +274,7 @@ impl Run<'_> {
         self.rival(name, GemmShape { m: 1, n, k }, rows, launch, check)
     }
 
-    /// The sum of two FP8 vectors of `n * k` bytes: coded with so many bytes a stream, or with 0 as they are.
+    /// Makes a subject of the sum of two FP8 vectors of `n * k` bytes: in streams of `per_stream` bytes, or plain if 0.
     fn sum<'a>(
         &'a self,
         name: &str,
@@ -293,7 +294,7 @@ impl Run<'_> {
         let coded = if per_stream > 0 { Some((code(&a)?, code(&b)?)) } else { None };
         let mut out = DeviceBuffer::<u8>::zeroed(stream, bytes)?;
         let launch = move || {
-            // No number, so no sum of these.
+            // The value is NaN, so no sum of these vectors.
             out.fill_bytes(stream, 0xff)?;
             match &coded {
                 Some((a, b)) => kernels.add(stream, a, b, &mut out)?,
@@ -302,7 +303,7 @@ impl Run<'_> {
             Ok(out.address())
         };
         let check = move |got: &[u8]| {
-            // Of each pair the sum that was found right once.
+            // For each pair of bytes, the sum that was already found correct.
             let mut right: Vec<Option<u8>> = vec![None; 1 << 16];
             let wrong = (0..bytes).find_map(|at| {
                 let at_output = if per_stream > 0 { place(at, per_stream, bytes / per_stream) } else { at };

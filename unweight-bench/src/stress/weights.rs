@@ -1,4 +1,4 @@
-//! The weights and inputs of a shape, in every encoding, and the exact products.
+//! Weights and inputs of one shape, in every encoding, with exact products.
 
 use rayon::prelude::*;
 use unweight_codegen::abi::DecodeHuffmanArgs;
@@ -21,7 +21,7 @@ use crate::{
     error::BenchError,
 };
 
-/// The largest batch.
+/// The maximum batch.
 pub(super) const ROWS: u32 = 656;
 
 /// Weights of one shape in every encoding, inputs, and products in double precision.
@@ -29,15 +29,15 @@ pub(super) struct Weights {
     pub(super) shape: (u32, u32),
     pub(super) bytes: Vec<u8>,
     pub(super) x: DeviceBuffer<u16>,
-    /// bf16 that outputs hold before they are added to.
+    /// bf16 contents of outputs before a launch adds to them.
     pub(super) old: Vec<u8>,
     pub(super) with_escapes: PackedOnDevice,
     pub(super) without_escapes: PackedOnDevice,
-    /// None of a matrix that is too small for a book, or has too many escapes by chance.
+    /// `None` for a matrix that is too small for a codebook or happens to have too many escapes.
     pub(super) compact: Option<DeviceCompact>,
     pub(super) few_rows: ReconOnDevice,
     pub(super) no_rows: ReconOnDevice,
-    /// For each element of Y the product, and the sum of the magnitudes that went into it.
+    /// For each element of Y, the product and the sum of the magnitudes of its terms.
     pub(super) exact: Vec<(f64, f64)>,
     pub(super) exact_without_escapes: Vec<(f64, f64)>,
     pub(super) exact_few_rows: Vec<(f64, f64)>,
@@ -61,7 +61,7 @@ fn compact_on_device(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Resul
     Ok(host.map(|host| DeviceCompact::upload(stream, &host)).transpose()?)
 }
 
-/// A palette tensor, and its exponents.
+/// A tensor in the palette and Huffman encodings, and its exponents.
 pub(super) struct ReconOnDevice {
     pub(super) max_verbatim_rows: u32,
     pub(super) palette: DevicePalette,
@@ -82,7 +82,7 @@ impl ReconOnDevice {
     }
 }
 
-/// Weights of a type, of which one in 700 has any bits.
+/// Returns weights of a float type; one in 700 has random bits.
 pub(super) fn with_any_bits(float: Float, elements: usize) -> Vec<u8> {
     let seed = elements as u64;
     let (mut bytes, mut random) = (float_weights(float, elements, seed), Random::new(seed ^ 0x77));
@@ -177,8 +177,8 @@ impl Weights {
     }
 }
 
-/// The same weights with every 499th element far outside of any window: zeros, subnormals, large ones. Row 5 begins
-/// with a run of them, longer than a warp in all but the smallest matrices.
+/// Returns the weights with every 499th element far outside any window: zeros, subnormals and large values. Row 5
+/// begins with a run of them, longer than a warp in all but the smallest matrices.
 pub(super) fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
     let (mut bytes, elements) = (weights.to_vec(), weights.len() / 2);
     for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
@@ -193,7 +193,7 @@ pub(super) fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
     bytes
 }
 
-/// The values in a section of any alignment.
+/// Reads the values of a section of any alignment.
 fn pods<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> Vec<T> {
     bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
 }
@@ -214,7 +214,7 @@ fn products(x: &[u8], w: &[u8], (n, k): (u32, u32)) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// The exponents, u8 `[tiles, 64, 64]`, of a matrix of whole tiles.
+/// Returns the exponents of a matrix of whole tiles, u8 `[tiles, 64, 64]`.
 pub(super) fn exponents_by_tile(matrix: Matrix<'_>) -> Vec<u8> {
     let (grid, bytes) = (matrix.grid(), matrix.bytes());
     let (rows, cols) = (grid.rows(), grid.cols());

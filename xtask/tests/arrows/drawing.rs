@@ -1,13 +1,14 @@
-//! The section of docs/architecture.md that is written from the declared orders.
+//! Writes the section of docs/architecture.md with the declared orders.
 
 use std::fmt::Write;
 
 use crate::orders::CRATES;
 
-/// Columns of a line.
+/// Line width, columns.
 const WIDTH: usize = 120;
 
-/// The section, without the comments around it. `owners` are dependencies and the folders that alone may name them.
+/// Returns the section without the comments around it. `owners` are dependencies and the only folders that may use
+/// them.
 pub fn section(owners: &[(&str, &[&str])]) -> String {
     let mut out = String::new();
     crates(&mut out, owners);
@@ -15,7 +16,7 @@ pub fn section(owners: &[(&str, &[&str])]) -> String {
     out
 }
 
-/// A line of cells at these columns. The last cell goes on in lines of its own where it is too long.
+/// Writes a line with cells at these columns. The last cell wraps if it is too long.
 fn line(out: &mut String, columns: &[usize], cells: &[&str]) {
     let (last, first) = cells.split_last().expect("a cell");
     let at = *columns.last().expect("a column");

@@ -1,30 +1,30 @@
-//! The order of the crates and of the modules in each, from the bottom up.
+//! Declares the order of the crates, and of the modules in each crate, from the bottom up.
 
 /// A crate of the repository.
 pub struct Crate {
-    /// Folder, from the root.
+    /// The folder, relative to the root.
     pub folder: &'static str,
-    /// Name of the package.
+    /// The name of the package.
     pub name: &'static str,
-    /// What it holds, in a few words.
+    /// A few words on its content.
     pub holds: &'static str,
     /// Packages of the workspace that it may depend on.
     pub above: &'static [&'static str],
-    /// Modules of its root. A module may name those of lower levels, and no other of its own level.
+    /// The modules of its root. A module may refer to modules of lower levels only.
     pub levels: &'static [Level],
 }
 
-/// Names of modules, separated by spaces, and what they hold.
+/// Names of modules, separated by spaces, and a few words on their content.
 pub type Level = (&'static str, &'static str);
 
 impl Crate {
-    /// Folder of its sources.
+    /// Returns the folder of its sources.
     pub fn source(&self) -> String {
         if self.folder == "." { "src".to_owned() } else { format!("{}/src", self.folder) }
     }
 }
 
-/// Every package of the workspace, from the bottom up. The bindings are workspaces of their own.
+/// Every package of the workspace, from the bottom up. The bindings are separate workspaces.
 pub const CRATES: [Crate; 11] = [
     Crate {
         folder: "unweight-format",
@@ -190,8 +190,8 @@ pub const CRATES: [Crate; 11] = [
     },
 ];
 
-/// Modules in a module, where they have an order of their own: folder, and levels from the bottom up with `<` between
-/// them. Folders that are not listed hold a list of equals (families, rivals), or parts of one algorithm.
+/// Modules inside a module that have an order: folder, and levels from the bottom up, separated by `<`. Folders that
+/// are not listed contain peers (families, rivals) or parts of one algorithm.
 pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
     (

@@ -1,4 +1,4 @@
-//! Which module names which: by `use`, by a path in code, by a path in a macro's arguments.
+//! Finds which module refers to which: by `use`, by a path in code, or by a path in a macro's arguments.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,19 +12,19 @@ use crate::sources::{Module, impl_attributes, item_attributes, of_tests, trait_a
 
 type Place = Vec<String>;
 
-/// A module names something of its own crate.
+/// A reference from a module to a name in its own crate.
 pub struct Reference {
     pub from: Place,
-    /// What it names: the module that defines it, and the name.
+    /// The target: the module that defines the name, and the name.
     pub to: Place,
     pub file: PathBuf,
     pub line: usize,
 }
 
-/// The names of a module, as a path from elsewhere finds them.
+/// The names of a module that paths can refer to.
 #[derive(Default)]
 struct Names {
-    /// What `use` brings in, by the name that it has here.
+    /// Names imported by `use`, by their local name.
     uses: BTreeMap<String, Place>,
     globs: Vec<Place>,
     defined: BTreeSet<String>,
@@ -42,7 +42,7 @@ impl Tree {
         let mut written = Vec::new();
         let of_crate = aliases_of_crate(modules);
         for module in modules {
-            // A library and a program have two roots, and both paths are empty.
+            // A library and a program have two roots, both with an empty path.
             let own = names.entry(module.path.clone()).or_default();
             for item in &module.items {
                 own.note(item);
@@ -62,15 +62,15 @@ impl Tree {
         tree
     }
 
-    /// Modules that stand in this one.
+    /// Returns the child modules of a module.
     pub fn children(&self, of: &[String]) -> BTreeSet<&str> {
         let inside = self.names.keys().filter(|path| path.len() == of.len() + 1 && path.starts_with(of));
         inside.filter_map(|path| path.last()).map(String::as_str).collect()
     }
 
-    /// Modules in this one that name each other, and where.
+    /// Returns the references between children of a module.
     ///
-    /// What this module defines itself, modules in it may name, and it names them.
+    /// References to and from the module's own definitions do not count.
     pub fn arrows<'a>(&'a self, of: &'a [String]) -> impl Iterator<Item = (&'a str, &'a str, &'a Reference)> {
         let children = self.children(of);
         self.references.iter().filter_map(move |reference| {
@@ -82,9 +82,9 @@ impl Tree {
         })
     }
 
-    /// Where a path that a module writes leads: through re-exports, to the definition. `None`: to another crate.
+    /// Resolves a path in a module to its definition, through re-exports. `None` for a path to another crate.
     fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
-        // A path that has come back, or grows for ever, is not one that a compiler takes.
+        // A path that recurs or grows without end would not compile.
         if !seen.insert((from.clone(), path.to_vec())) || seen.len() > 64 {
             return None;
         }
@@ -103,7 +103,7 @@ impl Tree {
         if names.defined.contains(first) {
             return Some(own);
         }
-        // `use quote::quote` is of another crate: no module here has the first name.
+        // `use quote::quote` refers to another crate: no module here has the first name.
         if let Some(path) = names.uses.get(first).filter(|path| path[0] != *first) {
             return self.resolve(from, &[path.as_slice(), rest].concat(), seen);
         }
@@ -127,7 +127,7 @@ impl Names {
             Item::Union(item) => &item.ident,
             Item::Use(item) => return self.import(&item.tree, &[]),
             Item::Macro(item) => {
-                // A macro that defines a type has its name before the braces, after attributes.
+                // A macro that defines a type has the type's name before the braces, after attributes.
                 let idents = item.mac.tokens.clone().into_iter().filter_map(|token| match token {
                     TokenTree::Ident(ident) => Some(ident.to_string()),
                     _ => None,
@@ -150,7 +150,7 @@ impl Names {
     }
 }
 
-/// The paths of a `use`, each with the name that it brings in; `None` for a glob.
+/// Returns the paths of a `use`, each with its local name; `None` for a glob.
 fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
     let with = |name: &Ident| [before, &[name.to_string()]].concat();
     match tree {
@@ -164,7 +164,7 @@ fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
     }
 }
 
-/// Names of `extern crate self as NAME`, which every module of the crate may use.
+/// Returns the names of `extern crate self as NAME`, which every module of the crate may use.
 fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, Place> {
     let of = |item: &Item| match item {
         Item::ExternCrate(item) if item.ident == "self" => {
@@ -175,15 +175,15 @@ fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, Place> {
     modules.iter().flat_map(|module| &module.items).filter_map(of).collect()
 }
 
-/// Collects paths that can lead into the own crate, with their lines: as they are written, but for aliases.
+/// Collects paths that may lead into the crate, with their lines. Aliases are resolved; other names stay as written.
 struct Visitor {
     found: Vec<(Place, usize)>,
-    /// Names that `use` gives the crate or a module around, as `use crate as x` and `use super::{self as x}` do, with
-    /// what they stand for.
+    /// Aliases of the crate or of an enclosing module, from `use crate as x` and `use super::{self as x}`, with their
+    /// targets.
     aliases: BTreeMap<String, Place>,
 }
 
-/// Collects aliases, also those in functions, until there are no more.
+/// Collects aliases, including those in functions, until there are no more.
 struct Aliases<'a>(&'a mut BTreeMap<String, Place>);
 
 impl<'ast> visit::Visit<'ast> for Aliases<'_> {
@@ -199,7 +199,7 @@ impl<'ast> visit::Visit<'ast> for Aliases<'_> {
     }
 }
 
-/// A path with what its first name stands for.
+/// Replaces an alias at the start of a path.
 fn written_out(path: Place, aliases: &BTreeMap<String, Place>) -> Place {
     match path.split_first() {
         Some((first, rest)) if aliases.contains_key(first) => [&aliases[first], rest].concat(),
@@ -216,12 +216,12 @@ impl Visitor {
         }
     }
 
-    /// Whether a path that begins so stays in the crate.
+    /// Returns whether a path with this first name stays in the crate.
     fn is_start(&self, ident: &Ident) -> bool {
         ident == "crate" || ident == "super" || ident == "self" || self.aliases.contains_key(&ident.to_string())
     }
 
-    /// Paths in the arguments of a macro, which are not parsed.
+    /// Collects paths in the arguments of a macro, which are not parsed.
     fn tokens(&mut self, tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let is_colon = |at: usize| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
@@ -286,7 +286,7 @@ impl<'ast> visit::Visit<'ast> for Visitor {
         visit::visit_path(self, path);
     }
 
-    /// A visibility such as `pub(super)` says who may see an item, and names nothing.
+    /// A visibility such as `pub(super)` is not a reference.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 
     fn visit_macro(&mut self, called: &'ast Macro) {

@@ -1,17 +1,17 @@
-//! Declarations as text of one line: `fn(&self, name: &str) -> Result<u8, Error>`.
+//! Formats declarations on one line: `fn(&self, name: &str) -> Result<u8, Error>`.
 
 use proc_macro2::{Delimiter, Spacing, TokenStream, TokenTree};
 use quote::ToTokens;
 use syn::{FnArg, Generics, Pat, ReceiverKind, Signature};
 
-/// The text of a type, of bounds, of generics: the same whatever its line breaks and trailing commas were.
+/// Returns the text of a type, bounds or generics, independent of line breaks and trailing commas.
 pub fn text(tokens: impl ToTokens) -> String {
     let mut out = String::new();
     write(tokens.into_token_stream(), &mut out);
     out
 }
 
-/// A function without its name: names of parameters and types, without attributes and patterns.
+/// Returns a function without its name: names and types of parameters, without attributes and patterns.
 pub fn function(signature: &Signature) -> String {
     let mut own = signature.clone();
     for input in &mut own.inputs {
@@ -38,7 +38,7 @@ pub fn function(signature: &Signature) -> String {
     text(own).replacen(&name, "fn", 1).trim_end_matches(',').to_owned()
 }
 
-/// Parameters of a type or trait with all their bounds: `<'a, T: Copy> where T: Debug`; empty if it has none.
+/// Returns the parameters of a type or trait with all bounds: `<'a, T: Copy> where T: Debug`; empty if it has none.
 pub fn generics(generics: &Generics) -> String {
     let mut own = generics.clone();
     let clause = own.where_clause.take().map(|clause| format!(" {}", text(clause).trim_end_matches(',')));
@@ -53,7 +53,7 @@ fn write(tokens: TokenStream, out: &mut String) {
             TokenTree::Group(group) => return_group(group.delimiter(), group.stream()),
             token => token.to_string(),
         };
-        // A sign of two characters is one word.
+        // An operator of two characters is one word.
         if let (TokenTree::Punct(punct), Some(TokenTree::Punct(next))) = (token, tokens.get(at + 1))
             && punct.spacing() == Spacing::Joint
             && ["::", "->", "..", "=="].contains(&&*format!("{}{}", punct.as_char(), next.as_char()))
@@ -94,7 +94,7 @@ fn return_group(delimiter: Delimiter, inner: TokenStream) -> String {
     }
 }
 
-/// Whether a space stands between two words.
+/// Returns whether a space separates two words.
 fn spaced(before: &str, word: &str) -> bool {
     let is_name = |text: &str| text.ends_with(|c: char| c.is_alphanumeric() || c == '_');
     if word == ">" {

@@ -1,4 +1,4 @@
-//! The public items of a crate, from its sources.
+//! Reads the public items of a crate from its sources.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,9 +22,9 @@ pub type Place = Vec<String>;
 pub struct Member {
     pub name: String,
     pub kind: MemberKind,
-    /// Its declaration without its name.
+    /// The declaration without the name.
     pub text: String,
-    /// The first paragraph of its documentation.
+    /// The first paragraph of the documentation.
     pub doc: String,
 }
 
@@ -35,14 +35,14 @@ pub enum MemberKind {
     Other,
 }
 
-/// What a module says, by name.
+/// The definitions of a module, by name.
 #[derive(Default)]
 pub struct Module {
-    /// The declaration of everything that it defines, without its name, and whether that is `pub`.
+    /// The declaration of every definition, without its name, and whether it is `pub`.
     items: BTreeMap<String, (String, bool)>,
-    /// The first paragraph of the documentation of everything that it defines but modules and macros.
+    /// The first paragraph of the documentation of every definition except modules and macros.
     docs: BTreeMap<String, String>,
-    /// Names that `use` brings in: the path, as it is written, and whether it is `pub`.
+    /// Names imported by `use`: the path as written, and whether it is `pub`.
     uses: Vec<(String, Place, bool)>,
     globs: Vec<(Place, bool)>,
 }
@@ -50,13 +50,13 @@ pub struct Module {
 #[derive(Default)]
 pub struct Crate {
     pub modules: BTreeMap<Place, Module>,
-    /// Members of types and traits, by where the type is defined.
+    /// Members of types and traits, by the place of the type's definition.
     pub members: BTreeMap<Place, BTreeSet<Member>>,
-    /// Members by the path of the type as an `impl` writes it, with the module of that `impl`.
+    /// Members by the path of the type as written in an `impl`, with the module of the `impl`.
     impls: Vec<(Place, Place, Vec<Member>)>,
-    /// `macro_rules!` by name: of the crate, and those that other crates export.
+    /// `macro_rules!` by name: those of the crate, and those that other crates export.
     rules: BTreeMap<String, Rules>,
-    /// Macros that the crate exports, from its root wherever they are written.
+    /// Macros that the crate exports. They are at its root wherever they are written.
     macros: Vec<String>,
 }
 
@@ -68,17 +68,17 @@ fn has(attributes: &[Attribute], name: &str) -> bool {
     attributes.iter().any(|attribute| attribute.path().is_ident(name))
 }
 
-/// Whether documents leave it out, or only tests see it.
+/// Returns whether an item is hidden from the documentation or compiled only for tests.
 fn is_hidden(attributes: &[Attribute]) -> bool {
     of_tests(attributes) || lists(attributes, "doc").any(|list| list == "hidden")
 }
 
-/// Whether it needs a feature for tests.
+/// Returns whether an item needs a feature for tests.
 fn of_tests(attributes: &[Attribute]) -> bool {
     lists(attributes, "cfg").any(|list| ["test", "failpoints", "fake"].iter().any(|word| list.contains(word)))
 }
 
-/// What stands in the parentheses of attributes with a name.
+/// Returns the contents of the parentheses of attributes with a name.
 fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item = String> + 'a {
     attributes.iter().filter(move |attribute| attribute.path().is_ident(name)).filter_map(|own| match &own.meta {
         syn::Meta::List(list) => Some(list.tokens.to_string()),
@@ -86,7 +86,7 @@ fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item =
     })
 }
 
-/// The first paragraph of what is documented, on one line.
+/// Returns the first paragraph of the documentation on one line.
 fn doc(attributes: &[Attribute]) -> String {
     let lines = attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).filter_map(|own| {
         let syn::Meta::NameValue(value) = &own.meta else { return None };
@@ -94,23 +94,23 @@ fn doc(attributes: &[Attribute]) -> String {
         Some(line.value())
     });
     let text = lines.flat_map(|line| line.lines().map(|line| line.trim().to_owned()).collect::<Vec<_>>());
-    // An empty doc comment has no lines, and ends a paragraph as well.
+    // An empty doc comment has no lines, and also ends a paragraph.
     text.skip_while(String::is_empty).take_while(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
-/// The kind of a struct or an enum, with what its attributes say of later versions.
+/// Returns the kind of a struct or an enum, with `non_exhaustive` and its parameters.
 fn kind_of(kind: &str, attributes: &[Attribute], parameters: &syn::Generics) -> String {
     let open = if has(attributes, "non_exhaustive") { "non_exhaustive " } else { "" };
     format!("{open}{kind}{}", generics(parameters))
 }
 
-/// ` = VALUE` or `: BOUNDS`; empty if there are none.
+/// Returns ` = VALUE` or `: BOUNDS`; empty if there are none.
 fn after(sign: &str, tokens: impl ToTokens) -> String {
     let text = text(tokens);
     if text.is_empty() { text } else { format!("{sign}{text}") }
 }
 
-/// A variant without its name, with what it holds.
+/// Returns a variant's content, without its name.
 fn variant(variant: &syn::Variant) -> String {
     let named = |field: &syn::Field| match &field.ident {
         Some(name) => format!("{name}: {}", text(&field.ty)),
@@ -129,9 +129,9 @@ fn variant(variant: &syn::Variant) -> String {
 }
 
 impl Crate {
-    /// Of a crate whose sources are in `folder`.
+    /// Reads the crate in `folder`.
     ///
-    /// `exported` is [`exported`].
+    /// `exported` is the result of [`exported`].
     pub fn read(folder: &str, exported: &BTreeMap<String, Rules>) -> Self {
         let source = root().join(folder).join("src");
         let mut read = Self { rules: exported.clone(), ..Self::default() };
@@ -141,7 +141,7 @@ impl Crate {
         read
     }
 
-    /// Of one text, as if it were the root of a crate.
+    /// Reads one text as if it were the root of a crate.
     pub fn of_text(written: &str) -> Self {
         let mut read = Self::default();
         read.items(&syn::parse_file(written).expect("Rust").items, Path::new(""), Vec::new());
@@ -149,8 +149,8 @@ impl Crate {
         read
     }
 
-    /// Gives what `impl` blocks define to their types, which may be defined in modules that are read later, and what is
-    /// exported from the root to the root.
+    /// Assigns the members of `impl` blocks to their types, which may be in modules that are read later, and exported
+    /// macros to the root.
     fn assign(&mut self) {
         let root = self.modules.entry(Vec::new()).or_default();
         root.items.extend(self.macros.drain(..).map(|name| (name, ("macro".to_owned(), true))));
@@ -161,13 +161,13 @@ impl Crate {
         }
     }
 
-    /// `folder` is where the modules of the file are.
+    /// Reads a file. `folder` is where its modules are.
     fn file(&mut self, path: &Path, folder: &Path, place: Place) {
         self.items(&parsed(path).items, folder, place);
     }
 
     fn items(&mut self, items: &[Item], folder: &Path, place: Place) {
-        // A macro of the module itself hides one of the same name elsewhere.
+        // A macro of the module itself hides one with the same name elsewhere.
         let mut own = BTreeMap::new();
         note_rules(items, false, &mut own);
         let hidden: Vec<_> =
@@ -223,7 +223,7 @@ impl Crate {
             }
             Item::Mod(item) if !of_tests(&item.attrs) => {
                 let name = item.ident.to_string();
-                // What a module holds that documents leave out may have another path.
+                // The contents of a hidden module may have another, public path.
                 let public = is_pub(&item.vis) && !is_hidden(&item.attrs);
                 module.items.insert(name.clone(), ("mod".to_owned(), public));
                 let inner = [place.as_slice(), std::slice::from_ref(&name)].concat();
@@ -253,7 +253,7 @@ impl Crate {
         }
     }
 
-    /// What a macro of this workspace writes; `None` for one of another crate.
+    /// Expands a macro of this workspace; `None` for a macro of another crate.
     fn expanded(&self, called: &syn::Macro) -> Option<TokenStream> {
         let name = called.path.segments.last()?.ident.to_string();
         let written = self.rules.get(&name)?.expand(&called.tokens);
@@ -274,7 +274,7 @@ impl Crate {
 
     fn inherent(&mut self, item: &syn::ItemImpl, place: &Place) {
         let Type::Path(path) = &*item.self_ty else { return };
-        // Bounds of the block are part of what its methods ask for, and so is the type if it is one of many.
+        // Bounds of the block are bounds of its methods. So is the type, if it is one instance of a generic type.
         let bounded = item.generics.where_clause.is_some()
             || item.generics.type_params().next().is_some()
             || item.generics.const_params().next().is_some();
@@ -301,7 +301,7 @@ impl Crate {
         self.impls.push((place.clone(), path, members.collect()));
     }
 
-    /// Where a path of a module leads: the module that defines the last name, or that is the last name.
+    /// Resolves a path of a module: returns the module that defines the last name, or that is the last name.
     fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
         if !seen.insert((from.clone(), path.to_vec())) {
             return None;
@@ -340,7 +340,7 @@ impl Crate {
             .find_map(|of| self.resolve(&of, rest, seen))
     }
 
-    /// Every public path and the definition that it leads to.
+    /// Returns every public path with the definition that it leads to.
     pub fn paths(&self) -> Vec<(Place, Place)> {
         let mut found = Vec::new();
         self.paths_of(&Vec::new(), &Vec::new(), &mut Vec::new(), &mut found);
@@ -380,20 +380,21 @@ impl Crate {
         open.pop();
     }
 
-    /// The first paragraph of a definition's documentation; `None` for modules, macros and items of other crates.
+    /// Returns the first paragraph of a definition's documentation; `None` for modules, macros and items of other
+    /// crates.
     pub fn doc(&self, definition: &Place) -> Option<&str> {
         let (name, module) = definition.split_last()?;
         self.modules.get(module)?.docs.get(name).map(String::as_str)
     }
 
-    /// The declaration of a definition, without its name; `None` for one of another crate.
+    /// Returns the declaration of a definition, without its name; `None` for a definition in another crate.
     pub fn declaration(&self, definition: &Place) -> Option<&str> {
         let Some((name, module)) = definition.split_last() else { return Some("mod") };
         self.modules.get(module)?.items.get(name).map(|(text, _)| text.as_str())
     }
 }
 
-/// Writes out macros in types.
+/// Expands macros in types.
 struct Expander<'a>(&'a Crate);
 
 impl VisitMut for Expander<'_> {
@@ -407,7 +408,7 @@ impl VisitMut for Expander<'_> {
     }
 }
 
-/// Bounds of an `impl` block, behind its type.
+/// Returns the bounds of an `impl` block, after its type.
 fn generics_of_impl(own: &syn::Generics) -> String {
     let bounds: Vec<String> = own
         .params
@@ -423,7 +424,7 @@ fn generics_of_impl(own: &syn::Generics) -> String {
     if bounds.is_empty() { String::new() } else { format!(" where {}", bounds.join(", ")) }
 }
 
-/// Methods with a body of their own are `provided`: an implementation may leave them out.
+/// Returns a member of a trait. Methods with a default body are `provided`: an implementation may omit them.
 fn trait_member(member: &TraitItem) -> Option<Member> {
     let (name, attributes, text) = match member {
         TraitItem::Fn(member) => {
@@ -445,12 +446,12 @@ fn parsed(path: &Path) -> syn::File {
     syn::parse_file(&read(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Macros that published crates export.
+/// Returns the macros that published crates export.
 pub fn exported() -> BTreeMap<String, Rules> {
     published().keys().flat_map(|folder| rules_of(&format!("{folder}/src"), true)).collect()
 }
 
-/// The `macro_rules!` of all files in a folder.
+/// Returns the `macro_rules!` of all files in a folder.
 fn rules_of(folder: &str, exported: bool) -> BTreeMap<String, Rules> {
     let mut found = BTreeMap::new();
     for path in files(&[folder], &["rs"], &[]) {

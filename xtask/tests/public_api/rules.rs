@@ -1,7 +1,7 @@
-//! Expands `macro_rules!` of this workspace, so that what they define is listed as if it were written out.
+//! Expands `macro_rules!` of this workspace, so that their definitions are listed as if they were written out.
 //!
-//! It knows what the macros here use: fragments that [`syn`] parses, repetitions and nested groups. Hygiene is not
-//! needed, because bodies of functions are not listed.
+//! Supports only what the macros here use: fragments that [`syn`] parses, repetitions and nested groups. Hygiene is not
+//! needed, because function bodies are not listed.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use syn::{
     parse::{ParseStream, Parser, discouraged::Speculative},
 };
 
-/// The rules of a macro: what each takes and what it writes.
+/// The rules of a macro: for each, its patterns and its output.
 #[derive(Clone)]
 pub struct Rules(Vec<(Vec<Pattern>, TokenStream)>);
 
@@ -20,7 +20,7 @@ pub struct Rules(Vec<(Vec<Pattern>, TokenStream)>);
 enum Pattern {
     Token(TokenTree),
     Group(Delimiter, Vec<Pattern>),
-    /// Name and kind of a fragment.
+    /// The name and the kind of a fragment.
     Fragment(String, String),
     Repeat(Repeat, Vec<Pattern>),
 }
@@ -34,14 +34,14 @@ struct Repeat {
 #[derive(Clone)]
 enum Bound {
     One(TokenStream),
-    /// A value for each repetition.
+    /// One value per repetition.
     Many(Vec<Bound>),
 }
 
 type Bindings = BTreeMap<String, Bound>;
 
 impl Rules {
-    /// Of the tokens in `macro_rules! name { ... }`.
+    /// Parses the tokens in `macro_rules! name { ... }`.
     pub fn new(tokens: TokenStream) -> Self {
         let mut groups = tokens.into_iter().filter_map(|token| match token {
             TokenTree::Group(group) => Some(group.stream()),
@@ -54,7 +54,7 @@ impl Rules {
         Self(rules)
     }
 
-    /// What the macro writes for these tokens; `None` if no rule takes them.
+    /// Expands the macro for these tokens; `None` if no rule matches.
     pub fn expand(&self, tokens: &TokenStream) -> Option<TokenStream> {
         self.0.iter().find_map(|(patterns, written)| {
             let mut bindings = Bindings::new();
@@ -69,7 +69,7 @@ fn is(token: Option<&TokenTree>, sign: char) -> bool {
     matches!(token, Some(TokenTree::Punct(punct)) if punct.as_char() == sign)
 }
 
-/// How often a group repeats: what stands behind `$( ... )`, and how many tokens that is.
+/// Returns how often a group repeats, from the tokens after `$( ... )`, and the number of these tokens.
 fn repeat(tokens: &[TokenTree]) -> (Repeat, usize) {
     let sign = |at: usize| ['*', '+', '?'].into_iter().find(|sign| is(tokens.get(at), *sign));
     match sign(0) {
@@ -102,7 +102,7 @@ fn patterns(tokens: TokenStream) -> Vec<Pattern> {
     found
 }
 
-/// Takes what the patterns ask for off the input.
+/// Matches the patterns against the input and consumes it.
 fn take(patterns: &[Pattern], input: ParseStream, bindings: &mut Bindings) -> Result<()> {
     for pattern in patterns {
         match pattern {
@@ -131,7 +131,7 @@ fn take(patterns: &[Pattern], input: ParseStream, bindings: &mut Bindings) -> Re
     Ok(())
 }
 
-/// Takes a group as often as it comes. Every name in it gets a list, which may be empty.
+/// Matches a group as often as possible. Every name in the group gets a list, which may be empty.
 fn repetitions(repeat: &Repeat, inner: &[Pattern], input: ParseStream) -> BTreeMap<String, Vec<Bound>> {
     let mut all: BTreeMap<String, Vec<Bound>> = names(inner).into_iter().map(|name| (name, Vec::new())).collect();
     let mut rounds = 0;
@@ -188,7 +188,7 @@ fn write(tokens: TokenStream, bindings: &Bindings) -> TokenStream {
     while let Some(token) = tokens.get(at) {
         at += 1;
         match (token, tokens.get(at)) {
-            // `$crate` becomes `crate`: a listing is of one crate.
+            // `$crate` becomes `crate`, because a listing covers one crate.
             (dollar, Some(TokenTree::Ident(name))) if is(Some(dollar), '$') => {
                 at += 1;
                 match bindings.get(&name.to_string()) {
@@ -214,7 +214,7 @@ fn write(tokens: TokenStream, bindings: &Bindings) -> TokenStream {
     out
 }
 
-/// The bindings of each repetition of a group.
+/// Returns the bindings of each repetition of a group.
 fn rounds(group: TokenStream, bindings: &Bindings) -> Vec<Bindings> {
     let used = idents(group);
     let many = bindings.iter().filter_map(|(name, bound)| match bound {

@@ -1,4 +1,4 @@
-//! Product code of a crate as syntax: the modules that its root files declare, without what tests alone see.
+//! Parses the product code of a crate: the modules that its root files declare, without code that only tests compile.
 
 use std::path::{Path, PathBuf};
 
@@ -6,16 +6,16 @@ use syn::{Attribute, ImplItem, Item, Meta, TraitItem};
 
 use super::workspace::{read, root};
 
-/// A module: of a file, or of braces in one.
+/// A module in a file or in braces.
 pub struct Module {
-    /// Names from the crate's root down to it; none of the root itself.
+    /// Names from the crate's root to the module; empty for the root.
     pub path: Vec<String>,
     pub file: PathBuf,
-    /// Everything in it but modules and what tests alone see.
+    /// All items except modules and items that only tests compile.
     pub items: Vec<Item>,
 }
 
-/// All modules below a folder of sources: of its library, of its program, or of both.
+/// Returns all modules below a folder of sources: of its library, its program, or both.
 pub fn modules(folder: &str) -> Vec<Module> {
     let source = root().join(folder);
     let mut found = Vec::new();
@@ -28,7 +28,7 @@ pub fn modules(folder: &str) -> Vec<Module> {
     found
 }
 
-/// The modules of one text, as if it were the root of a crate.
+/// Returns the modules of one text, as if it were the root of a crate.
 pub fn modules_of(text: &str) -> Vec<Module> {
     let (file, mut found) = (Path::new("planted.rs"), Vec::new());
     let items = syn::parse_file(text).expect("Rust").items;
@@ -41,7 +41,7 @@ fn file_modules(file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<M
     item_modules(parsed.items, file, folder, path, found);
 }
 
-/// `folder` is where the modules that the items declare are.
+/// Collects modules. `folder` contains the files of the modules that the items declare.
 fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
     let mut own = Vec::new();
     for item in items.into_iter().filter(|item| !of_tests(item_attributes(item))) {
@@ -63,7 +63,7 @@ fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>,
     found.push(Module { path, file: file.to_owned(), items: own });
 }
 
-/// Whether tests alone compile what has these attributes.
+/// Returns whether these attributes restrict an item to tests.
 pub fn of_tests(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let Meta::List(list) = &attribute.meta else { return attribute.path().is_ident("test") };

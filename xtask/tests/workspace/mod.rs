@@ -1,4 +1,4 @@
-//! The files of the workspace, for tests that read them.
+//! Reads the files of the workspace for tests.
 #![allow(dead_code, reason = "a test takes what it needs")]
 
 use std::{
@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folder of the workspace.
+/// Returns the workspace root.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
 }
@@ -16,12 +16,12 @@ pub fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// A path as the tests print it: from the root.
+/// Returns a path relative to the root, for messages.
 pub fn shown(path: &Path) -> String {
     path.strip_prefix(root()).expect("below the root").display().to_string()
 }
 
-/// Files below folders of the root whose names end with one of `extensions`, sorted. Leaves out hidden folders,
+/// Returns the sorted files below folders of the root whose names end with one of `extensions`. Skips hidden folders,
 /// `target`, and folders with one of the names `skipped`.
 pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<PathBuf> {
     let (mut open, mut found): (Vec<PathBuf>, _) = (folders.iter().map(|own| root().join(own)).collect(), Vec::new());
@@ -42,7 +42,7 @@ pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<Pat
     found
 }
 
-/// The manifests of packages that are published, by folder.
+/// Returns the manifests of published packages, by folder.
 pub fn published() -> BTreeMap<String, String> {
     let manifest = |folder: &str| read(&root().join(folder).join("Cargo.toml"));
     let workspace = manifest(".");
