@@ -50,8 +50,8 @@ impl Shape {
         let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
         if !gpu.arch.has(Instruction::Cluster) {
             let warps = 4;
-            let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
-            return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
+            let parts_max = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
+            return Self { warps, split: true, parts: (sms / pairs).clamp(1, parts_max), ..Self::BLOCK };
         }
         // The equivalent number of pairs on an H200.
         match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
@@ -90,13 +90,13 @@ pub fn decode_variant(
 pub fn of_model(spec: VariantSpec, config: &ModelConfig) -> VariantSpec {
     let Op::Attention(op) = spec.op else { return spec };
     let is_decode = op.step == AttentionStep::Decode;
-    let own = AttentionSpec {
+    let adapted = AttentionSpec {
         adjacent: is_decode && config.rope.pairs == RopePairs::Adjacent,
         plus_one: is_decode && norms_heads_plus_one(config),
         softcap: config.soft_caps.attention.is_some(),
         ..op
     };
-    VariantSpec::attention(spec.arch, own)
+    VariantSpec::attention(spec.arch, adapted)
 }
 
 /// Whether queries and keys are normed per head with one plus the weight.
@@ -119,17 +119,18 @@ pub fn variant(
         Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && !op.adjacent => Some(op),
         _ => None,
     });
-    let (own, others): (Vec<_>, Vec<_>) =
+    let (same_cache, other_caches): (Vec<_>, Vec<_>) =
         shipped.filter(|op| op.pdl == pdl && op.split == split).partition(|op| op.cache == cache);
-    let is_one = !packed::takes(head_dim);
-    let is_shared =
-        |own: &AttentionSpec| is_one || others.iter().any(|op| (op.warps, op.cluster) == (own.warps, own.cluster));
+    let has_one_cache = !packed::takes(head_dim);
+    let is_shared = |op: &AttentionSpec| {
+        has_one_cache || other_caches.iter().any(|other| (other.warps, other.cluster) == (op.warps, op.cluster))
+    };
     let rank = |op: &AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
     // Where variants differ in their rings only, a crowded device uses the shorter one.
     let ring =
         |op: &AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
-    let far = |op: &AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
+    let distance = |op: &AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
     // Prefill computes attention in BF16 with either cache.
-    let fits = own.into_iter().filter(|op| step == AttentionStep::Prefill || is_shared(op));
-    fits.min_by_key(far).map(|op| VariantSpec::attention(arch, op))
+    let fits = same_cache.into_iter().filter(|op| step == AttentionStep::Prefill || is_shared(op));
+    fits.min_by_key(distance).map(|op| VariantSpec::attention(arch, op))
 }

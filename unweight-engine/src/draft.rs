@@ -10,14 +10,14 @@ use std::{collections::HashMap, ops::RangeInclusive};
 use unweight_model::sampling::NO_TOKEN;
 
 /// Lengths of the n-grams that are looked up.
-const LENGTHS: RangeInclusive<usize> = SHORTEST..=LONGEST;
-const SHORTEST: usize = 2;
-const LONGEST: usize = 4;
+const LENGTHS: RangeInclusive<usize> = LENGTH_MIN..=LENGTH_MAX;
+const LENGTH_MIN: usize = 2;
+const LENGTH_MAX: usize = 4;
 
 /// The initial estimate of the share of right guesses: enough to try a few.
-const FIRST_CHANCE: f32 = 0.25;
+const INITIAL_CHANCE: f32 = 0.25;
 /// The number of guesses over which the share is averaged.
-const MEMORY: f32 = 8.0;
+const AVERAGED_GUESSES: f32 = 8.0;
 
 /// An earlier occurrence of the newest tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,35 +32,35 @@ struct Match {
 #[derive(Debug)]
 pub struct NgramDrafter {
     /// The end of the last occurrence of each n-gram; shorter n-grams are padded with [`NO_TOKEN`].
-    ends: HashMap<[u32; LONGEST], u32>,
+    ends: HashMap<[u32; LENGTH_MAX], u32>,
     /// The number of tokens read so far.
     read: usize,
-    newest: Option<Match>,
+    latest_match: Option<Match>,
     /// The share of right guesses, by length of the n-gram.
-    chances: [f32; LONGEST - SHORTEST + 1],
+    chances: [f32; LENGTH_MAX - LENGTH_MIN + 1],
 }
 
 impl NgramDrafter {
     /// A drafter of a sequence without tokens.
     pub fn new() -> Self {
-        let chances = [FIRST_CHANCE; LONGEST - SHORTEST + 1];
-        Self { ends: HashMap::new(), read: 0, newest: None, chances }
+        let chances = [INITIAL_CHANCE; LENGTH_MAX - LENGTH_MIN + 1];
+        Self { ends: HashMap::new(), read: 0, latest_match: None, chances }
     }
 
     /// Reads the tokens that were added to the sequence since the last call. Tokens of an answer update the shares of
     /// right guesses; tokens of a prompt do not.
     pub fn read(&mut self, tokens: &[u32], is_answer: bool) {
         for end in self.read + 1..=tokens.len() {
-            if let Some(Match { length, next }) = self.newest.take().filter(|_| is_answer) {
-                let chance = &mut self.chances[length - SHORTEST];
-                *chance += (f32::from(u8::from(tokens[next] == tokens[end - 1])) - *chance) / MEMORY;
+            if let Some(Match { length, next }) = self.latest_match.take().filter(|_| is_answer) {
+                let chance = &mut self.chances[length - LENGTH_MIN];
+                *chance += (f32::from(u8::from(tokens[next] == tokens[end - 1])) - *chance) / AVERAGED_GUESSES;
             }
             for length in LENGTHS.take_while(|length| *length <= end) {
-                let mut gram = [NO_TOKEN; LONGEST];
-                gram[..length].copy_from_slice(&tokens[end - length..end]);
+                let mut ngram = [NO_TOKEN; LENGTH_MAX];
+                ngram[..length].copy_from_slice(&tokens[end - length..end]);
                 // The length of a sequence fits in 32 bits.
-                if let Some(before) = self.ends.insert(gram, end as u32) {
-                    self.newest = Some(Match { length, next: before as usize });
+                if let Some(before) = self.ends.insert(ngram, end as u32) {
+                    self.latest_match = Some(Match { length, next: before as usize });
                 }
             }
         }
@@ -69,13 +69,13 @@ impl NgramDrafter {
 
     /// The chance that the first token of the draft is right; `None` without a draft.
     pub fn chance(&self) -> Option<f32> {
-        self.newest.map(|newest| self.chances[newest.length - SHORTEST])
+        self.latest_match.map(|latest_match| self.chances[latest_match.length - LENGTH_MIN])
     }
 
     /// Returns `count` tokens that may follow `tokens`, which must all have been read; empty without a draft. If fewer
     /// than `count` tokens followed the earlier occurrence, they are repeated.
     pub fn draft(&self, tokens: &[u32], count: usize) -> Vec<u32> {
-        let Some(Match { next, .. }) = self.newest else { return Vec::new() };
+        let Some(Match { next, .. }) = self.latest_match else { return Vec::new() };
         let period = &tokens[next..];
         period.iter().cycle().take(count).copied().collect()
     }
@@ -90,9 +90,9 @@ mod tests {
     /// The definition: the longest n-gram at the end that occurred before, and what followed its last occurrence.
     fn oracle(tokens: &[u32]) -> Option<Match> {
         LENGTHS.rev().find_map(|length| {
-            let gram = tokens.get(tokens.len().checked_sub(length)?..)?;
+            let ngram = tokens.get(tokens.len().checked_sub(length)?..)?;
             let ends = (length..tokens.len()).rev();
-            let before = ends.into_iter().find(|end| tokens[end - length..*end] == *gram);
+            let before = ends.into_iter().find(|end| tokens[end - length..*end] == *ngram);
             before.map(|next| Match { length, next })
         })
     }
@@ -109,18 +109,18 @@ mod tests {
                 (0..1 + random.below(3)).for_each(|_| tokens.push(random.below(kinds) as u32));
                 drafter.read(&tokens, random.below(2) == 0);
                 let expected = oracle(&tokens);
-                assert_eq!(drafter.newest, expected, "{tokens:?}");
+                assert_eq!(drafter.latest_match, expected, "{tokens:?}");
                 let draft = drafter.draft(&tokens, 5);
                 let Some(Match { length, next }) = expected else {
                     assert!(draft.is_empty() && drafter.chance().is_none());
                     continue;
                 };
-                (found, longest) = (found + 1, longest + usize::from(length == LONGEST));
+                (found, longest) = (found + 1, longest + usize::from(length == LENGTH_MAX));
                 let all = [&tokens[..], &draft].concat();
                 assert!((0..5).all(|at| draft[at] == all[next + at]), "{tokens:?} {draft:?}");
             }
         }
-        assert!(found > 5000 && longest > 1000, "{found} {longest}: too few to show anything");
+        assert!(found > 5000 && longest > 1000, "{found} {longest}: too few cases");
     }
 
     #[test]
@@ -128,7 +128,7 @@ mod tests {
         let mut drafter = NgramDrafter::new();
         let mut tokens = vec![1, 2, 3, 1, 2, 3, 1, 2];
         drafter.read(&tokens, false);
-        assert_eq!((drafter.chance(), drafter.draft(&tokens, 4)), (Some(FIRST_CHANCE), vec![3, 1, 2, 3]));
+        assert_eq!((drafter.chance(), drafter.draft(&tokens, 4)), (Some(INITIAL_CHANCE), vec![3, 1, 2, 3]));
         for _ in 0..40 {
             let next = drafter.draft(&tokens, 1);
             tokens.extend(next);

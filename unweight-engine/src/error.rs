@@ -19,7 +19,7 @@ pub enum EngineError {
     #[error(transparent)]
     Bind(#[from] BindError),
     /// The kernels do not support a size of the model.
-    #[error("{key} = {value} in config.json: the kernels take {takes}; this model cannot run here")]
+    #[error("{key} = {value} in config.json: the kernels support only {takes}; use another model")]
     Geometry {
         /// The key in `config.json`.
         key: &'static str,
@@ -44,19 +44,22 @@ pub enum EngineError {
     #[error("the engine was not loaded with pipelines; load the model with Placement::Stored or Placement::Alternate")]
     NotStored,
     /// The options request pipelines, and this build lacks the feature `pipelines`.
-    #[error("placement = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
+    #[error(
+        "placement = {0} needs the cargo feature `pipelines`, which this build does not have; rebuild with it, or do \
+         not set the placement"
+    )]
     NoPipelines(Placement),
     /// The options request a placement that experts do not support: experts run from packed weights only.
     #[error(
-        "placement = {0} is not available: the MLPs of this model are experts, which run only from packed weights; leave \
-         the placement out"
+        "placement = {0} is not available: the MLPs of this model are experts, which run only from packed weights; do \
+         not set the placement"
     )]
     StoredExperts(Placement),
     /// The options request a placement that the model's family does not support: pipelines need an MLP of three
     /// projections whose product is added to the residual stream unchanged.
     #[error(
-        "placement = {placement} is not available for models of family {family}, whose MLPs pipelines do not run; leave \
-         the placement out"
+        "placement = {placement} is not available for models of family {family}, whose MLPs pipelines cannot run; do \
+         not set the placement"
     )]
     StoredFamily {
         /// The placement.
@@ -65,14 +68,14 @@ pub enum EngineError {
         family: Family,
     },
     /// The options request a packed KV cache, and pages with heads of this size cannot be packed.
-    #[error("kv_cache = packed takes heads of up to 128 elements, this model has heads of {head_dim}; use bf16")]
+    #[error("kv_cache = packed supports heads of up to 128 elements, this model has heads of {head_dim}; use bf16")]
     PackedHeads {
         /// The number of elements of a head.
         head_dim: u32,
     },
     /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no
     /// experts.
-    #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
+    #[error("resident_experts = {0} is set, but the model has no experts; do not set it")]
     NoExperts(u32),
     /// A pipeline setting cannot run on this device. The source is `raw::pipelines::GraphError` in
     /// builds with the feature `pipelines`.
@@ -87,8 +90,8 @@ pub enum EngineError {
 }
 
 impl From<LaunchError> for EngineError {
-    fn from(refusal: LaunchError) -> Self {
-        Self::Device(refusal.into())
+    fn from(error: LaunchError) -> Self {
+        Self::Device(error.into())
     }
 }
 
@@ -129,8 +132,8 @@ impl EngineError {
 /// The device memory is too small for the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{need} bytes are needed (weights {weights}, working memory {working}, and a KV cache of {cache} for {context} tokens) and {have} \
-     may be used; shorten the context, or free memory of the device"
+    "the engine needs {need} bytes (weights {weights}, working memory {working}, and a KV cache of {cache} for \
+     {context} tokens), but {have} may be used; shorten the context, or free device memory"
 )]
 #[non_exhaustive]
 pub struct NoMemory {
@@ -158,8 +161,8 @@ impl NoMemory {
 /// The host memory is too small for the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
-     resident_experts out where the device has room for all experts"
+    "the experts need {need} bytes of host memory, but {have} are available; free host memory, or do not set \
+     resident_experts if all experts fit on the device"
 )]
 #[non_exhaustive]
 pub struct NoHostMemory {

@@ -125,9 +125,9 @@ impl Variants {
         let plus_one = attention::norms_heads_plus_one(config);
         let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, plus_one, pdl }));
         let sampler = |adjusted: bool| {
-            let own = catalog::on::<SampleSpec>(arch)
+            let samplers = catalog::on::<SampleSpec>(arch)
                 .filter(move |spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl && op.adjusted == adjusted));
-            own.max_by_key(|spec| match spec.op {
+            samplers.max_by_key(|spec| match spec.op {
                 Op::Sample(op) => op.cluster.get(),
                 _ => 0,
             })
@@ -157,7 +157,7 @@ impl Variants {
             Some(((sample, adjusted), logprobs)),
         ) = all
         else {
-            return Err(head_dim(config));
+            return Err(unsupported_head_dim(config));
         };
         let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
         let packed = (cache == KvCache::Packed).then(|| packed_variants(arch, config.head_dim)).flatten();
@@ -184,11 +184,11 @@ impl Variants {
     pub fn all(&self) -> Vec<VariantSpec> {
         let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } =
             self;
-        let some = [self.norm_add, self.scale, self.scale_add, self.cap].into_iter().flatten();
+        let optional = [self.norm_add, self.scale, self.scale_add, self.cap].into_iter().flatten();
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let decode = decode.chain(packed.iter().flatten().copied());
         let always = [*embed, *norm, *silu_mul, *rope, *prefill, *sample, *adjusted, *logprobs];
-        let all = always.into_iter().chain(some).chain(decode);
+        let all = always.into_iter().chain(optional).chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
@@ -217,13 +217,15 @@ fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSp
         ModelNorm::Layer => NormKind::Layer,
         _ => return None,
     };
-    let of = |spec: &VariantSpec| match spec.op {
+    let threads_of = |spec: &VariantSpec| match spec.op {
         Op::Norm(op) if (op.kind, op.add, op.pdl) == (kind, add, pdl) => Some(op.threads.get()),
         _ => None,
     };
     // The fewest threads that cover a row with 16 bytes each, or else the most threads that a variant has.
-    let far = |threads: u32| if threads * 8 >= config.hidden { (0, threads) } else { (1, u32::MAX - threads) };
-    catalog::on::<NormSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
+    let rank = |threads: u32| if threads * 8 >= config.hidden { (0, threads) } else { (1, u32::MAX - threads) };
+    catalog::on::<NormSpec>(arch)
+        .filter(|spec| threads_of(spec).is_some())
+        .min_by_key(|spec| threads_of(spec).map(rank))
 }
 
 /// The kernels of a packed KV cache with heads of this size.
@@ -238,32 +240,34 @@ fn packed_variants(arch: Arch, head_dim: u32) -> Option<[VariantSpec; 4]> {
     ])
 }
 
-fn head_dim(config: &ModelConfig) -> EngineError {
+fn unsupported_head_dim(config: &ModelConfig) -> EngineError {
     EngineError::Geometry { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
 }
 
 /// Rejects sizes that no kernel supports.
 fn check(config: &ModelConfig) -> Result<(), EngineError> {
-    let check = |key, value, ok, takes| if ok { Ok(()) } else { Err(EngineError::Geometry { key, value, takes }) };
+    let check = |key, value, ok, supported| {
+        if ok { Ok(()) } else { Err(EngineError::Geometry { key, value, takes: supported }) }
+    };
     let ModelConfig { hidden, intermediate, heads, kv_heads, .. } = *config;
     let whole = hidden.is_multiple_of(8) && hidden <= COLUMNS_MAX;
     check("hidden_size", hidden, whole, "multiples of 8 up to 16384")?;
     check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
     check("intermediate_size", intermediate, intermediate.is_multiple_of(8), "multiples of 8")?;
-    check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "16 for each KV head at most")?;
+    check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "at most 16 heads per KV head")?;
     if config.qk_norm == QkNorm::Whole {
         let width = heads * config.head_dim;
-        check("num_attention_heads", heads, width <= COLUMNS_MAX, "16384 elements of all heads at most")?;
+        check("num_attention_heads", heads, width <= COLUMNS_MAX, "at most 16384 elements of all heads")?;
     }
     if let Some(Mixture { experts, top_k, .. }) = config.mixture {
         check("num_experts", experts, experts <= RouteSpec::EXPERTS_MAX, "up to 512")?;
         check("num_experts_per_tok", top_k, top_k <= RouteSpec::TOP_K_MAX, "up to 32")?;
         let whole = |size: u32| size.is_multiple_of(64);
-        check("hidden_size", hidden, whole(hidden), "multiples of 64 where there are experts")?;
+        check("hidden_size", hidden, whole(hidden), "multiples of 64 for mixtures of experts")?;
         check("moe_intermediate_size", intermediate, whole(intermediate), "multiples of 64")?;
     }
-    let turned = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;
-    if turned && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(head_dim(config)) }
+    let has_rope_kernel = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;
+    if has_rope_kernel && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(unsupported_head_dim(config)) }
 }
 
 /// The loaded kernels of a model.
@@ -373,17 +377,18 @@ mod tests {
                     Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, options).unwrap()
                 };
                 let packed = of(&options(max_batch).kv_cache(KvCache::Packed)).all();
-                let own = packed.iter().map(|spec| spec.name());
-                let own = own.filter(|name| name.contains("_packed") || name.contains("_kv_")).count();
+                let cache_kernels = packed.iter().map(|spec| spec.name());
+                let cache_kernels =
+                    cache_kernels.filter(|name| name.contains("_packed") || name.contains("_kv_")).count();
                 // Attention of steps, three packing kernels and an unpacking kernel.
-                assert!(own > 4, "{packed:?}");
+                assert!(cache_kernels > 4, "{packed:?}");
                 let variants = of(&options(max_batch));
                 let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
                 let expected: Vec<u32> =
                     BUCKETS.into_iter().filter(|rows| *rows <= options(max_batch).step_rows()).collect();
                 assert_eq!(decode, expected);
                 let all = variants.all();
-                assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "each once");
+                assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "no duplicates");
                 assert!(variants.all().iter().all(|spec| spec.name().contains("_pdl")), "{:?}", variants.all());
             }
         }
@@ -447,7 +452,7 @@ mod tests {
     #[test]
     fn both_caches_have_the_same_order_of_sums() {
         use unweight_codegen::spec::HeadDim;
-        let mut seen = 0;
+        let mut cases = 0;
         for arch in Arch::ALL.iter().copied() {
             for sms in [20, 84, 132, 170] {
                 let gpu = GpuModel { sms, ..GpuModel::usual(arch) };
@@ -469,18 +474,18 @@ mod tests {
                                 bf16 == packed,
                                 "{arch:?}, {sms}, {head_dim}, {rows} x {kv_heads}: {bf16:?}, {packed:?}"
                             );
-                            seen += usize::from(bf16.is_some());
+                            cases += usize::from(bf16.is_some());
                         }
                     }
                 }
             }
         }
-        assert!(seen > 10_000, "{seen}");
+        assert!(cases > 10_000, "{cases}");
     }
 
     /// Heads of 256 have kernels on every architecture, but only a BF16 cache.
     #[test]
-    fn large_heads_have_a_bf16_cache_alone() {
+    fn large_heads_have_only_a_bf16_cache() {
         let mut config = Geometry::named("llama-3.1-8b").unwrap().config();
         config.head_dim = 256;
         for arch in Arch::ALL.iter().copied() {
@@ -494,7 +499,7 @@ mod tests {
             let error = of(&options(1).kv_cache(KvCache::Packed)).unwrap_err();
             assert_eq!(
                 error.to_string(),
-                "kv_cache = packed takes heads of up to 128 elements, this model has heads of 256; use bf16"
+                "kv_cache = packed supports heads of up to 128 elements, this model has heads of 256; use bf16"
             );
         }
     }
@@ -557,10 +562,13 @@ mod tests {
             for sms in [1, 7, 20, 46, 58, 82, 84, 108, 128, 142, 192, 1000] {
                 let gpu = GpuModel { sms, ..GpuModel::usual(arch) };
                 for (rows, shape, parts) in shapes("llama-3.1-8b", &gpu, &options(256)) {
-                    let (pairs, most) = (rows * config.kv_heads, sms.min(SMS_MAX));
-                    assert!((1..=PARTS_MAX).contains(&parts) && (parts == 1 || parts * pairs <= most), "{sms} {shape}");
-                    let idle = most.saturating_sub(parts * pairs);
-                    assert!(idle < pairs || parts == PARTS_MAX, "{sms} {shape} x{parts}: {idle} have nothing to do");
+                    let (pairs, sms_used) = (rows * config.kv_heads, sms.min(SMS_MAX));
+                    assert!(
+                        (1..=PARTS_MAX).contains(&parts) && (parts == 1 || parts * pairs <= sms_used),
+                        "{sms} {shape}"
+                    );
+                    let idle = sms_used.saturating_sub(parts * pairs);
+                    assert!(idle < pairs || parts == PARTS_MAX, "{sms} {shape} x{parts}: {idle} are idle");
                     if parts > 1 {
                         let spec: VariantSpec = format!("uw_{}_attention_decode_{shape}", arch.tag()).parse().unwrap();
                         let plan = Plan::new(&spec).unwrap();

@@ -281,10 +281,10 @@ impl PackedCache {
     /// # Errors
     /// [`DeviceError`] if the driver fails.
     pub fn release(&mut self, ctx: &mut ExecContext, pages: &[u32]) -> Result<(), DeviceError> {
-        for some in pages.chunks(self.freed.len().max(1)) {
-            self.freed.write(ctx.stream(), 0, some)?;
+        for part in pages.chunks(self.freed.len().max(1)) {
+            self.freed.write(ctx.stream(), 0, part)?;
             // At most the length of the buffer.
-            self.kernels.release.release(ctx, self.pages.layers(), &self.freed, some.len() as u32)?;
+            self.kernels.release.release(ctx, self.pages.layers(), &self.freed, part.len() as u32)?;
         }
         Ok(())
     }

@@ -89,7 +89,7 @@ impl fmt::Display for Memory {
             self.token
         )?;
         if self.slot > 0 {
-            write!(f, ", of it a slot of {:.2} GB", gb(self.slot))?;
+            write!(f, ", including an expansion slot of {:.2} GB", gb(self.slot))?;
         }
         match self.host {
             0 => Ok(()),
@@ -105,8 +105,8 @@ impl fmt::Display for Memory {
 /// [`NoHostMemory`] if fewer bytes are available.
 pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
     let read = |file| std::fs::read_to_string(file).unwrap_or_default();
-    let left = group_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
-    match host_bytes(&read("/proc/meminfo"), left) {
+    let cgroup_left = cgroup_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
+    match host_bytes(&read("/proc/meminfo"), cgroup_left) {
         Some(have) if have < need => Err(NoHostMemory { need, have }),
         _ => Ok(()),
     }
@@ -114,30 +114,31 @@ pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
 
 /// Returns the bytes that a process can still allocate: the smaller of `MemAvailable` and what its control groups
 /// leave. `None` if neither is known.
-fn host_bytes(meminfo: &str, left: Option<u64>) -> Option<u64> {
+fn host_bytes(meminfo: &str, cgroup_left: Option<u64>) -> Option<u64> {
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    [kib.map(|kib| kib.saturating_mul(1024)), left].into_iter().flatten().min()
+    [kib.map(|kib| kib.saturating_mul(1024)), cgroup_left].into_iter().flatten().min()
 }
 
 /// A version of control groups: the files with its limit and its usage, and the keys of `memory.stat` for reclaimable
 /// file pages, child groups included.
-struct Version {
+struct CgroupVersion {
     limit: &'static str,
     used: &'static str,
     cached: [&'static str; 2],
 }
 
-const V1: Version = Version {
+const V1: CgroupVersion = CgroupVersion {
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
     cached: ["total_inactive_file", "total_active_file"],
 };
-const V2: Version = Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+const V2: CgroupVersion =
+    CgroupVersion { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
 
-impl Version {
+impl CgroupVersion {
     /// Returns the bytes that the group of this folder leaves; `None` if it has no limit.
-    fn left(&self, group: &Path) -> Option<u64> {
+    fn available(&self, group: &Path) -> Option<u64> {
         let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
         let number = |text: &str| text.trim().parse::<u64>().ok();
         // Without a limit, the file contains `max` or a number above all memory.
@@ -152,19 +153,19 @@ impl Version {
 
 /// Returns the fewest bytes that a control group of this process, or an ancestor of one, leaves. Reads both versions,
 /// and the root, which in a container is the container's own group. `groups` is the content of `/proc/self/cgroup`.
-fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
+fn cgroup_bytes(root: &Path, groups: &str) -> Option<u64> {
     // A line is `0::/a/b` for version 2 and `7:cpu,memory:/a/b` for version 1.
     let of = |line: &str| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, group) = (parts.next()?, parts.next()?);
         let (home, version) = match controllers {
             "" => (root.to_owned(), V2),
-            _ if controllers.split(',').any(|own| own == "memory") => (root.join("memory"), V1),
+            _ if controllers.split(',').any(|controller| controller == "memory") => (root.join("memory"), V1),
             _ => return None,
         };
         // A container that sees only its own group finds it at the root, whatever the path is.
         let groups = Path::new(group.trim_start_matches('/')).ancestors().map(|group| home.join(group));
-        groups.filter_map(|group| version.left(&group)).min()
+        groups.filter_map(|group| version.available(&group)).min()
     };
     // The root is read even if no line names a group.
     groups.lines().chain(["0::/"]).filter_map(of).min()
@@ -211,10 +212,10 @@ pub fn context_size(
     chooser: &PackedChooser,
     compact: impl Fn(Role) -> bool,
 ) -> ContextSize {
-    let wanted = load_options(options).wanted(chooser.clone(), 0);
+    let policy = load_options(options).wanted(chooser.clone(), 0);
     let (hidden, intermediate) = (config.hidden, config.intermediate);
     let attention = config.heads * config.head_dim;
-    let of = |role, weight: Weight| linear::context_size_of(&weight.all_compact(compact(role)), &wanted);
+    let of = |role, weight: Weight| linear::context_size_of(&weight.all_compact(compact(role)), &policy);
     let merged = |role, n, k| of(role, Weight::merged(n, k, false));
     let mlp = match config.mixture {
         Some(mixture) => {
@@ -228,10 +229,12 @@ pub fn context_size(
         }
     };
     // The head is loaded without cuBLAS, and packed if ids are looked up in it.
-    let placement = if config.tied { wanted.placement.lookup() } else { wanted.placement };
-    let own = RoutePolicy { expand: Expand::Never, placement, ..wanted.clone() };
-    let head =
-        linear::context_size_of(&Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)), &own);
+    let placement = if config.tied { policy.placement.lookup() } else { policy.placement };
+    let head_policy = RoutePolicy { expand: Expand::Never, placement, ..policy.clone() };
+    let head = linear::context_size_of(
+        &Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)),
+        &head_policy,
+    );
     merged(Role::Q, config.qkv_rows(), hidden).max(merged(Role::O, hidden, attention)).max(mlp).max(head)
 }
 
@@ -283,16 +286,16 @@ impl Products {
 }
 
 /// Tokens of one sequence that must fit next to packed weights if no context is requested.
-const USUAL_CONTEXT: u32 = 8192;
+const DEFAULT_CONTEXT: u32 = 8192;
 
 /// Chooses the placement of a model with compact tensors if the options name none: [`Placement::Packed`], which is
 /// faster, if the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
 /// [`Placement::Compact`]. The sequence is as long as the context of the options, by default 8192 tokens or the model's
 /// limit.
 pub fn placement(config: &ModelConfig, options: &EngineOptions, packed: u64, have: u64) -> Placement {
-    let context = options.context.unwrap_or(config.max_positions.min(USUAL_CONTEXT));
-    let asked = options.clone().context(context);
-    match plan(config, &asked, (packed, Shared::default()), have) {
+    let context = options.context.unwrap_or(config.max_positions.min(DEFAULT_CONTEXT));
+    let with_context = options.clone().context(context);
+    match plan(config, &with_context, (packed, Shared::default()), have) {
         Ok(_) => Placement::Packed,
         Err(NoMemory { .. }) => Placement::Compact,
     }
@@ -314,7 +317,7 @@ impl EngineOptions {
         let chosen = match self.placement {
             None | Some(Placement::Compact) if !may_be_compact => Placement::Packed,
             None => placement(config, &self, packed, have),
-            Some(asked) => asked,
+            Some(placement) => placement,
         };
         let kv_cache = self.chosen_kv_cache();
         self.placement(chosen).kv_cache(kv_cache)
@@ -325,7 +328,8 @@ impl EngineOptions {
 /// the hot pages of 16 sequences, the default of [`EngineOptions::max_batch`].
 pub fn tokens_of(config: &ModelConfig, kv_cache: KvCache, bytes: u64) -> (u64, u64) {
     let cache = CacheBytes::of(config, &EngineOptions::default().kv_cache(kv_cache));
-    let pages = bytes.checked_sub(cache.fixed).map(|left| left / cache.page.max(1) + u64::from(cache.hot_pages));
+    let pages =
+        bytes.checked_sub(cache.fixed).map(|available| available / cache.page.max(1) + u64::from(cache.hot_pages));
     (pages.unwrap_or(0) * u64::from(PAGE_TOKENS), cache.token())
 }
 
@@ -389,25 +393,25 @@ pub fn plan(
     (weights, shared): (u64, Shared),
     have: u64,
 ) -> Result<Memory, NoMemory> {
-    let asked = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
+    let requested = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
     let cache = CacheBytes::of(config, options);
     let pages_of = |tokens| sequence_pages(cache.kv_cache, tokens);
     // Returns the working memory of a context and the pages that fit next to it; `None` if not a single sequence fits.
     let of = |context: u32| {
         let working = working(config, options, context).saturating_add(shared.bytes);
-        let left = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed)?;
-        let pages = u32::try_from(left / cache.page.max(1)).unwrap_or(u32::MAX);
+        let available = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed)?;
+        let pages = u32::try_from(available / cache.page.max(1)).unwrap_or(u32::MAX);
         (pages >= pages_of(context)).then_some((context, working, pages))
     };
-    let least = if options.context.is_some() { asked } else { PAGE_TOKENS.min(asked) };
-    let Some(mut best) = of(asked).or_else(|| of(least)) else {
-        let working = working(config, options, least).saturating_add(shared.bytes);
-        let cache = cache.total(pages_of(least));
-        let need = weights.saturating_add(working).saturating_add(cache);
-        return Err(NoMemory { need, have, weights, working, cache, context: least });
+    let minimum = if options.context.is_some() { requested } else { PAGE_TOKENS.min(requested) };
+    let Some(mut best) = of(requested).or_else(|| of(minimum)) else {
+        let working = working(config, options, minimum).saturating_add(shared.bytes);
+        let cache = cache.total(pages_of(minimum));
+        let needed = weights.saturating_add(working).saturating_add(cache);
+        return Err(NoMemory { need: needed, have, weights, working, cache, context: minimum });
     };
     // A longer context needs more pages and leaves memory for fewer, so the longest that fits is found by halving.
-    let (mut fits, mut too_long) = (pages_for(best.0), pages_for(asked));
+    let (mut fits, mut too_long) = (pages_for(best.0), pages_for(requested));
     while too_long - fits > 1 {
         let middle = fits + (too_long - fits) / 2;
         match of(middle * PAGE_TOKENS) {
@@ -531,8 +535,8 @@ mod tests {
             let pages = u64::from(sequence_pages(KvCache::Packed, context));
             let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page
                 + u64::from(PAGE_TOKENS) * 131_072;
-            let own = bytes as f64 * 8.0 / (f64::from(context) * 65_536.0);
-            assert!(own < bits && own > 12.0, "{context}: {own} bits");
+            let bits_per_element = bytes as f64 * 8.0 / (f64::from(context) * 65_536.0);
+            assert!(bits_per_element < bits && bits_per_element > 12.0, "{context}: {bits_per_element} bits");
         }
     }
 
@@ -616,20 +620,20 @@ mod tests {
     fn weights_are_expanded_if_a_sequence_still_fits() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let of = |options: &EngineOptions, have: u64| placement(&config, options, 12 * gb, have);
-        let usual = EngineOptions::default();
-        assert_eq!((of(&usual, 80 * gb), of(&usual, 14 * gb)), (Placement::Packed, Placement::Packed));
-        assert_eq!((of(&usual, 13 * gb), of(&usual, 0)), (Placement::Compact, Placement::Compact));
+        let default = EngineOptions::default();
+        assert_eq!((of(&default, 80 * gb), of(&default, 14 * gb)), (Placement::Packed, Placement::Packed));
+        assert_eq!((of(&default, 13 * gb), of(&default, 0)), (Placement::Compact, Placement::Compact));
         // The smallest memory in which one sequence fits.
-        let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&usual, *have) == Placement::Packed).unwrap();
-        let asked = usual.clone().context(8192);
-        let fits = |have| plan(&config, &asked, (12 * gb, Shared::default()), have).is_ok();
+        let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&default, *have) == Placement::Packed).unwrap();
+        let requested = default.clone().context(8192);
+        let fits = |have| plan(&config, &requested, (12 * gb, Shared::default()), have).is_ok();
         assert!(fits(edge) && !fits(edge - 1_000_000), "{edge}");
         // A longer requested context needs more, a shorter one less. No more is needed than the model's limit.
-        assert_eq!(of(&usual.clone().context(65_536), 14 * gb), Placement::Compact);
-        assert_eq!(of(&usual.clone().context(64), edge - 500_000_000), Placement::Packed);
+        assert_eq!(of(&default.clone().context(65_536), 14 * gb), Placement::Compact);
+        assert_eq!(of(&default.clone().context(64), edge - 500_000_000), Placement::Packed);
         let mut short = config.clone();
         short.max_positions = 64;
-        assert_eq!(placement(&short, &usual, 12 * gb, edge - 500_000_000), Placement::Packed);
+        assert_eq!(placement(&short, &default, 12 * gb, edge - 500_000_000), Placement::Packed);
     }
 
     #[test]
@@ -639,16 +643,16 @@ mod tests {
             options.settled(&config, (12 * gb, compact), has_kernels, have * gb).placement
         };
         let (packed, small) = (Some(Placement::Packed), Some(Placement::Compact));
-        let (asked, auto) = (EngineOptions::default().placement(Placement::Compact), EngineOptions::default());
-        assert_eq!(chosen(asked.clone(), Some(11 * gb), true, 80), small);
+        let (requested, auto) = (EngineOptions::default().placement(Placement::Compact), EngineOptions::default());
+        assert_eq!(chosen(requested.clone(), Some(11 * gb), true, 80), small);
         assert_eq!(chosen(EngineOptions::default().placement(Placement::Packed), Some(11 * gb), true, 13), packed);
         assert_eq!(
             (chosen(auto.clone(), Some(11 * gb), true, 80), chosen(auto, Some(11 * gb), true, 13)),
             (packed, small)
         );
         // No tensor is compact, or no kernel reads them.
-        assert_eq!(chosen(asked.clone(), None, true, 80), packed);
-        assert_eq!(chosen(asked, Some(11 * gb), false, 13), packed);
+        assert_eq!(chosen(requested.clone(), None, true, 80), packed);
+        assert_eq!(chosen(requested, Some(11 * gb), false, 13), packed);
         assert_eq!(chosen(EngineOptions::default(), None, true, 0), packed);
         for other in [Placement::Bf16, Placement::Stored, Placement::Alternate] {
             assert_eq!(chosen(EngineOptions::default().placement(other), Some(11 * gb), true, 13), Some(other));
@@ -666,20 +670,20 @@ mod tests {
     fn cgroup_limits_are_read() {
         let home = tempfile::tempdir().unwrap();
         let root = home.path();
-        let own = "12:cpu:/x\n7:hugetlb,memory:/docker/c\n0::/user.slice/job\n";
-        assert_eq!(group_bytes(root, own), None);
+        let process_groups = "12:cpu:/x\n7:hugetlb,memory:/docker/c\n0::/user.slice/job\n";
+        assert_eq!(cgroup_bytes(root, process_groups), None);
         write(root, "user.slice/job/memory.max", "max\n");
         write(root, "memory/memory.limit_in_bytes", "9223372036854771712\n");
-        assert_eq!(group_bytes(root, own), Some(9_223_372_036_854_771_712));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(9_223_372_036_854_771_712));
         write(root, "user.slice/memory.max", "8000\n");
-        assert_eq!(group_bytes(root, own), Some(8000));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(8000));
         write(root, "memory/docker/c/memory.limit_in_bytes", "7000\n");
-        assert_eq!(group_bytes(root, own), Some(7000));
-        assert_eq!(group_bytes(root, "0::/elsewhere\n"), None);
+        assert_eq!(cgroup_bytes(root, process_groups), Some(7000));
+        assert_eq!(cgroup_bytes(root, "0::/elsewhere\n"), None);
         // A container sees its own group as the root.
         write(root, "memory.max", "6000");
-        for groups in [own, "", "0::/\n", "0::/../elsewhere\n", "no line of it"] {
-            assert_eq!(group_bytes(root, groups), Some(6000), "{groups}");
+        for groups in [process_groups, "", "0::/\n", "0::/../elsewhere\n", "not a cgroup line"] {
+            assert_eq!(cgroup_bytes(root, groups), Some(6000), "{groups}");
         }
     }
 
@@ -688,29 +692,29 @@ mod tests {
     fn cgroup_memory_left_is_limit_minus_usage() {
         let home = tempfile::tempdir().unwrap();
         let root = home.path();
-        let own = "7:memory:/c\n0::/slice/job\n";
+        let process_groups = "7:memory:/c\n0::/slice/job\n";
         write(root, "slice/job/memory.max", "8000\n");
         write(root, "slice/job/memory.current", "5000\n");
-        assert_eq!(group_bytes(root, own), Some(3000));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(3000));
         let stat = "anon 4000\ninactive_file 700\nactive_file 200\nshmem 50\nworkingset_activate_file 9\n";
         write(root, "slice/job/memory.stat", stat);
-        assert_eq!(group_bytes(root, own), Some(3900));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(3900));
         // Sibling groups share the limit of their parent.
         write(root, "slice/memory.max", "100000\n");
         write(root, "slice/memory.current", "98000\n");
-        assert_eq!(group_bytes(root, own), Some(2000));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(2000));
         // Version 1 counts child groups in separate `total_` lines.
         write(root, "memory/c/memory.limit_in_bytes", "6000\n");
         write(root, "memory/c/memory.usage_in_bytes", "5500\n");
-        assert_eq!(group_bytes(root, own), Some(500));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(500));
         let stat = "inactive_file 1\nactive_file 2\ntotal_inactive_file 300\ntotal_active_file 100\n";
         write(root, "memory/c/memory.stat", stat);
-        assert_eq!(group_bytes(root, own), Some(900));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(900));
         // Usage may briefly exceed the limit or be below the cached bytes.
         write(root, "memory/c/memory.usage_in_bytes", "7000\n");
-        assert_eq!(group_bytes(root, own), Some(0));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(0));
         write(root, "memory/c/memory.usage_in_bytes", "399\n");
-        assert_eq!(group_bytes(root, own), Some(2000));
+        assert_eq!(cgroup_bytes(root, process_groups), Some(2000));
     }
 
     #[test]
@@ -731,8 +735,8 @@ mod tests {
             (None, Some(5), None)
         );
         assert_eq!(check_host(0), Ok(()));
-        let refused = check_host(u64::MAX).unwrap_err();
-        assert!(refused.have < refused.need && refused.to_string().contains("resident_experts"), "{refused}");
+        let error = check_host(u64::MAX).unwrap_err();
+        assert!(error.have < error.need && error.to_string().contains("resident_experts"), "{error}");
     }
 
     #[test]
@@ -742,6 +746,9 @@ mod tests {
         let with = |bytes, slot| plan(&config, &options, (10 * gb, Shared { bytes, slot }), 40 * gb).unwrap();
         let (without, with) = (with(0, 0), with(200_000_000, 176_000_000));
         assert_eq!((with.working - without.working, with.slot), (200_000_000, 176_000_000));
-        assert!(with.to_string().ends_with("GB, of it a slot of 0.18 GB") && !without.to_string().contains("slot"));
+        assert!(
+            with.to_string().ends_with("GB, including an expansion slot of 0.18 GB")
+                && !without.to_string().contains("slot")
+        );
     }
 }

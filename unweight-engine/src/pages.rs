@@ -54,8 +54,8 @@ impl PagePool {
 
     /// Takes `count` pages. Returns `None`, and takes no page, if fewer are free.
     pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
-        let left = self.free.len().checked_sub(count as usize)?;
-        Some(self.free.split_off(left))
+        let remaining = self.free.len().checked_sub(count as usize)?;
+        Some(self.free.split_off(remaining))
     }
 
     /// Returns pages to the pool.
@@ -73,7 +73,7 @@ mod tests {
     fn pages_are_handed_out_once_and_returned() {
         let mut pool = PagePool::new(5);
         let one = pool.take(3).unwrap();
-        assert_eq!((pool.take(3), pool.free()), (None, 2), "none rather than some");
+        assert_eq!((pool.take(3), pool.free()), (None, 2), "all pages or none");
         let two = pool.take(2).unwrap();
         let mut all = [one.clone(), two.clone()].concat();
         all.sort_unstable();

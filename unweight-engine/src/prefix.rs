@@ -117,15 +117,15 @@ impl PrefixCache {
 
     /// Notes that a sequence reads these nodes.
     pub fn hold(&mut self, nodes: &[NodeId]) {
-        self.each(nodes, |users| users + 1);
+        self.update_users(nodes, |users| users + 1);
     }
 
     /// Notes that a sequence no longer reads these nodes. They stay until their pages are needed.
     pub fn release(&mut self, nodes: &[NodeId]) {
-        self.each(nodes, |users| users.saturating_sub(1));
+        self.update_users(nodes, |users| users.saturating_sub(1));
     }
 
-    fn each(&mut self, nodes: &[NodeId], users: impl Fn(u32) -> u32) {
+    fn update_users(&mut self, nodes: &[NodeId], users: impl Fn(u32) -> u32) {
         self.clock += 1;
         for id in nodes {
             if let Some(node) = self.nodes.get_mut(id.0).and_then(Option::as_mut) {
@@ -238,17 +238,17 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_beginning_is_found() {
+    fn longest_prefix_is_found() {
         let mut cache = PrefixCache::new(Cut::new(128));
-        let [one, two, own] = [text(2, 1), text(1, 2), text(1, 3)];
+        let [one, two, three] = [text(2, 1), text(1, 2), text(1, 3)];
         let held = insert(&mut cache, &[one.clone(), two.clone()], &[10, 11, 12, 13]);
         assert_eq!((held.len(), cache.pages(&held), cache.pages_of(&held)), (2, vec![10, 11, 12], 3));
         assert_eq!(insert(&mut cache, &[one.clone(), two.clone()], &[20, 21, 22, 23]), held, "once");
-        let other = insert(&mut cache, &[one.clone(), own.clone()], &[10, 11, 30, 31]);
+        let other = insert(&mut cache, &[one.clone(), three.clone()], &[10, 11, 30, 31]);
         assert_eq!((other[0], cache.pages(&other)), (held[0], vec![10, 11, 30]));
         let find = |parts: &[&[u32]]| cache.find(&parts.concat());
         assert_eq!(find(&[&one, &two, &[9]]), held);
-        assert_eq!(find(&[&one, &two]), held[..1], "a token is left to compute");
+        assert_eq!(find(&[&one, &two]), held[..1], "the last token must be computed");
         assert_eq!(find(&[&one, &[9]]), held[..1]);
         assert_eq!(find(&[&one, &two, &two, &[9]]), held[..1], "this prompt has a chunk where the other has a half");
         assert_eq!(find(&[&two, &one]), []);
@@ -260,13 +260,13 @@ mod tests {
         let mut cache = PrefixCache::new(Cut::new(64));
         let both = insert(&mut cache, &[text(1, 1), text(1, 2)], &[10, 11, 14]);
         let other = insert(&mut cache, &[text(1, 3)], &[12, 14]);
-        assert_eq!((cache.idle_pages(), cache.evict(9)), (0, vec![]), "all are read");
+        assert_eq!((cache.idle_pages(), cache.evict(9)), (0, vec![]), "all nodes are in use");
         cache.release(&other);
         cache.release(&both);
         assert_eq!((cache.idle_pages(), cache.idle_of(&other)), (3, 1));
         cache.hold(&both[..1]);
         assert_eq!((cache.idle_pages(), cache.evict(1)), (2, vec![12]));
-        assert_eq!(cache.evict(9), [11], "the first is read");
+        assert_eq!(cache.evict(9), [11], "the first node is in use");
         cache.release(&both[..1]);
         assert_eq!(cache.evict(1), [10]);
         assert_eq!((cache.find(&text(3, 1)), cache.idle_pages()), (vec![], 0));

@@ -101,10 +101,12 @@ impl Request {
 #[non_exhaustive]
 pub enum AdmissionError {
     /// The prompt is empty.
-    #[error("the prompt has no tokens; give one at least, such as the model's bos token")]
+    #[error("the prompt has no tokens; pass at least one, such as the model's BOS token")]
     Empty,
     /// The prompt has a token id that the model does not have.
-    #[error("token {id} at place {at} of the prompt: the vocabulary ends at {vocab}; is this the model's tokenizer?")]
+    #[error(
+        "token {id} at index {at} of the prompt is not below the vocabulary size {vocab}; use the model's tokenizer"
+    )]
     UnknownToken {
         /// The token id.
         id: u32,
@@ -115,8 +117,8 @@ pub enum AdmissionError {
     },
     /// Prompt and new tokens exceed the context length of the engine.
     #[error(
-        "{prompt} tokens of the prompt and {max_new_tokens} to make exceed the context of {context}; shorten one, or load with a longer \
-         context"
+        "{prompt} prompt tokens and {max_new_tokens} new tokens exceed the context of {context} tokens; shorten \
+         either, or load the model with a longer context"
     )]
     TooLong {
         /// The number of prompt tokens.
@@ -127,7 +129,7 @@ pub enum AdmissionError {
         context: u32,
     },
     /// The request needs more pages than the KV cache has.
-    #[error("{pages} pages of {tokens} tokens are needed and the cache has {total}; load with more memory for it")]
+    #[error("the request needs {pages} pages of {tokens} tokens, but the KV cache has {total}; give it more memory")]
     NoRoom {
         /// The number of pages that the request needs.
         pages: u32,
@@ -137,7 +139,7 @@ pub enum AdmissionError {
         total: u32,
     },
     /// The KV cache has too few free pages at present.
-    #[error("{pages} pages of {tokens} tokens are needed and {free} are free; try again when a sequence has ended")]
+    #[error("{pages} pages of {tokens} tokens are needed, but {free} are free; try again when a sequence has ended")]
     NoPages {
         /// The number of pages that the call needs.
         pages: u32,
@@ -147,16 +149,14 @@ pub enum AdmissionError {
         free: u32,
     },
     /// A page of the text cannot be packed, and all BF16 units of the packed KV cache are taken.
-    #[error(
-        "a page of the text fits neither 12 bits nor the {units} BF16 units of the KV cache; load with a BF16 cache"
-    )]
+    #[error("a page of the text cannot be packed, and all {units} BF16 units are in use; load with a BF16 KV cache")]
     NoUnits {
         /// The number of BF16 units of the KV cache.
         units: u32,
     },
     /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)), or the call needs an idle engine
     /// or fewer rows.
-    #[error("{waiting} requests wait already, which is the limit; try again later")]
+    #[error("{waiting} requests are already waiting, which is the limit; try again later")]
     Busy {
         /// The number of waiting sequences. A call that needs an idle engine or fewer rows reports running sequences or
         /// requested rows instead.

@@ -43,7 +43,7 @@ impl RowSampling {
 
     /// The sampling of a running sequence.
     pub fn of(running: &Running) -> Self {
-        let own = Self::new(&running.params);
+        let base = Self::new(&running.params);
         let adjustments = &running.adjustments;
         let adjust = running.slot.map_or(AdjustRow::NONE, |slot| AdjustRow {
             slot,
@@ -55,7 +55,7 @@ impl RowSampling {
             mask: 0,
         });
         let logprobs = running.logprobs.map_or(0, |top| 1 + top);
-        Self { adjust, logprobs, constrained: running.is_constrained(), ..own }
+        Self { adjust, logprobs, constrained: running.is_constrained(), ..base }
     }
 
     /// Returns which kernels the rows request in addition.
@@ -98,7 +98,7 @@ pub struct Sampling {
     token_pitch: u32,
     /// The masks of the rows with constraints, in the order of the rows.
     masks: DeviceBuffer<u32>,
-    wanted: DeviceBuffer<u32>,
+    logprob_counts: DeviceBuffer<u32>,
     logprobs: DeviceBuffer<u32>,
     extras: Extras,
 }
@@ -116,7 +116,7 @@ impl Sampling {
             tokens: DeviceBuffer::zeroed(stream, slots as usize * token_pitch as usize)?,
             token_pitch,
             masks: DeviceBuffer::zeroed(stream, slots as usize * vocab.div_ceil(32) as usize)?,
-            wanted: DeviceBuffer::zeroed(stream, rows)?,
+            logprob_counts: DeviceBuffer::zeroed(stream, rows)?,
             logprobs: DeviceBuffer::zeroed(stream, rows * ROW_WORDS)?,
             extras: Extras::default(),
         })
@@ -148,8 +148,8 @@ impl Sampling {
             self.adjusts.write(stream, 0, &adjusts)?;
         }
         if self.extras.logprobs {
-            let wanted: Vec<u32> = rows.iter().map(|row| row.logprobs).collect();
-            self.wanted.write(stream, 0, &wanted)?;
+            let logprob_counts: Vec<u32> = rows.iter().map(|row| row.logprobs).collect();
+            self.logprob_counts.write(stream, 0, &logprob_counts)?;
         }
         Ok(())
     }
@@ -188,7 +188,7 @@ impl Sampling {
             kernels.adjusted.enqueue(ctx, logits, &self.samples, adjustments, positions, ids)?;
         }
         if self.extras.logprobs {
-            kernels.logprobs.enqueue(ctx, logits, &self.wanted, ids, &mut self.logprobs)?;
+            kernels.logprobs.enqueue(ctx, logits, &self.logprob_counts, ids, &mut self.logprobs)?;
         }
         Ok(())
     }
@@ -217,7 +217,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn extras_run_only_where_a_row_asks() {
+    fn extra_kernels_run_only_on_request() {
         let plain = RowSampling::new(&SampleParams::default());
         let adjusted = RowSampling { adjust: AdjustRow { slot: 3, ..AdjustRow::NONE }, ..plain };
         let likely = RowSampling { logprobs: 1, ..plain };

@@ -127,7 +127,7 @@ impl Running {
     }
 
     /// Records a token and returns its event.
-    fn note(&mut self, token: u32) -> Event {
+    fn record_token(&mut self, token: u32) -> Event {
         self.produced += 1;
         self.last = token;
         self.tokens.push(token);
@@ -419,8 +419,8 @@ impl Schedule {
         let chunk = self.chunk_is_due();
         // Enqueueing a chunk may wait for the device, so tokens that are ready by then are read first.
         let may_launch = self.in_flight.len() < self.limits.ahead as usize;
-        let behind = chunk == Some(Place::Behind) && may_launch;
-        if behind || chunk.is_some() && self.in_flight.is_empty() {
+        let after_steps = chunk == Some(Place::Behind) && may_launch;
+        if after_steps || chunk.is_some() && self.in_flight.is_empty() {
             return Next::Prefill;
         }
         if self.in_flight.is_empty() {
@@ -529,7 +529,7 @@ impl Schedule {
     fn preempt_youngest(&mut self) {
         let row = (0..self.rows.len()).max_by_key(|at| self.rows[*at].id);
         let is_youngest = |prefill: &mut Prefill| row.is_none_or(|at| self.rows[at].id < prefill.running.id);
-        let gone = match (self.prefill.take_if(is_youngest), row) {
+        let sequence = match (self.prefill.take_if(is_youngest), row) {
             (Some(prefill), _) => prefill.running,
             (None, Some(at)) => {
                 self.changed = true;
@@ -537,7 +537,7 @@ impl Schedule {
             }
             (None, None) => return,
         };
-        self.leave(Running { lost: true, ..gone });
+        self.leave(Running { lost: true, ..sequence });
     }
 
     /// Removes rows that have ended or are lost. The last row moves to the index of a removed one.
@@ -545,9 +545,9 @@ impl Schedule {
         let mut at = 0;
         while at < self.rows.len() {
             if self.rows[at].done || self.rows[at].lost {
-                let gone = self.rows.swap_remove(at);
+                let sequence = self.rows.swap_remove(at);
                 self.changed = true;
-                self.leave(gone);
+                self.leave(sequence);
             } else {
                 at += 1;
             }
@@ -555,16 +555,16 @@ impl Schedule {
     }
 
     /// Takes back the pages of a sequence. A lost sequence waits to be computed again.
-    fn leave(&mut self, mut gone: Running) {
+    fn leave(&mut self, mut sequence: Running) {
         self.ended += 1;
-        let own = gone.pages.split_off(self.prefixes.pages_of(&gone.shared) as usize);
-        self.give_pages(own);
-        self.prefixes.release(&gone.shared);
-        self.hot.give(vec![gone.hot]);
-        self.slots.give(gone.slot.into_iter().collect());
-        if gone.lost {
-            let Running { id, params, adjustments, logprobs, tokens, max_new_tokens, stop, produced, .. } = gone;
-            let constraint = gone.constraint;
+        let private_pages = sequence.pages.split_off(self.prefixes.pages_of(&sequence.shared) as usize);
+        self.give_pages(private_pages);
+        self.prefixes.release(&sequence.shared);
+        self.hot.give(vec![sequence.hot]);
+        self.slots.give(sequence.slot.into_iter().collect());
+        if sequence.lost {
+            let Running { id, params, adjustments, logprobs, tokens, max_new_tokens, stop, produced, .. } = sequence;
+            let constraint = sequence.constraint;
             let request =
                 Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs, constraint: None };
             self.preempted += 1;
@@ -667,7 +667,7 @@ impl Schedule {
             // Before the first token is appended to the tokens.
             self.prefixes.insert(&mut running.shared, &running.tokens, &running.pages);
         }
-        let event = running.note(token);
+        let event = running.record_token(token);
         self.rows.push(running);
         self.changed = true;
         Some(event)
@@ -717,15 +717,15 @@ impl Schedule {
         let mut first = 0;
         for running in &mut self.rows {
             let draft = std::mem::take(&mut running.draft);
-            let (at, own) = (first, first..first + 1 + draft.len());
-            first = own.end;
+            let (at, step_rows) = (first, first..first + 1 + draft.len());
+            first = step_rows.end;
             // A sequence that had already ended was still part of the step.
             if running.done || running.lost {
                 continue;
             }
-            for (&token, guess) in tokens[own].iter().zip(draft.iter().map(Some).chain([None])) {
+            for (&token, guess) in tokens[step_rows].iter().zip(draft.iter().map(Some).chain([None])) {
                 running.position += 1;
-                events.push(running.note(token));
+                events.push(running.record_token(token));
                 if running.done || guess != Some(&token) {
                     break;
                 }

@@ -142,7 +142,9 @@ impl MlpWeights {
 #[non_exhaustive]
 pub enum BindError {
     /// A weight that the configuration requires is missing.
-    #[error("no tensor '{name}' {shape:?}, which a {family} of this configuration has; fetch the missing files")]
+    #[error(
+        "tensor '{name}' {shape:?} is missing, which this {family} configuration requires; fetch the missing files"
+    )]
     Missing {
         /// The tensor.
         name: String,
@@ -152,7 +154,9 @@ pub enum BindError {
         family: Family,
     },
     /// A tensor has another shape than the configuration requires.
-    #[error("tensor '{name}' is {got:?}, by config.json it is {expected:?}; weights and config.json are of two models")]
+    #[error(
+        "tensor '{name}' is {got:?}, but config.json requires {expected:?}; use weights and config.json of one model"
+    )]
     Shape {
         /// The tensor.
         name: String,
@@ -162,7 +166,7 @@ pub enum BindError {
         expected: Vec<usize>,
     },
     /// A tensor is not BF16.
-    #[error("tensor '{name}' is {got}, weights must be BF16; take the model in BF16")]
+    #[error("tensor '{name}' is {got}, but weights must be BF16; use the BF16 model")]
     Dtype {
         /// The tensor.
         name: String,
@@ -170,15 +174,15 @@ pub enum BindError {
         got: Dtype,
     },
     /// Two tensors have the same name.
-    #[error("tensor '{name}' is there twice; remove one of the files that hold it")]
+    #[error("tensor '{name}' occurs twice; remove one of the files that contain it")]
     Twice {
         /// The tensor.
         name: String,
     },
     /// The model would not use some tensors, so the weights were made for another model.
     #[error(
-        "{count} tensors that a {family} of this configuration does not have, first '{first}'; config.json is of \
-         another model, or leaves out what these are for"
+        "this {family} configuration does not use {count} of the tensors, such as '{first}'; config.json belongs to \
+         another model or lacks their keys"
     )]
     LeftOver {
         /// The number of these tensors.
@@ -216,26 +220,27 @@ pub fn bind<'a>(
     config: &ModelConfig,
     tensors: impl IntoIterator<Item = TensorHeader<'a>>,
 ) -> Result<ModelWeights, BindError> {
-    let mut left = BTreeMap::new();
+    let mut unbound = BTreeMap::new();
     for tensor in tensors {
-        if left.insert(tensor.name, tensor).is_some() {
+        if unbound.insert(tensor.name, tensor).is_some() {
             return Err(BindError::Twice { name: tensor.name.into() });
         }
     }
-    left.retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
-    let has = |prefix: &str| left.keys().any(|name| name.starts_with(prefix));
-    let wraps = config.family.features().part_of.is_some();
-    let prefix = match WRAPPED.into_iter().find(|prefix| wraps && has(prefix)) {
+    unbound.retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
+    let has = |prefix: &str| unbound.keys().any(|name| name.starts_with(prefix));
+    let is_wrapped = config.family.features().part_of.is_some();
+    let prefix = match WRAPPED_PREFIXES.into_iter().find(|prefix| is_wrapped && has(prefix)) {
         Some(prefix) => prefix,
         None if has("model.") => "model.",
         None => "",
     };
-    if WRAPPED.contains(&prefix) {
-        left.retain(|name, _| !IMAGES.iter().any(|part| name.trim_start_matches("model.").starts_with(part)));
+    if WRAPPED_PREFIXES.contains(&prefix) {
+        unbound
+            .retain(|name, _| !IMAGE_PREFIXES.iter().any(|part| name.trim_start_matches("model.").starts_with(part)));
     }
-    let mut binder = Binder { family: config.family, left };
+    let mut binder = Binder { family: config.family, unbound };
     let [vocab, hidden] = [config.vocab, config.hidden];
-    let before_head = if prefix == WRAPPED[0] { "language_model." } else { "" };
+    let before_head = if prefix == WRAPPED_PREFIXES[0] { "language_model." } else { "" };
     let (embed, head) = (format!("{prefix}embed_tokens.weight"), format!("{before_head}lm_head.weight"));
     // A tied model may have either, or both. They need not be equal, and transformers keeps both.
     let (has_embed, has_head) = (binder.has(&embed), binder.has(&head));
@@ -244,13 +249,13 @@ pub fn bind<'a>(
         (true, _, false) => (embed.clone(), embed),
         _ => (embed, head),
     };
-    let embed = binder.take(embed, &[vocab, hidden])?;
-    let lm_head = if lm_head == embed { lm_head } else { binder.take(lm_head, &[vocab, hidden])? };
-    let final_norm = binder.take(format!("{prefix}norm.weight"), &[hidden])?;
+    let embed = binder.bind(embed, &[vocab, hidden])?;
+    let lm_head = if lm_head == embed { lm_head } else { binder.bind(lm_head, &[vocab, hidden])? };
+    let final_norm = binder.bind(format!("{prefix}norm.weight"), &[hidden])?;
     let layers = (0..config.layers).map(|layer| binder.layer(config, &format!("{prefix}layers.{layer}.")));
     let layers = layers.collect::<Result<_, _>>()?;
-    if let Some(first) = binder.left.keys().next() {
-        let (count, first) = (binder.left.len(), (*first).to_owned());
+    if let Some(first) = binder.unbound.keys().next() {
+        let (count, first) = (binder.unbound.len(), (*first).to_owned());
         return Err(BindError::LeftOver { count, first, family: config.family });
     }
     Ok(ModelWeights { embed, layers, final_norm, lm_head })
@@ -259,7 +264,7 @@ pub fn bind<'a>(
 impl ModelWeights {
     /// The names that [`bind`] looks for, without any tensors.
     pub fn named(config: &ModelConfig) -> Self {
-        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), Stacks::Apart);
+        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), ExpertLayout::Separate);
         let embed = "model.embed_tokens.weight".to_owned();
         let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
         let layers = (0..config.layers).map(layer).collect();
@@ -279,24 +284,24 @@ impl ModelWeights {
 }
 
 /// The prefixes of the text model's names in a model of text and images, in transformers 4 and 5.
-const WRAPPED: [&str; 2] = ["language_model.model.", "model.language_model."];
+const WRAPPED_PREFIXES: [&str; 2] = ["language_model.model.", "model.language_model."];
 /// The prefixes of the other names, with or without `model.` in front.
-const IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+const IMAGE_PREFIXES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
 /// The layout of experts in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stacks {
+enum ExpertLayout {
     /// Separate tensors for each expert.
-    Apart,
+    Separate,
     /// Tensors of all experts, as transformers 5 holds them in memory.
     Stacked,
 }
 
 /// The names of a layer's weights, which start with `prefix`.
-fn layer_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> LayerWeights {
+fn layer_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> LayerWeights {
     let features = config.family.features();
     let name = |name: &str| format!("{prefix}{name}");
-    let some = |has: bool, of: &str| has.then(|| name(of));
+    let optional = |has: bool, of: &str| has.then(|| name(of));
     let norm = |of: Option<&str>| of.map(|of| format!("{prefix}{of}.weight"));
     let [q, k, v] = match features.merged_qkv {
         true => ["qkv_proj"; 3],
@@ -317,25 +322,25 @@ fn layer_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> LayerWeigh
         attention_norm: norm(features.norms.after_attention),
         post_norm: norm(features.norms.mlp),
         mlp_norm: norm(features.norms.after_mlp),
-        mlp: mlp_names(config, prefix, stacks),
-        q_norm: some(has_qk_norm, "self_attn.q_norm.weight"),
-        k_norm: some(has_qk_norm, "self_attn.k_norm.weight"),
+        mlp: mlp_names(config, prefix, layout),
+        q_norm: optional(has_qk_norm, "self_attn.q_norm.weight"),
+        k_norm: optional(has_qk_norm, "self_attn.k_norm.weight"),
     }
 }
 
-fn mlp_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> MlpWeights {
+fn mlp_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> MlpWeights {
     let features = config.family.features();
     let (Some(mixture), Some(keys)) = (config.mixture, &features.experts) else {
         let gate_up = if features.merged_gate_up { ["gate_up_proj"; 2] } else { ["gate_proj", "up_proj"] };
         return MlpWeights::Dense(gated(format!("{prefix}mlp."), [gate_up[0], gate_up[1], "down_proj"]));
     };
-    let block = if stacks == Stacks::Stacked { "mlp." } else { keys.block };
-    let experts = match stacks {
-        Stacks::Stacked => ExpertWeights::Stacked {
+    let block = if layout == ExpertLayout::Stacked { "mlp." } else { keys.block };
+    let experts = match layout {
+        ExpertLayout::Stacked => ExpertWeights::Stacked {
             gate_up: format!("{prefix}mlp.experts.gate_up_proj"),
             down: format!("{prefix}mlp.experts.down_proj"),
         },
-        Stacks::Apart => {
+        ExpertLayout::Separate => {
             let one = |expert| gated(format!("{prefix}{block}experts.{expert}."), keys.names);
             ExpertWeights::Each((0..mixture.experts).map(one).collect())
         }
@@ -352,22 +357,22 @@ fn gated(prefix: String, [gate, up, down]: [&str; 3]) -> GatedWeights {
 /// The tensors that are not used yet.
 struct Binder<'a> {
     family: Family,
-    left: BTreeMap<&'a str, TensorHeader<'a>>,
+    unbound: BTreeMap<&'a str, TensorHeader<'a>>,
 }
 
 impl Binder<'_> {
     fn has(&self, name: &str) -> bool {
-        self.left.contains_key(name)
+        self.unbound.contains_key(name)
     }
 
-    fn take(&mut self, name: String, shape: &[u32]) -> Result<String, BindError> {
+    fn bind(&mut self, name: String, shape: &[u32]) -> Result<String, BindError> {
         self.check(&name, shape)?;
         Ok(name)
     }
 
     fn check(&mut self, name: &str, shape: &[u32]) -> Result<(), BindError> {
         let expected: Vec<usize> = shape.iter().map(|&extent| extent as usize).collect();
-        let Some(tensor) = self.left.remove(name) else {
+        let Some(tensor) = self.unbound.remove(name) else {
             return Err(BindError::Missing { name: name.into(), shape: expected, family: self.family });
         };
         if tensor.shape != expected {
@@ -423,7 +428,7 @@ impl Binder<'_> {
         // Both products are at most 2^24, because the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let stacked = self.has(&format!("{prefix}mlp.experts.gate_up_proj"));
-        let names = layer_names(config, prefix, if stacked { Stacks::Stacked } else { Stacks::Apart });
+        let names = layer_names(config, prefix, if stacked { ExpertLayout::Stacked } else { ExpertLayout::Separate });
         self.mlp(config, &names.mlp)?;
         for norm in [&names.input_norm, &names.attention_norm, &names.post_norm, &names.mlp_norm] {
             norm.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;
@@ -570,9 +575,9 @@ mod tests {
         };
         let llama = of("llama", "");
         let differ = |family: &str, more: &str| {
-            let own = of(family, more);
-            let added: Vec<_> = own.iter().filter(|name| !llama.contains(name)).cloned().collect();
-            let lacks: Vec<_> = llama.iter().filter(|name| !own.contains(name)).cloned().collect();
+            let names = of(family, more);
+            let added: Vec<_> = names.iter().filter(|name| !llama.contains(name)).cloned().collect();
+            let lacks: Vec<_> = llama.iter().filter(|name| !names.contains(name)).cloned().collect();
             (added.join(" "), lacks.join(" "))
         };
         let pair = |added: &str, lacks: &str| (added.to_owned(), lacks.to_owned());
@@ -646,8 +651,8 @@ mod tests {
         let error = bound(&one, &listing(&two)).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "9 tensors that a llama of this configuration does not have, first \
-             'model.layers.1.input_layernorm.weight'; config.json is of another model, or leaves out what these are for"
+            "this llama configuration does not use 9 of the tensors, such as \
+             'model.layers.1.input_layernorm.weight'; config.json belongs to another model or lacks their keys"
         );
         let error = bound(&two, &listing(&config("qwen2", ""))).unwrap_err();
         assert!(matches!(error, BindError::LeftOver { count: 6, .. }), "{error}");
@@ -661,7 +666,7 @@ mod tests {
         assert!(bound(&untied, &old).is_ok(), "frequencies are computed, not read");
         let tied = config("llama", r#", "tie_word_embeddings": true"#);
         let both = bound(&tied, &listing(&untied)).unwrap();
-        assert_eq!(both.lm_head, "lm_head.weight", "a head of its own is used");
+        assert_eq!(both.lm_head, "lm_head.weight", "the separate head is used");
         let mut head = listing(&untied);
         head.retain(|(name, ..)| !name.contains("embed"));
         let head = bound(&tied, &head).unwrap();

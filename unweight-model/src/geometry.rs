@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_answered_with_the_known() {
+    fn unknown_names_are_rejected_with_the_known_ones() {
         let error = Geometry::named("gpt-5").unwrap_err().to_string();
         assert_eq!(
             error,

@@ -24,7 +24,7 @@ type Cause = Box<dyn Error + Send + Sync>;
 pub enum ReferenceError {
     /// A token is outside the vocabulary.
     #[error(
-        "token {token} at position {position} is not below the vocabulary's {vocab}; take the tokenizer of this model"
+        "token {token} at position {position} is outside the vocabulary of {vocab} tokens; use this model's tokenizer"
     )]
     Token {
         /// The position of the token.
@@ -43,7 +43,9 @@ pub enum ReferenceError {
         source: Cause,
     },
     /// A tensor has another number of elements than the configuration requires.
-    #[error("tensor '{name}' has {got} elements, by the configuration it has {expected}; bind the weights to it first")]
+    #[error(
+        "tensor '{name}' has {got} elements, but the configuration requires {expected}; bind the weights to it first"
+    )]
     Elements {
         /// The tensor.
         name: String,
@@ -202,16 +204,16 @@ where
         // Query head `head` attends to key/value head `head / group` of its own and earlier positions.
         let one = |(i, query): (usize, &[f32])| {
             let (position, head) = (i / heads, i % heads);
-            let at = |seen: usize| (seen * kv_heads + head / group) * head_dim;
+            let at = |other: usize| (other * kv_heads + head / group) * head_dim;
             let first = window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
-            let scores = (first..=position).map(|seen| dot(query, &k[at(seen)..][..head_dim]));
+            let scores = (first..=position).map(|other| dot(query, &k[at(other)..][..head_dim]));
             let cap = self.config.soft_caps.attention;
             let scores: Vec<f32> = scores.map(|score| capped(score * factor, cap)).collect();
-            let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let shares: Vec<f32> = scores.iter().map(|score| (score - most).exp()).collect();
+            let max_score = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let shares: Vec<f32> = scores.iter().map(|score| (score - max_score).exp()).collect();
             let sum: f64 = shares.iter().copied().map(f64::from).sum();
             let element = |d: usize| {
-                let products = (first..).zip(&shares).map(|(seen, &s)| f64::from(s) * f64::from(v[at(seen) + d]));
+                let products = (first..).zip(&shares).map(|(other, &s)| f64::from(s) * f64::from(v[at(other) + d]));
                 (products.sum::<f64>() / sum) as f32
             };
             (0..head_dim).map(element).collect::<Vec<_>>()
@@ -244,8 +246,8 @@ where
         if names.iter().all(|name| *name == names[0]) {
             let mut rest = self.values(names[0], &[rows.iter().sum(), columns])?;
             for (part, rows) in parts.iter_mut().zip(rows) {
-                let behind = rest.split_off(rows as usize * columns as usize);
-                *part = std::mem::replace(&mut rest, behind);
+                let tail = rest.split_off(rows as usize * columns as usize);
+                *part = std::mem::replace(&mut rest, tail);
             }
             return Ok(parts);
         }
@@ -308,12 +310,12 @@ where
         };
         let mut sums = vec![0.0; x.len()];
         for (expert, tokens) in chosen.iter().enumerate().filter(|(_, tokens)| !tokens.is_empty()) {
-            let own: Vec<f32> = tokens.iter().flat_map(|(token, _)| &x[token * width..][..width]).copied().collect();
+            let inputs: Vec<f32> = tokens.iter().flat_map(|(token, _)| &x[token * width..][..width]).copied().collect();
             let rows = match (names, &stacks) {
-                (ExpertWeights::Each(names), _) => self.mlp(&names[expert], &own)?,
+                (ExpertWeights::Each(names), _) => self.mlp(&names[expert], &inputs)?,
                 (ExpertWeights::Stacked { .. }, Some((gate_up, down))) => {
                     let (gate, up) = gate_up[2 * expert * matrix..][..2 * matrix].split_at(matrix);
-                    self.gated(&own, [gate, up, &down[expert * matrix..][..matrix]])
+                    self.gated(&inputs, [gate, up, &down[expert * matrix..][..matrix]])
                 }
                 (ExpertWeights::Stacked { .. }, None) => continue,
             };
@@ -331,13 +333,13 @@ where
         let added = if self.config.norm == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let rows = x.chunks(weight.len()).flat_map(|row| {
             let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / row.len() as f64;
-            let middle = match self.config.norm {
+            let center = match self.config.norm {
                 NormKind::Layer => mean(&mut row.iter().map(|&x| f64::from(x))) as f32,
                 NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => 0.0,
             };
-            let square = mean(&mut row.iter().map(|&x| f64::from(x - middle) * f64::from(x - middle)));
+            let square = mean(&mut row.iter().map(|&x| f64::from(x - center) * f64::from(x - center)));
             let scale = (square as f32 + self.config.eps).sqrt().recip();
-            row.iter().zip(&weight).map(move |(x, weight)| (added + weight) * ((x - middle) * scale))
+            row.iter().zip(&weight).map(move |(x, weight)| (added + weight) * ((x - center) * scale))
         });
         Ok(rows.collect())
     }
@@ -379,10 +381,10 @@ const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, ro
 fn choose(logits: &[f32], top_k: usize, normalized: bool) -> Vec<(usize, f32)> {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-    let most = logits[order[0]];
-    let share = |expert: usize| (logits[expert] - most).exp();
-    let among = if normalized { &order[..top_k] } else { &order[..] };
-    let sum = among.iter().map(|&expert| f64::from(share(expert))).sum::<f64>() as f32;
+    let max_logit = logits[order[0]];
+    let share = |expert: usize| (logits[expert] - max_logit).exp();
+    let candidates = if normalized { &order[..top_k] } else { &order[..] };
+    let sum = candidates.iter().map(|&expert| f64::from(share(expert))).sum::<f64>() as f32;
     order[..top_k].iter().map(|&expert| (expert, share(expert) / sum)).collect()
 }
 

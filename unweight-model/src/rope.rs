@@ -123,23 +123,24 @@ impl Rope {
             &RopeKind::Llama3 { factor, low, high, original } => {
                 let (original, span) = (f64::from(original), (high - low) as f32);
                 let (longest, shortest) = ((original / low) as f32, (original / high) as f32);
-                let stretch = |power: f32| {
-                    let kept = power.recip();
-                    let wavelength = kept.recip() * TAU as f32;
-                    let stretched = if wavelength > longest { kept / factor as f32 } else { kept };
+                let scale = |power: f32| {
+                    let frequency = power.recip();
+                    let wavelength = frequency.recip() * TAU as f32;
+                    let scaled = if wavelength > longest { frequency / factor as f32 } else { frequency };
                     if wavelength < shortest || wavelength > longest {
-                        return stretched;
+                        return scaled;
                     }
                     let smooth = (wavelength.recip() * original as f32 - low as f32) / span;
-                    (1.0 - smooth) * stretched / factor as f32 + smooth * stretched
+                    (1.0 - smooth) * scaled / factor as f32 + smooth * scaled
                 };
-                pairs.map(stretch).collect()
+                pairs.map(scale).collect()
             }
             &RopeKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
                 let dim = f64::from(self.dim);
-                // The dimension whose frequency makes `turns` rotations within the original context.
-                let turning = |turns: f64| dim * (f64::from(original) / (turns * TAU)).ln() / (2.0 * self.theta.ln());
-                let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
+                // The dimension whose frequency makes `rotations` rotations within the original context.
+                let dimension_of =
+                    |rotations: f64| dim * (f64::from(original) / (rotations * TAU)).ln() / (2.0 * self.theta.ln());
+                let (mut low, mut high) = (dimension_of(beta_fast), dimension_of(beta_slow));
                 if truncate {
                     (low, high) = (low.floor(), high.ceil());
                 }
@@ -148,11 +149,11 @@ impl Rope {
                     high += 0.001;
                 }
                 let (start, span) = (low as f32, (high - low) as f32);
-                let stretch = |(i, power): (usize, f32)| {
-                    let kept = 1.0 - ((i as f32 - start) / span).clamp(0.0, 1.0);
-                    (factor as f32 * power).recip() * (1.0 - kept) + power.recip() * kept
+                let scale = |(i, power): (usize, f32)| {
+                    let unscaled = 1.0 - ((i as f32 - start) / span).clamp(0.0, 1.0);
+                    (factor as f32 * power).recip() * (1.0 - unscaled) + power.recip() * unscaled
                 };
-                pairs.enumerate().map(stretch).collect()
+                pairs.enumerate().map(scale).collect()
             }
         }
     }
@@ -162,10 +163,10 @@ impl Rope {
     /// The angle is an f32 product, as in transformers: at position 131,071 an exact one would differ by 0.008 radians.
     pub fn cos_sin(&self, position: u32, context: u32) -> (Vec<f32>, Vec<f32>) {
         let frequencies = self.inv_freq(context);
-        frequencies.iter().map(|&frequency| self.turn(frequency, position)).unzip()
+        frequencies.iter().map(|&frequency| self.scaled_cos_sin(frequency, position)).unzip()
     }
 
-    fn turn(&self, inv_freq: f32, position: u32) -> (f32, f32) {
+    fn scaled_cos_sin(&self, inv_freq: f32, position: u32) -> (f32, f32) {
         let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
         (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
     }
@@ -175,7 +176,7 @@ impl Rope {
     pub fn table(&self, positions: u32) -> RopeTable {
         let frequencies = self.inv_freq(positions);
         let rows = (0..positions).into_par_iter();
-        let pairs = rows.flat_map_iter(|position| frequencies.iter().map(move |&f| self.turn(f, position)));
+        let pairs = rows.flat_map_iter(|position| frequencies.iter().map(move |&f| self.scaled_cos_sin(f, position)));
         let (cos, sin) = pairs.map(|(cos, sin)| (bf16::from_f32(cos), bf16::from_f32(sin))).unzip();
         RopeTable { cos, sin, dim: self.dim }
     }
@@ -210,16 +211,16 @@ mod tests {
         assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
         let llama3 = rope(RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original: 8192 });
         assert_eq!(llama3[..20], plain[..20], "short wavelengths are kept");
-        assert_eq!(llama3[63], plain[63] / 8.0, "long ones are divided");
-        assert!(llama3.windows(2).all(|pair| pair[0] > pair[1]), "and the ramp is monotonic");
+        assert_eq!(llama3[63], plain[63] / 8.0, "long wavelengths are divided");
+        assert!(llama3.windows(2).all(|pair| pair[0] > pair[1]), "the ramp is monotonic");
         let (factor, beta_fast, beta_slow, original) = (8.0, 32.0, 1.0, 8192);
         let yarn = RopeKind::Yarn { factor, beta_fast, beta_slow, attention_factor: 1.2, original, truncate: true };
-        let stretched = rope(yarn.clone());
-        assert_eq!((stretched[0], stretched[63]), (1.0, (8.0 * plain[63].recip()).recip()));
+        let scaled = rope(yarn.clone());
+        assert_eq!((scaled[0], scaled[63]), (1.0, (8.0 * plain[63].recip()).recip()));
         assert_eq!(of(yarn).cos_sin(0, 1).0[0], 1.2);
         let factors = |factor: f32| std::iter::repeat_n(factor, 64).collect::<Arc<[f32]>>();
         let long = RopeKind::Long { short: factors(1.0), long: factors(4.0), attention_factor: 1.5, original: 8192 };
-        assert_eq!(rope(long.clone()), plain, "a context of training");
+        assert_eq!(rope(long.clone()), plain, "a context of the training length");
         assert!(of(long.clone()).inv_freq(8193).iter().zip(&plain).all(|(a, b)| *a == b / 4.0));
         assert_eq!(of(long).cos_sin(0, 8193).0[0], 1.5);
     }

@@ -91,9 +91,9 @@ impl SampleParams {
         let check = |name, value, ok, range| if ok { Ok(()) } else { Err(OutOfRange { name, value, range }) };
         let Self { temperature, top_p, min_p, .. } = *self;
         // Logits of bf16 divided by less than this may not be numbers in f32.
-        const COLDEST: f32 = 1e-3;
-        let warm = temperature == 0.0 || (COLDEST..=100.0).contains(&temperature);
-        check("temperature", temperature, warm, "0 or a number from 0.001 to 100")?;
+        const TEMPERATURE_MIN: f32 = 1e-3;
+        let in_range = temperature == 0.0 || (TEMPERATURE_MIN..=100.0).contains(&temperature);
+        check("temperature", temperature, in_range, "0 or a number from 0.001 to 100")?;
         check("top_p", top_p, top_p > 0.0 && top_p <= 1.0, "above 0 and at most 1")?;
         check("min_p", min_p, (0.0..=1.0).contains(&min_p), "a number from 0 to 1")
     }
@@ -138,7 +138,7 @@ pub fn choose(logits: &[f32], params: &SampleParams, position: u32) -> u32 {
         return row.keys.iter().position(|key| *key == row.largest_key).unwrap_or(0) as u32;
     }
     let scores = row
-        .kept(params)
+        .kept_tokens(params)
         .into_iter()
         .map(|token| (token, row.scaled(token) + noise(params.seed, position, token as u32)));
     // Of equal scores the first wins.
@@ -193,15 +193,15 @@ impl<'a> Row<'a> {
     }
 
     /// The tokens that the filters keep; those with the largest logit are always among them.
-    fn kept(&self, params: &SampleParams) -> Vec<usize> {
+    fn kept_tokens(&self, params: &SampleParams) -> Vec<usize> {
         let floor = self.floor(params);
         // NaN keeps all tokens.
         let share = if params.min_p.is_nan() { 0.0 } else { params.min_p.min(1.0) };
-        let keeps = |token: &usize| {
+        let is_kept = |token: &usize| {
             let scaled = self.scaled(*token);
             self.keys[*token] >= floor && scaled > f32::NEG_INFINITY && exp_negative(scaled) >= share
         };
-        (0..self.keys.len()).filter(keeps).collect()
+        (0..self.keys.len()).filter(is_kept).collect()
     }
 
     /// The lowest key that top-k and top-p keep.
@@ -257,8 +257,8 @@ fn ln(value: f32) -> f32 {
     const ROOT_HALF: u32 = 0x3f35_04f3;
     let bits = value.to_bits();
     let exponent = bits.wrapping_sub(ROOT_HALF).cast_signed() >> 23;
-    let near = f32::from_bits(bits.wrapping_sub(exponent.cast_unsigned() << 23));
-    (exponent as f32).mul_add(LN_2, log1p_near(near - 1.0))
+    let mantissa = f32::from_bits(bits.wrapping_sub(exponent.cast_unsigned() << 23));
+    (exponent as f32).mul_add(LN_2, log1p_near(mantissa - 1.0))
 }
 
 const LN_2: f32 = std::f32::consts::LN_2;
@@ -328,8 +328,8 @@ mod tests {
         let spread = [0.5, 2.0, 6.0][random.below(3) as usize];
         (0..count)
             .map(|_| {
-                let far = if random.below(20) == 0 { 8.0 } else { 0.0 };
-                bf16::from_f64(random.normal() * spread + far)
+                let offset = if random.below(20) == 0 { 8.0 } else { 0.0 };
+                bf16::from_f64(random.normal() * spread + offset)
             })
             .collect()
     }
@@ -342,7 +342,7 @@ mod tests {
         let weights: Vec<f64> = logits.iter().map(|logit| ((logit.to_f64() - largest) / temperature).exp()).collect();
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|a, b| logits[*b].to_f64().total_cmp(&logits[*a].to_f64()));
-        let mut near = f64::INFINITY;
+        let mut margin = f64::INFINITY;
         if params.top_k != 0 && order.len() > params.top_k as usize {
             let threshold = logits[order[params.top_k as usize - 1]];
             order.retain(|token| logits[*token] >= threshold);
@@ -352,7 +352,7 @@ mod tests {
             let (mut sum, mut threshold) = (0.0, None);
             for token in &order {
                 sum += weights[*token] / total;
-                near = near.min((sum - f64::from(params.top_p)).abs());
+                margin = margin.min((sum - f64::from(params.top_p)).abs());
                 if sum >= f64::from(params.top_p) && threshold.is_none() {
                     threshold = Some(logits[*token]);
                 }
@@ -360,10 +360,10 @@ mod tests {
             order.retain(|token| threshold.is_none_or(|threshold| logits[*token] >= threshold));
         }
         let share = f64::from(params.min_p);
-        near = order.iter().map(|token| (weights[*token] / share - 1.0).abs()).fold(near, f64::min);
+        margin = order.iter().map(|token| (weights[*token] / share - 1.0).abs()).fold(margin, f64::min);
         order.retain(|token| weights[*token] >= share);
         order.sort_unstable();
-        (order, near)
+        (order, margin)
     }
 
     #[test]
@@ -382,10 +382,10 @@ mod tests {
                 seed: 0,
             };
             let values: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
-            let kept = Row::new(&values, params.temperature).kept(&params);
-            let (expected, near) = kept_in_f64(&logits, &params);
+            let kept = Row::new(&values, params.temperature).kept_tokens(&params);
+            let (expected, margin) = kept_in_f64(&logits, &params);
             // Nearer than this, rounding decides; it must not happen often.
-            if near > 1e-5 {
+            if margin > 1e-5 {
                 assert_eq!(kept, expected, "case {case}: {params:?}");
                 compared += 1;
                 filtered += usize::from(kept.len() > 1 && kept.len() < logits.len());
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn nan_logits_choose_token_zero() {
+    fn nan_logits_are_never_sampled() {
         let of = |logits: &[f32], params: SampleParams| {
             let logits: Vec<_> = logits.iter().map(|logit| bf16::from_f32(*logit)).collect();
             let drawn: std::collections::BTreeSet<_> =

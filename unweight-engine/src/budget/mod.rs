@@ -60,7 +60,7 @@ impl Tensor {
     }
 
     fn bytes(&self, encoding: EncodingId) -> Option<u64> {
-        self.encodings.iter().find(|(own, _)| *own == encoding).map(|(_, bytes)| *bytes)
+        self.encodings.iter().find(|(candidate, _)| *candidate == encoding).map(|(_, bytes)| *bytes)
     }
 }
 
@@ -99,7 +99,7 @@ pub enum BudgetError {
     #[error(transparent)]
     Option(#[from] OptionError),
     /// The context exceeds the limit of the model.
-    #[error("a context of {context} tokens; the model's own limit is {most}")]
+    #[error("a context of {context} tokens exceeds the model's limit of {most}; request a shorter one")]
     Context {
         /// The requested context in tokens.
         context: u32,
@@ -107,19 +107,22 @@ pub enum BudgetError {
         most: u32,
     },
     /// The request has no limit: neither a memory nor a slowdown.
-    #[error("neither a memory nor a slowdown is given; give one, or both")]
+    #[error("no limit is given; set a memory, a maximum slowdown or both")]
     Nothing,
     /// The slowdown is negative or not a finite number.
-    #[error("a slowdown of {0}; give 0 or more")]
+    #[error("the maximum slowdown {0} is not a number of at least 0; correct it")]
     Slowdown(f64),
     /// A packed KV cache was requested, and heads are too large for it.
-    #[error("heads of {head_dim}; a packed KV cache holds up to 128 elements; use a bf16 KV cache")]
+    #[error("a packed KV cache supports heads of up to 128 elements, this model has {head_dim}; use a bf16 KV cache")]
     PackedHeads {
         /// The number of elements of a head.
         head_dim: u32,
     },
     /// The model lacks a tensor.
-    #[error("layer {layer:?} has no tensor of role {role}; fetch the missing files")]
+    #[error(
+        "{} has no tensor of role {role}; fetch the missing files",
+        .layer.map_or_else(|| "the model".to_owned(), |layer| format!("layer {layer}"))
+    )]
     Missing {
         /// The layer.
         layer: Option<u32>,
@@ -127,17 +130,15 @@ pub enum BudgetError {
         role: Role,
     },
     /// An expert cannot be packed, and experts run from packed weights only.
-    #[error(
-        "'{tensor}' and the other experts of its layer do not all fit the packed encoding, and experts run only from it"
-    )]
+    #[error("'{tensor}' or another expert of its layer cannot be packed, and experts run only from packed weights")]
     Unpackable {
         /// The first tensor of the layer's experts.
         tensor: String,
     },
     /// No plan fits the given memory.
     #[error(
-        "the smallest plan takes {least} bytes (weights {weights}, KV cache {cache}, working memory {working}, slots \
-         {slots}) and {have} are given; give more memory, a shorter context or a smaller batch"
+        "the smallest plan needs {least} bytes (weights {weights}, KV cache {cache}, working memory {working}, slots \
+         {slots}), but the limit is {have}; allow more memory, a shorter context or a smaller batch"
     )]
     TooSmall {
         /// Bytes of the given memory.
@@ -155,8 +156,8 @@ pub enum BudgetError {
     },
     /// Every plan within the given memory is slower than the given limit.
     #[error(
-        "the fastest plan within {have} bytes takes {slowdown:.3} times as long as the fastest of all, and {limit:.3} \
-         is allowed; {least} bytes are enough"
+        "the fastest plan within {have} bytes takes {slowdown:.3} times as long as the fastest plan, but the limit \
+         is {limit:.3}; allow {least} bytes"
     )]
     TooSlow {
         /// Bytes of the given memory.
@@ -172,7 +173,7 @@ pub enum BudgetError {
 
 impl BudgetError {
     /// Bytes of the smallest plan that would meet the request, if the error contains them.
-    fn least(&self) -> u64 {
+    fn min_bytes(&self) -> u64 {
         match self {
             Self::TooSmall { least, .. } | Self::TooSlow { least, .. } => *least,
             _ => u64::MAX,
@@ -372,14 +373,14 @@ fn slot_bytes(tensor: &Tensor) -> u64 {
 
 /// Returns the units of a model, and the bytes of the tensors outside of units.
 fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), BudgetError> {
-    let mut by_place: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
+    let mut by_role: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
     let mut rest = 0_u64;
     for tensor in tensors {
         // Stacked experts have gate and up in one tensor.
         let role = if config.mixture.is_some() && tensor.role == Role::GateUp { Role::Gate } else { tensor.role };
-        let known = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
-        if known {
-            by_place.entry((tensor.layer, role)).or_default().push(tensor);
+        let has_unit = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
+        if has_unit {
+            by_role.entry((tensor.layer, role)).or_default().push(tensor);
         } else {
             rest = rest.saturating_add(tensor.bytes(EncodingId::RAW).unwrap_or(0));
         }
@@ -387,12 +388,12 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
     // A tied model may store its single table under either name.
     let (embedding, head) = ((None, Role::Embedding), (None, Role::LmHead));
     if config.tied
-        && !by_place.contains_key(&embedding)
-        && let Some(table) = by_place.remove(&head)
+        && !by_role.contains_key(&embedding)
+        && let Some(table) = by_role.remove(&head)
     {
-        by_place.insert(embedding, table);
+        by_role.insert(embedding, table);
     }
-    let tied = config.tied && !by_place.contains_key(&head);
+    let tied = config.tied && !by_role.contains_key(&head);
     let mut units = Vec::new();
     for layer in (0..config.layers).map(Some).chain([None]) {
         for (kind, (name, roles)) in KINDS.into_iter().enumerate() {
@@ -404,17 +405,17 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             if name == "lm_head" && tied {
                 continue;
             }
-            let mut of = Vec::new();
+            let mut unit_tensors = Vec::new();
             for role in roles {
-                let found = by_place.remove(&(layer, *role));
+                let found = by_role.remove(&(layer, *role));
                 let stacked = |first: &&Tensor| first.role == Role::GateUp;
-                if found.is_none() && of.first().is_some_and(stacked) {
+                if found.is_none() && unit_tensors.first().is_some_and(stacked) {
                     continue;
                 }
-                of.extend(found.ok_or(BudgetError::Missing { layer, role: *role })?);
+                unit_tensors.extend(found.ok_or(BudgetError::Missing { layer, role: *role })?);
             }
             let experts = config.mixture.filter(|_| is_mlp(kind));
-            let unit = Unit::new(kind, layer, of, |tensors, encoding| match experts {
+            let unit = Unit::new(kind, layer, unit_tensors, |tensors, encoding| match experts {
                 Some(mixture) => experts_us(mixture, tensors, encoding, batch),
                 None => product_us(kind, tensors, encoding, batch, tied),
             });
@@ -425,8 +426,8 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
         }
     }
     // Tensors that have a role, but no place in this model.
-    let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(EncodingId::RAW));
-    Ok((units, left.fold(rest, u64::saturating_add)))
+    let unused = by_role.values().flatten().filter_map(|tensor| tensor.bytes(EncodingId::RAW));
+    Ok((units, unused.fold(rest, u64::saturating_add)))
 }
 
 /// Computes the memory that an engine's kernels share, which depends on the weights that stay coded.
@@ -477,22 +478,23 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// `slot` is the size in bytes of the slot that compact units are expanded into; 0 if no unit is compact.
-    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, contexts: &Contexts<'_>) -> Self {
-        let may = |unit: &Unit<'_>, encoding: EncodingId| match encoding {
-            EncodingId::HUFFMAN => hard.contains(&unit.kind),
+    fn new(units: &'a [Unit<'a>], coded_kinds: &[usize], slot: u64, contexts: &Contexts<'_>) -> Self {
+        let is_allowed = |unit: &Unit<'_>, encoding: EncodingId| match encoding {
+            EncodingId::HUFFMAN => coded_kinds.contains(&unit.kind),
             EncodingId::COMPACT => unit.expanded_bytes() <= slot,
             _ => true,
         };
         let allowed: Vec<Vec<usize>> = units
             .iter()
-            .map(|unit| (0..unit.encodings.len()).filter(|at| may(unit, unit.encodings[*at])).collect())
+            .map(|unit| (0..unit.encodings.len()).filter(|at| is_allowed(unit, unit.encodings[*at])).collect())
             .collect();
         let choices = units.iter().zip(&allowed);
         let choices = choices.map(|(unit, allowed)| allowed.iter().map(|at| unit.choices[*at]).collect()).collect();
         // A slot has room for the largest tensor of each projection.
         let mut largest: BTreeMap<Role, u64> = BTreeMap::new();
-        for unit in
-            units.iter().filter(|unit| hard.contains(&unit.kind) && unit.encodings.contains(&EncodingId::HUFFMAN))
+        for unit in units
+            .iter()
+            .filter(|unit| coded_kinds.contains(&unit.kind) && unit.encodings.contains(&EncodingId::HUFFMAN))
         {
             for tensor in &unit.tensors {
                 let bytes = largest.entry(tensor.role).or_default();
@@ -500,8 +502,8 @@ impl<'a> Case<'a> {
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
-        let own = contexts.shared(!hard.is_empty(), slot);
-        let (slots, shared) = (slots.saturating_add(own.slot), own.bytes.saturating_sub(own.slot));
+        let reserved = contexts.shared(!coded_kinds.is_empty(), slot);
+        let (slots, shared) = (slots.saturating_add(reserved.slot), reserved.bytes.saturating_sub(reserved.slot));
         Self { slots, shared, allowed, choices, units }
     }
 
@@ -512,22 +514,22 @@ impl<'a> Case<'a> {
 
     /// Returns the encodings of a solution. Hard units are spread evenly over the layers if that takes at most
     /// `weights` bytes.
-    fn encodings(&self, picked: &[usize], weights: u64) -> Vec<usize> {
-        let chosen: Vec<usize> = self.allowed.iter().zip(picked).map(|(allowed, at)| allowed[*at]).collect();
+    fn encodings(&self, solution: &[usize], weights: u64) -> Vec<usize> {
+        let chosen: Vec<usize> = self.allowed.iter().zip(solution).map(|(allowed, at)| allowed[*at]).collect();
         let mut even = chosen.clone();
         for kind in 0..KINDS.len() {
-            let own: Vec<usize> = (0..self.units.len()).filter(|unit| self.units[*unit].kind == kind).collect();
-            let is_hard = |unit: &usize| self.units[*unit].encodings[chosen[*unit]] == EncodingId::HUFFMAN;
-            let hard = own.iter().filter(|unit| is_hard(unit)).count();
+            let of_kind: Vec<usize> = (0..self.units.len()).filter(|unit| self.units[*unit].kind == kind).collect();
+            let is_coded = |unit: &usize| self.units[*unit].encodings[chosen[*unit]] == EncodingId::HUFFMAN;
+            let coded_count = of_kind.iter().filter(|unit| is_coded(unit)).count();
             // Only units with the same encodings may be exchanged.
-            let first = own.first().map(|unit| &self.units[*unit].encodings);
-            if hard == 0 || own.iter().any(|unit| Some(&self.units[*unit].encodings) != first) {
+            let first = of_kind.first().map(|unit| &self.units[*unit].encodings);
+            if coded_count == 0 || of_kind.iter().any(|unit| Some(&self.units[*unit].encodings) != first) {
                 continue;
             }
-            let code = own.iter().find(|unit| is_hard(unit)).map(|unit| chosen[*unit]);
-            let mut others = own.iter().filter(|unit| !is_hard(unit)).map(|unit| chosen[*unit]);
-            for (unit, hard) in own.iter().zip(spread(own.len(), hard)) {
-                even[*unit] = if hard { code } else { others.next() }.unwrap_or(chosen[*unit]);
+            let code = of_kind.iter().find(|unit| is_coded(unit)).map(|unit| chosen[*unit]);
+            let mut others = of_kind.iter().filter(|unit| !is_coded(unit)).map(|unit| chosen[*unit]);
+            for (unit, coded) in of_kind.iter().zip(spread(of_kind.len(), coded_count)) {
+                even[*unit] = if coded { code } else { others.next() }.unwrap_or(chosen[*unit]);
             }
         }
         let bytes = |encodings: &[usize]| {
@@ -561,20 +563,20 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     let (units, rest) = units(config, tensors, batch)?;
     let contexts = Contexts::new(config, &options, arch, &units);
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind) && runs_pipelines(config)).collect();
-    let hard = (0..1 << kinds.len()).map(|set: usize| {
-        let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
-        Case::new(&units, &hard, 0, &contexts)
+    let coded_cases = (0..1 << kinds.len()).map(|set: usize| {
+        let coded_kinds: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
+        Case::new(&units, &coded_kinds, 0, &contexts)
     });
     // The larger the slot, the more units may stay compact.
     let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
-    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &contexts));
-    let cases: Vec<Case<'_>> = hard.chain(compact).collect();
+    let compact_cases = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &contexts));
+    let cases: Vec<Case<'_>> = coded_cases.chain(compact_cases).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = Solved { rest, cases: &cases, frontiers: &frontiers, units: &units };
     let plans = kv_caches(config, wanted).into_iter().map(|kv_cache| {
         // What the engine reserves in addition to weights, given unlimited memory.
-        let own = options.clone().kv_cache(kv_cache);
-        let reserved = memory::plan(config, &own, (0, Shared::default()), u64::MAX).ok();
+        let with_cache = options.clone().kv_cache(kv_cache);
+        let reserved = memory::plan(config, &with_cache, (0, Shared::default()), u64::MAX).ok();
         solved.plan(reserved.as_ref(), kv_cache, (memory, max_slowdown))
     });
     let best = plans.reduce(|best, plan| if is_better(&plan, &best, memory) { plan } else { best });
@@ -582,8 +584,8 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
 }
 
 /// The KV caches to compare. BF16 comes first, because it is preferred if both are equally good.
-fn kv_caches(config: &ModelConfig, wanted: &BudgetRequest) -> Vec<KvCache> {
-    match wanted.kv_cache {
+fn kv_caches(config: &ModelConfig, request: &BudgetRequest) -> Vec<KvCache> {
+    match request.kv_cache {
         Some(kv_cache) => vec![kv_cache],
         None if packed::takes(config.head_dim) => vec![KvCache::Bf16, KvCache::Packed],
         None => vec![KvCache::Bf16],
@@ -601,7 +603,7 @@ fn is_better(
         (Ok(plan), Ok(than)) => plan.total() < than.total(),
         (Ok(_), Err(_)) => true,
         (Err(_), Ok(_)) => false,
-        (Err(plan), Err(than)) => plan.least() < than.least(),
+        (Err(plan), Err(than)) => plan.min_bytes() < than.min_bytes(),
     }
 }
 
@@ -622,44 +624,44 @@ impl Solved<'_> {
         (memory, max_slowdown): (Option<u64>, Option<f64>),
     ) -> Result<BudgetPlan, BudgetError> {
         let Self { rest, cases, frontiers, units } = *self;
-        let (cache, working) = reserved.map_or((u64::MAX, u64::MAX), |own| (own.cache, own.working));
+        let (cache, working) = reserved.map_or((u64::MAX, u64::MAX), |reserved| (reserved.cache, reserved.working));
         let fixed = rest.saturating_add(cache).saturating_add(working);
         let exact = frontiers.iter().all(Frontier::is_exact);
         // Of equal plans the first is taken: its case comes first and has the fewest bytes in addition to the weights.
-        let within = |have: u64| {
-            let picked = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
-                let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
-                Some((case, frontier.fastest(left)?))
+        let fastest_within = |have: u64| {
+            let solution = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
+                let available = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
+                Some((case, frontier.fastest(available)?))
             });
-            picked.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
+            solution.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
         };
         let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
         let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
         let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
         // The smallest plan that is fast enough; at least the fastest plan is.
-        let small =
+        let smallest =
             cases.iter().zip(frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
-        let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
-        let (small_case, small) = small.ok_or(BudgetError::Nothing)?;
-        let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
-        let (case, picked) = match memory {
-            None => (small_case, small),
-            Some(have) => match within(have) {
-                Some((case, picked)) if picked.us <= limit_us => (case, picked),
-                Some((_, picked)) => {
-                    let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
+        let smallest = smallest.min_by_key(|(case, solution)| solution.bytes.saturating_add(case.bytes()));
+        let (smallest_case, smallest) = smallest.ok_or(BudgetError::Nothing)?;
+        let least = fixed.saturating_add(smallest_case.bytes()).saturating_add(smallest.bytes);
+        let (case, solution) = match memory {
+            None => (smallest_case, smallest),
+            Some(have) => match fastest_within(have) {
+                Some((case, solution)) if solution.us <= limit_us => (case, solution),
+                Some((_, solution)) => {
+                    let (slowdown, limit) = (solution.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
                     return Err(BudgetError::TooSlow { have, slowdown, limit, least });
                 }
                 None => {
-                    let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
-                    let working = working.saturating_add(small_case.shared);
+                    let (slots, weights) = (smallest_case.slots, smallest.bytes.saturating_add(rest));
+                    let working = working.saturating_add(smallest_case.shared);
                     return Err(BudgetError::TooSmall { have, least, weights, cache, working, slots });
                 }
             },
         };
-        let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
-        let encodings = case.encodings(&picked.choices, room.max(picked.bytes));
-        let (cache_tokens, cache_token_bytes) = reserved.map_or((0, 0), |own| (own.tokens(), own.token));
+        let available = memory.map_or(solution.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
+        let encodings = case.encodings(&solution.choices, available.max(solution.bytes));
+        let (cache_tokens, cache_token_bytes) = reserved.map_or((0, 0), |reserved| (reserved.tokens(), reserved.token));
         let Assigned { rules, groups, bytes, us } = Assigned::of(units, &encodings);
         Ok(BudgetPlan {
             plan: PlanFile { rules },

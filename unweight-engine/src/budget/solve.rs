@@ -2,7 +2,7 @@
 //! Pareto frontier.
 //!
 //! A state is a choice for each of the units so far. It is dominated if another state takes no more bytes and no more
-//! time. The frontier contains the other states, ordered by bytes. It is exact as long as it has at most `STATES`
+//! time. The frontier contains the other states, ordered by bytes. It is exact as long as it has at most `STATES_MAX`
 //! states. Beyond, states close to others are dropped, and swaps spend the bytes that a plan leaves.
 
 /// One way to store a unit.
@@ -16,7 +16,7 @@ pub struct Candidate {
 
 /// A choice for every unit.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Picked {
+pub struct Solution {
     /// Per unit, the index of its choice.
     pub choices: Vec<usize>,
     /// Bytes of all units.
@@ -26,7 +26,7 @@ pub struct Picked {
 }
 
 /// The maximum number of states that are kept.
-const STATES: usize = 8192;
+const STATES_MAX: usize = 8192;
 
 #[derive(Clone, Copy)]
 struct State {
@@ -65,14 +65,14 @@ impl<'a> Frontier<'a> {
                 })
                 .collect();
             states.sort_by(|a, b| a.bytes.cmp(&b.bytes).then(a.us.total_cmp(&b.us)));
-            let mut least = f64::INFINITY;
+            let mut min_us = f64::INFINITY;
             states.retain(|state| {
-                state.us < least && {
-                    least = state.us;
+                state.us < min_us && {
+                    min_us = state.us;
                     true
                 }
             });
-            if states.len() > STATES {
+            if states.len() > STATES_MAX {
                 exact = false;
                 thin(&mut states);
             }
@@ -87,22 +87,22 @@ impl<'a> Frontier<'a> {
     }
 
     /// Returns the choices with the least time within `bytes` bytes.
-    pub fn fastest(&self, bytes: u64) -> Option<Picked> {
+    pub fn fastest(&self, bytes: u64) -> Option<Solution> {
         let at = self.last().iter().rposition(|state| state.bytes <= bytes)?;
-        Some(self.swapped(self.picked(at), bytes))
+        Some(self.swapped(self.solution(at), bytes))
     }
 
     /// Returns the choices with the fewest bytes within `us` microseconds.
-    pub fn smallest(&self, us: f64) -> Option<Picked> {
+    pub fn smallest(&self, us: f64) -> Option<Solution> {
         let at = self.last().iter().position(|state| state.us <= us)?;
-        Some(self.picked(at))
+        Some(self.solution(at))
     }
 
     fn last(&self) -> &[State] {
         self.levels.last().map_or(&[State { bytes: 0, us: 0.0, from: 0, choice: 0 }], |level| level)
     }
 
-    fn picked(&self, at: usize) -> Picked {
+    fn solution(&self, at: usize) -> Solution {
         let State { bytes, us, .. } = self.last()[at];
         let mut choices = vec![0; self.units.len()];
         let mut at = at;
@@ -110,28 +110,28 @@ impl<'a> Frontier<'a> {
             choices[unit] = level[at].choice as usize;
             at = level[at].from as usize;
         }
-        Picked { choices, bytes, us }
+        Solution { choices, bytes, us }
     }
 
     /// Spends the bytes that are left, if the frontier was thinned.
-    fn swapped(&self, mut picked: Picked, bytes: u64) -> Picked {
+    fn swapped(&self, mut solution: Solution, bytes: u64) -> Solution {
         if self.exact {
-            return picked;
+            return solution;
         }
         loop {
-            let left = bytes - picked.bytes;
-            let swaps = self.units.iter().zip(&picked.choices).enumerate().flat_map(|(unit, (choices, own))| {
-                let own = choices[*own];
+            let unspent = bytes - solution.bytes;
+            let swaps = self.units.iter().zip(&solution.choices).enumerate().flat_map(|(unit, (choices, current))| {
+                let current = choices[*current];
                 choices.iter().enumerate().filter_map(move |(choice, other)| {
-                    let fits = other.bytes.saturating_sub(own.bytes) <= left;
-                    (fits && other.us < own.us).then_some((own.us - other.us, unit, choice))
+                    let fits = other.bytes.saturating_sub(current.bytes) <= unspent;
+                    (fits && other.us < current.us).then_some((current.us - other.us, unit, choice))
                 })
             });
-            let Some((_, unit, choice)) = swaps.max_by(|a, b| a.0.total_cmp(&b.0)) else { return picked };
-            let (own, other) = (self.units[unit][picked.choices[unit]], self.units[unit][choice]);
-            picked.bytes = picked.bytes - own.bytes + other.bytes;
-            picked.us = picked.us - own.us + other.us;
-            picked.choices[unit] = choice;
+            let Some((_, unit, choice)) = swaps.max_by(|a, b| a.0.total_cmp(&b.0)) else { return solution };
+            let (current, other) = (self.units[unit][solution.choices[unit]], self.units[unit][choice]);
+            solution.bytes = solution.bytes - current.bytes + other.bytes;
+            solution.us = solution.us - current.us + other.us;
+            solution.choices[unit] = choice;
         }
     }
 }
@@ -139,15 +139,15 @@ impl<'a> Frontier<'a> {
 /// Keeps one state, the fastest, in each of equal ranges of bytes, and the smallest state of all.
 fn thin(states: &mut Vec<State>) {
     let (first, last) = (states[0].bytes, states[states.len() - 1].bytes);
-    let width = (last - first) / (STATES as u64 - 2) + 1;
+    let width = (last - first) / (STATES_MAX as u64 - 2) + 1;
     let range = |state: &State| (state.bytes - first) / width;
-    let kept: Vec<State> = states
+    let retained: Vec<State> = states
         .iter()
         .enumerate()
         .filter(|(at, state)| *at == 0 || states.get(at + 1).is_none_or(|next| range(next) != range(state)))
         .map(|(_, state)| *state)
         .collect();
-    *states = kept;
+    *states = retained;
 }
 
 /// Chooses `count` of `len` equal units, evenly spread; the first one only if more than half are chosen.
@@ -166,14 +166,14 @@ mod tests {
     use super::*;
 
     /// The sums of all combinations of choices.
-    fn brute(units: &[Vec<Candidate>]) -> Vec<(u64, f64)> {
+    fn all_sums(units: &[Vec<Candidate>]) -> Vec<(u64, f64)> {
         units.iter().fold(vec![(0, 0.0)], |sums, choices| {
             sums.iter().flat_map(|(bytes, us)| choices.iter().map(move |of| (bytes + of.bytes, us + of.us))).collect()
         })
     }
 
-    fn sum(units: &[Vec<Candidate>], picked: &Picked) -> (u64, f64) {
-        let chosen: Vec<Candidate> = units.iter().zip(&picked.choices).map(|(unit, at)| unit[*at]).collect();
+    fn sum(units: &[Vec<Candidate>], solution: &Solution) -> (u64, f64) {
+        let chosen: Vec<Candidate> = units.iter().zip(&solution.choices).map(|(unit, at)| unit[*at]).collect();
         (chosen.iter().map(|of| of.bytes).sum(), chosen.iter().map(|of| of.us).sum())
     }
 
@@ -191,18 +191,18 @@ mod tests {
 
         #[test]
         fn small_cases_equal_brute_force(units in units(), budget in 0..300u64, limit in 0..200u32) {
-            let (frontier, all) = (Frontier::new(&units), brute(&units));
+            let (frontier, all) = (Frontier::new(&units), all_sums(&units));
             prop_assert!(frontier.is_exact());
-            let least = frontier.smallest(f64::INFINITY).map(|picked| picked.bytes);
-            prop_assert_eq!(least, all.iter().map(|sum| sum.0).min());
+            let min_bytes = frontier.smallest(f64::INFINITY).map(|solution| solution.bytes);
+            prop_assert_eq!(min_bytes, all.iter().map(|sum| sum.0).min());
             let fastest = all.iter().filter(|sum| sum.0 <= budget).map(|sum| sum.1).min_by(f64::total_cmp);
-            let picked = frontier.fastest(budget);
-            prop_assert_eq!(picked.as_ref().map(|picked| picked.us), fastest);
+            let solution = frontier.fastest(budget);
+            prop_assert_eq!(solution.as_ref().map(|solution| solution.us), fastest);
             let smallest = all.iter().filter(|sum| sum.1 <= f64::from(limit)).map(|sum| sum.0).min();
             let small = frontier.smallest(f64::from(limit));
-            prop_assert_eq!(small.as_ref().map(|picked| picked.bytes), smallest);
-            for picked in picked.iter().chain(&small) {
-                prop_assert_eq!(sum(&units, picked), (picked.bytes, picked.us));
+            prop_assert_eq!(small.as_ref().map(|solution| solution.bytes), smallest);
+            for solution in solution.iter().chain(&small) {
+                prop_assert_eq!(sum(&units, solution), (solution.bytes, solution.us));
             }
         }
 
@@ -213,8 +213,8 @@ mod tests {
             // No gap is longer than another by more than one.
             let at: Vec<usize> = (0..len).filter(|at| chosen[*at]).collect();
             let gaps: Vec<usize> = at.windows(2).map(|pair| pair[1] - pair[0]).collect();
-            if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
-                prop_assert!(most - least <= 1, "{:?}", at);
+            if let (Some(min), Some(max)) = (gaps.iter().min(), gaps.iter().max()) {
+                prop_assert!(max - min <= 1, "{:?}", at);
             }
         }
     }
@@ -235,16 +235,16 @@ mod tests {
             .collect();
         let frontier = Frontier::new(&units);
         assert!(!frontier.is_exact());
-        for hard in [0, 1, 40, 79, 160] {
+        for coded in [0, 1, 40, 79, 160] {
             // The bytes of this many hard units, and a little more.
-            let budget = 1_000_003 * (120 * (160 - hard) + 109 * hard) + 160 * 400_009;
-            let picked = frontier.fastest(budget).unwrap();
-            assert!(picked.bytes <= budget && sum(&units, &picked).0 == picked.bytes);
-            let bound = 20.0 * (160 - hard) as f64 + 76.0 * hard as f64;
-            assert!(picked.us <= bound + 2.0 && picked.us > bound - 500.0, "{hard}: {} for {bound}", picked.us);
+            let budget = 1_000_003 * (120 * (160 - coded) + 109 * coded) + 160 * 400_009;
+            let solution = frontier.fastest(budget).unwrap();
+            assert!(solution.bytes <= budget && sum(&units, &solution).0 == solution.bytes);
+            let bound = 20.0 * (160 - coded) as f64 + 76.0 * coded as f64;
+            assert!(solution.us <= bound + 2.0 && solution.us > bound - 500.0, "{coded}: {} for {bound}", solution.us);
         }
-        let least = frontier.smallest(f64::INFINITY).unwrap().bytes;
-        assert!(frontier.fastest(least).is_some() && frontier.fastest(least - 1).is_none());
+        let min_bytes = frontier.smallest(f64::INFINITY).unwrap().bytes;
+        assert!(frontier.fastest(min_bytes).is_some() && frontier.fastest(min_bytes - 1).is_none());
         assert!(frontier.smallest(160.0 * 20.0 - 1.0).is_none());
     }
 }

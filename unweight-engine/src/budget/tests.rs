@@ -7,7 +7,7 @@ use super::*;
 
 const GB: u64 = 1_000_000_000;
 
-fn wanted(memory: impl Into<Option<u64>>) -> BudgetRequest {
+fn request(memory: impl Into<Option<u64>>) -> BudgetRequest {
     BudgetRequest {
         memory: memory.into(),
         max_slowdown: None,
@@ -73,19 +73,19 @@ fn deep() -> (ModelConfig, Vec<Tensor>) {
     (config, tensors)
 }
 
-fn form_of(plan: &PlanFile, name: &str) -> EncodingId {
+fn encoding_of(plan: &PlanFile, name: &str) -> EncodingId {
     plan.rules.iter().rfind(|rule| rule.pattern == name || rule.pattern == "*").map(|rule| rule.encoding).unwrap()
 }
 
 /// Bytes of a plan's weights, counted from its rules.
 fn weights(plan: &PlanFile, tensors: &[Tensor]) -> u64 {
-    tensors.iter().map(|tensor| tensor.bytes(form_of(plan, &tensor.name)).unwrap()).sum()
+    tensors.iter().map(|tensor| tensor.bytes(encoding_of(plan, &tensor.name)).unwrap()).sum()
 }
 
 #[test]
-fn ample_memory_takes_the_fastest_plan() {
+fn ample_memory_gives_the_fastest_plan() {
     let (config, tensors) = llama();
-    let fit = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
+    let fit = fit(&config, &tensors, &request(80 * GB)).unwrap();
     assert_eq!((fit.slots, fit.slowdown()), (0, 1.0));
     assert!(fit.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", fit.groups);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
@@ -94,7 +94,7 @@ fn ample_memory_takes_the_fastest_plan() {
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
     // cuBLAS is faster on some shapes at large batches, but an engine packs raw tensors all the same. Only tensors that
     // cannot be packed are raw.
-    let large = BudgetRequest { batch: 256, ..wanted(80 * GB) };
+    let large = BudgetRequest { batch: 256, ..request(80 * GB) };
     let packed = super::fit(&config, &tensors, &large).unwrap();
     assert!(packed.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", packed.groups);
     let mut tensors = tensors;
@@ -105,7 +105,7 @@ fn ample_memory_takes_the_fastest_plan() {
         "{:?}",
         fit.groups
     );
-    assert_eq!(fit.working, packed.working + (32 << 20), "with cuBLAS's workspace");
+    assert_eq!(fit.working, packed.working + (32 << 20), "the workspace of cuBLAS is included");
 }
 
 /// The memory that an engine reserves for a plan, at batch 1 and 1024 tokens.
@@ -113,12 +113,14 @@ fn reserved(config: &ModelConfig, fit: &BudgetPlan, placement: Placement) -> Mem
     let options = EngineOptions::default().max_batch(1).context(1024).placement(placement);
     let chooser = PackedChooser::usual(Arch::Sm90a);
     let compact = |role: Role| {
-        let own = fit.groups.iter().filter(|group| group.encoding == EncodingId::COMPACT);
-        own.into_iter().any(|group| KINDS.iter().any(|(name, roles)| *name == group.name && roles.contains(&role)))
+        let compact_groups = fit.groups.iter().filter(|group| group.encoding == EncodingId::COMPACT);
+        compact_groups
+            .into_iter()
+            .any(|group| KINDS.iter().any(|(name, roles)| *name == group.name && roles.contains(&role)))
     };
     // Some units of a compact kind may be packed.
-    let [packed, compact] =
-        [false, true].map(|some| memory::context_size(config, &options, &chooser, |role| some && compact(role)));
+    let [packed, compact] = [false, true]
+        .map(|is_compact| memory::context_size(config, &options, &chooser, |role| is_compact && compact(role)));
     let mut shared = Shared::planned(config, &options, packed.max(compact));
     if placement == Placement::Stored {
         // Step graphs decode to these slots.
@@ -131,19 +133,19 @@ fn reserved(config: &ModelConfig, fit: &BudgetPlan, placement: Placement) -> Mem
 #[test]
 fn shared_kernel_memory_is_counted_like_the_engine() {
     let (config, weights) = llama();
-    let plenty = fit(&config, &weights, &wanted(80 * GB)).unwrap();
+    let ample = fit(&config, &weights, &request(80 * GB)).unwrap();
     let none = EngineOptions::default().max_batch(1).context(1024);
-    let bare = memory::plan(&config, &none, (plenty.weights, Shared::default()), u64::MAX).unwrap();
-    assert!(plenty.working > bare.working, "{} {}", plenty.working, bare.working);
+    let bare = memory::plan(&config, &none, (ample.weights, Shared::default()), u64::MAX).unwrap();
+    assert!(ample.working > bare.working, "{} {}", ample.working, bare.working);
     let (many, layers) = deep();
-    let all = fit(&many, &layers, &wanted(80 * GB)).unwrap();
-    let coded = fit(&many, &layers, &wanted(all.total() - 100_000_000)).unwrap();
+    let all = fit(&many, &layers, &request(80 * GB)).unwrap();
+    let coded = fit(&many, &layers, &request(all.total() - 100_000_000)).unwrap();
     assert!(coded.groups.iter().any(|group| group.encoding == EncodingId::HUFFMAN), "{:?}", coded.groups);
     assert_eq!(coded.total(), reserved(&many, &coded, Placement::Stored).total());
     // cuBLAS has a workspace on each of two streams.
-    assert!(coded.working > plenty.working + (64 << 20));
+    assert!(coded.working > ample.working + (64 << 20));
     let compact = with_compact(&weights);
-    let small = fit(&config, &compact, &BudgetRequest { max_slowdown: Some(9.0), ..wanted(None) }).unwrap();
+    let small = fit(&config, &compact, &BudgetRequest { max_slowdown: Some(9.0), ..request(None) }).unwrap();
     let memory = reserved(&config, &small, Placement::Compact);
     assert_eq!(
         (small.total(), small.working + small.slots, small.slots),
@@ -151,7 +153,7 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
     );
     // Experts exchange the activations that a whole prompt chunk chooses.
     let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
-    let experts = fit(&config, &tensors(&config), &wanted(80 * GB)).unwrap();
+    let experts = fit(&config, &tensors(&config), &request(80 * GB)).unwrap();
     let memory = reserved(&config, &experts, Placement::Packed);
     assert_eq!((experts.total(), experts.working), (memory.total(), memory.working));
     let chosen = 2048 * 8 * 2 * u64::from(config.intermediate + config.hidden);
@@ -161,9 +163,9 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
 #[test]
 fn short_memory_keeps_layers_coded_evenly() {
     let (config, tensors) = deep();
-    let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
-    let short = plenty.total() - 50_000_000;
-    let fit = fit(&config, &tensors, &wanted(short)).unwrap();
+    let ample = fit(&config, &tensors, &request(80 * GB)).unwrap();
+    let short = ample.total() - 50_000_000;
+    let fit = fit(&config, &tensors, &request(short)).unwrap();
     assert!(fit.total() <= short && fit.slots > 0 && fit.slowdown() > 1.0);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     let coded: Vec<_> = fit.groups.iter().filter(|group| group.encoding == EncodingId::HUFFMAN).collect();
@@ -173,8 +175,8 @@ fn short_memory_keeps_layers_coded_evenly() {
     assert!([slot, 2 * slot, 3 * slot].contains(&fit.slots), "{}", fit.slots);
     for group in coded {
         let gaps: Vec<u32> = group.layers.windows(2).map(|pair| pair[1] - pair[0]).collect();
-        if let (Some(least), Some(most)) = (gaps.iter().min(), gaps.iter().max()) {
-            assert!(most - least <= 1, "{} {:?}", group.name, group.layers);
+        if let (Some(min), Some(max)) = (gaps.iter().min(), gaps.iter().max()) {
+            assert!(max - min <= 1, "{} {:?}", group.name, group.layers);
         }
     }
 }
@@ -193,33 +195,43 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
     let (config, tensors) = llama();
     let tensors = with_compact(&tensors);
     // At batch 1 the largest products are as fast compact as packed.
-    let wanted = |memory: u64| BudgetRequest { batch: 16, ..wanted(memory) };
-    let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
+    let request = |memory: u64| BudgetRequest { batch: 16, ..request(memory) };
+    let ample = fit(&config, &tensors, &request(80 * GB)).unwrap();
     assert!(
-        plenty.groups.iter().all(|group| group.encoding == EncodingId::PACKED) && plenty.slots == 0,
+        ample.groups.iter().all(|group| group.encoding == EncodingId::PACKED) && ample.slots == 0,
         "{:?}",
-        plenty.groups
+        ample.groups
     );
     let has = |fit: &BudgetPlan, encoding: EncodingId| fit.groups.iter().any(|group| group.encoding == encoding);
-    let short = plenty.total() - 500_000_000;
-    let some = fit(&config, &tensors, &wanted(short)).unwrap();
+    let short = ample.total() - 500_000_000;
+    let constrained = fit(&config, &tensors, &request(short)).unwrap();
     // Compact weights are a little slower than packed ones, Huffman codes several times as slow.
-    assert!(has(&some, EncodingId::COMPACT) && !has(&some, EncodingId::HUFFMAN), "{:?}", some.groups);
-    assert!(some.total() <= short && some.slowdown() < 1.3, "{}", some.slowdown());
+    assert!(
+        has(&constrained, EncodingId::COMPACT) && !has(&constrained, EncodingId::HUFFMAN),
+        "{:?}",
+        constrained.groups
+    );
+    assert!(constrained.total() <= short && constrained.slowdown() < 1.3, "{}", constrained.slowdown());
     let gate_up = SlotPlan::of(TileGrid::new(28_672, 4096).unwrap()).bytes;
     let head = SlotPlan::of(TileGrid::new(128_256, 4096).unwrap()).bytes;
-    let with_head = some.groups.iter().any(|group| (group.name, group.encoding) == ("lm_head", EncodingId::COMPACT));
-    assert!(some.slots > 0 && some.slots <= if with_head { head } else { gate_up }, "{}", some.slots);
-    let bytes =
-        |encoding| some.groups.iter().filter(|group| group.encoding == encoding).map(|group| group.bytes).sum::<u64>();
+    let with_head =
+        constrained.groups.iter().any(|group| (group.name, group.encoding) == ("lm_head", EncodingId::COMPACT));
+    assert!(
+        constrained.slots > 0 && constrained.slots <= if with_head { head } else { gate_up },
+        "{}",
+        constrained.slots
+    );
+    let bytes = |encoding| {
+        constrained.groups.iter().filter(|group| group.encoding == encoding).map(|group| group.bytes).sum::<u64>()
+    };
     assert_eq!(
         bytes(EncodingId::COMPACT) + bytes(EncodingId::PACKED) + bytes(EncodingId::RAW) + norms(&tensors),
-        some.weights
+        constrained.weights
     );
     // Compact weights are never looked up in, and no plan has both compact and Huffman-coded weights.
-    assert!(!some.groups.iter().any(|group| (group.name, group.encoding) == ("embed", EncodingId::COMPACT)));
+    assert!(!constrained.groups.iter().any(|group| (group.name, group.encoding) == ("embed", EncodingId::COMPACT)));
     for have in (short - 1_000_000_000..short).step_by(250_000_000) {
-        if let Ok(fit) = fit(&config, &tensors, &wanted(have)) {
+        if let Ok(fit) = fit(&config, &tensors, &request(have)) {
             assert!(fit.total() <= have && !(has(&fit, EncodingId::COMPACT) && has(&fit, EncodingId::HUFFMAN)));
         }
     }
@@ -230,13 +242,13 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
 fn experts_of_a_mixture_are_packed() {
     let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
     let all = with_compact(&tensors(&config));
-    let plenty = fit(&config, &all, &wanted(80 * GB)).unwrap();
+    let ample = fit(&config, &all, &request(80 * GB)).unwrap();
     // The engine loaded 45.9 GB for this geometry, its router and norms in BF16 included.
-    assert!((45 * GB..46 * GB).contains(&plenty.weights), "{}", plenty.weights);
-    assert_eq!(plenty.weights, weights(&plenty.plan, &all));
-    let short = fit(&config, &all, &wanted(plenty.total() - 100_000_000)).unwrap();
+    assert!((45 * GB..46 * GB).contains(&ample.weights), "{}", ample.weights);
+    assert_eq!(ample.weights, weights(&ample.plan, &all));
+    let short = fit(&config, &all, &request(ample.total() - 100_000_000)).unwrap();
     assert!(short.groups.iter().any(|group| group.encoding == EncodingId::COMPACT), "{:?}", short.groups);
-    for fit in [&plenty, &short] {
+    for fit in [&ample, &short] {
         let mlp = fit.groups.iter().filter(|group| ["gate_up", "down"].contains(&group.name)).collect::<Vec<_>>();
         assert_eq!(
             mlp.iter().map(|group| (group.encoding, group.units)).collect::<Vec<_>>(),
@@ -244,9 +256,9 @@ fn experts_of_a_mixture_are_packed() {
         );
     }
     // One token reads 8 of 128 experts, many tokens read all of them.
-    let many = fit(&config, &all, &BudgetRequest { batch: 64, ..wanted(80 * GB) }).unwrap();
+    let many = fit(&config, &all, &BudgetRequest { batch: 64, ..request(80 * GB) }).unwrap();
     let us = |fit: &BudgetPlan| fit.groups.iter().find(|group| group.name == "down").unwrap().us;
-    assert!((7.0..16.0).contains(&(us(&many) / us(&plenty))), "{} {}", us(&many), us(&plenty));
+    assert!((7.0..16.0).contains(&(us(&many) / us(&ample))), "{} {}", us(&many), us(&ample));
 
     // Stacked experts: one tensor for gates and ups, one for downs.
     let stack = |tensors: &[Tensor], role: Role| {
@@ -269,13 +281,13 @@ fn experts_of_a_mixture_are_packed() {
         stacked.push(stack(&of(&[Role::Gate, Role::Up]), Role::GateUp));
         stacked.push(stack(&of(&[Role::Down]), Role::Down));
     }
-    let of_stacks = fit(&config, &stacked, &wanted(80 * GB)).unwrap();
-    assert_eq!((of_stacks.weights, of_stacks.us), (plenty.weights, plenty.us));
+    let of_stacks = fit(&config, &stacked, &request(80 * GB)).unwrap();
+    assert_eq!((of_stacks.weights, of_stacks.us), (ample.weights, ample.us));
 
     let mut odd = all.clone();
     let expert = odd.iter_mut().find(|tensor| tensor.role == Role::Up).unwrap();
     expert.encodings.retain(|(encoding, _)| *encoding != EncodingId::PACKED);
-    assert!(matches!(fit(&config, &odd, &wanted(80 * GB)), Err(BudgetError::Unpackable { .. })));
+    assert!(matches!(fit(&config, &odd, &request(80 * GB)), Err(BudgetError::Unpackable { .. })));
 }
 
 /// Bytes of the tensors that are not matrices.
@@ -284,30 +296,30 @@ fn norms(tensors: &[Tensor]) -> u64 {
 }
 
 #[test]
-fn least_memory_that_is_named_is_enough() {
+fn reported_minimum_memory_suffices() {
     let (config, tensors) = deep();
     let Err(BudgetError::TooSmall { least, weights, cache, working, slots, have }) =
-        fit(&config, &tensors, &wanted(4 * GB))
+        fit(&config, &tensors, &request(4 * GB))
     else {
-        panic!("4 GB are enough")
+        panic!("a plan fits in 4 GB")
     };
     assert_eq!((have, least), (4 * GB, weights + cache + working + slots));
-    assert_eq!(fit(&config, &tensors, &wanted(least)).unwrap().total(), least);
-    assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(BudgetError::TooSmall { .. })));
+    assert_eq!(fit(&config, &tensors, &request(least)).unwrap().total(), least);
+    assert!(matches!(fit(&config, &tensors, &request(least - 1)), Err(BudgetError::TooSmall { .. })));
     // The smallest memory that is fast enough is named, too.
-    let slow = BudgetRequest { max_slowdown: Some(0.02), ..wanted(least) };
-    let Err(BudgetError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
-        panic!("2 % are enough")
+    let slow = BudgetRequest { max_slowdown: Some(0.02), ..request(least) };
+    let Err(BudgetError::TooSlow { least: fast_enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
+        panic!("a plan is within 2 %")
     };
-    assert!(slowdown > limit && limit == 1.02 && enough > least);
-    let fast = fit(&config, &tensors, &BudgetRequest { memory: Some(enough), ..slow }).unwrap();
-    assert!(fast.slowdown() <= 1.02 + 1e-6 && fast.total() <= enough, "{}", fast.slowdown());
+    assert!(slowdown > limit && limit == 1.02 && fast_enough > least);
+    let fast = fit(&config, &tensors, &BudgetRequest { memory: Some(fast_enough), ..slow }).unwrap();
+    assert!(fast.slowdown() <= 1.02 + 1e-6 && fast.total() <= fast_enough, "{}", fast.slowdown());
     let alone = fit(&config, &tensors, &BudgetRequest { memory: None, ..slow }).unwrap();
-    assert_eq!(alone.total(), enough);
+    assert_eq!(alone.total(), fast_enough);
     // A larger slowdown needs less memory.
     let total = |slowdown| {
-        let wanted = BudgetRequest { memory: None, max_slowdown: Some(slowdown), ..wanted(None) };
-        fit(&config, &tensors, &wanted).unwrap().total()
+        let request = BudgetRequest { memory: None, max_slowdown: Some(slowdown), ..request(None) };
+        fit(&config, &tensors, &request).unwrap().total()
     };
     let totals = [0.0, 0.01, 0.05, 0.2, 1.0, 10.0].map(total);
     assert!(totals.windows(2).all(|pair| pair[1] <= pair[0]), "{totals:?}");
@@ -315,19 +327,19 @@ fn least_memory_that_is_named_is_enough() {
 }
 
 #[test]
-fn plans_are_such_as_the_engine_runs() {
+fn plans_respect_the_limits_of_the_engine() {
     let (plain, tensors) = deep();
-    let less = wanted(fit(&plain, &tensors, &wanted(80 * GB)).unwrap().total() - 100_000_000);
-    assert!(fit(&plain, &tensors, &less).is_ok(), "by Huffman codes");
+    let less = request(fit(&plain, &tensors, &request(80 * GB)).unwrap().total() - 100_000_000);
+    assert!(fit(&plain, &tensors, &less).is_ok(), "Huffman codes fit");
     let mut scaled = plain.clone();
     scaled.factors.residual = 0.5;
-    let refused = fit(&scaled, &tensors, &less).unwrap_err();
-    assert_eq!(refused.code(), "budget-too-small", "pipelines add a product as it is");
+    let error = fit(&scaled, &tensors, &less).unwrap_err();
+    assert_eq!(error.code(), "budget-too-small", "pipelines cannot scale a product");
     let mut large = plain;
     large.head_dim = 256;
     let packed = BudgetRequest { kv_cache: Some(KvCache::Packed), ..less };
-    let refused = fit(&large, &tensors, &packed).unwrap_err();
-    assert_eq!(refused.code(), "heads-not-packed");
+    let error = fit(&large, &tensors, &packed).unwrap_err();
+    assert_eq!(error.code(), "heads-not-packed");
 }
 
 /// A model of two layers, with its tensors.
@@ -392,14 +404,14 @@ fn small_models_equal_brute_force() {
             .filter(|(encoding, _)| *encoding == EncodingId::HUFFMAN)
             .for_each(|of| of.1 = packed - less);
     }
-    let (mut by_codes, mut by_compact, mut one_sided) = (0, 0, 0);
+    let (mut coded_plans, mut compact_plans, mut one_sided_plans) = (0, 0, 0);
     let compact = |tensors: &[Tensor]| {
         let mut tensors = with_compact(tensors);
-        let own = tensors
+        let compact = tensors
             .iter_mut()
             .flat_map(|tensor| &mut tensor.encodings)
             .filter(|(encoding, _)| *encoding == EncodingId::COMPACT);
-        own.for_each(|(_, bytes)| *bytes *= 1000);
+        compact.for_each(|(_, bytes)| *bytes *= 1000);
         tensors
     };
     for tensors in [plain.clone(), uneven.clone(), compact(&plain), compact(&uneven)] {
@@ -409,37 +421,41 @@ fn small_models_equal_brute_force() {
         let bare = memory::plan(&config, &options, (0, Shared::default()), u64::MAX).unwrap();
         let fixed = bare.cache + bare.working;
         let sums = every_plan(&units, rest, &contexts);
-        let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
+        let (min_bytes, max_bytes) =
+            (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
         let fastest = sums.iter().map(|sum| sum.1).fold(f64::INFINITY, f64::min);
         for step in 0..=10 {
-            let memory = fixed + least + (most - least) * step / 10;
+            let memory = fixed + min_bytes + (max_bytes - min_bytes) * step / 10;
             let best = sums.iter().filter(|sum| fixed + sum.0 <= memory).map(|sum| sum.1).fold(f64::INFINITY, f64::min);
-            let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
-            assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
+            let fit = fit(&config, &tensors, &request(memory)).unwrap();
+            assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} instead of {best}", fit.us);
             assert!(fit.total() <= memory && (fit.fastest_us - fastest).abs() < 1e-9);
             let of = |encoding| fit.groups.iter().filter(move |group| group.encoding == encoding);
             let has = |encoding| of(encoding).next().is_some();
             // A plan without codes reserves no memory for them.
             assert_eq!(fit.slots > 0, has(EncodingId::HUFFMAN) || has(EncodingId::COMPACT), "{:?}", fit.groups);
-            by_codes += u32::from(has(EncodingId::HUFFMAN));
-            by_compact += u32::from(has(EncodingId::COMPACT));
-            one_sided += u32::from(of(EncodingId::HUFFMAN).any(|group| group.layers == [0]));
+            coded_plans += u32::from(has(EncodingId::HUFFMAN));
+            compact_plans += u32::from(has(EncodingId::COMPACT));
+            one_sided_plans += u32::from(of(EncodingId::HUFFMAN).any(|group| group.layers == [0]));
         }
-        assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
+        assert!(fit(&config, &tensors, &request(fixed + min_bytes - 1)).is_err());
         for slowdown in [0.0, 0.1, 1.0, 1000.0] {
             let fast = |sum: &&(u64, f64)| sum.1 <= fastest * (1.0 + slowdown) * (1.0 + 1e-9);
             let smallest = sums.iter().filter(fast).map(|sum| sum.0).min().unwrap();
-            let fit = fit(&config, &tensors, &BudgetRequest { max_slowdown: Some(slowdown), ..wanted(None) }).unwrap();
+            let fit = fit(&config, &tensors, &BudgetRequest { max_slowdown: Some(slowdown), ..request(None) }).unwrap();
             assert_eq!(fit.total(), fixed + smallest, "{slowdown}");
         }
     }
-    assert!(by_codes > 5 && by_compact > 5 && one_sided > 1, "{by_codes} {by_compact} {one_sided}");
+    assert!(
+        coded_plans > 5 && compact_plans > 5 && one_sided_plans > 1,
+        "{coded_plans} {compact_plans} {one_sided_plans}"
+    );
 }
 
 #[test]
 fn tied_embeddings_count_as_a_product() {
     let config = Geometry::named("llama-3.2-1b").unwrap().config();
-    let fit = fit(&config, &tensors(&config), &wanted(8 * GB)).unwrap();
+    let fit = fit(&config, &tensors(&config), &request(8 * GB)).unwrap();
     let embed = fit.groups.iter().find(|group| group.name == "embed").unwrap();
     assert!(embed.us > 10.0 && embed.encoding == EncodingId::PACKED);
     assert!(fit.groups.iter().all(|group| group.name != "lm_head"));
@@ -448,15 +464,15 @@ fn tied_embeddings_count_as_a_product() {
 #[test]
 fn impossible_budgets_are_explained() {
     let (config, tensors) = llama();
-    let error = |wanted: BudgetRequest| fit(&config, &tensors, &wanted).unwrap_err().to_string();
-    assert!(error(wanted(None)).contains("give one, or both"));
-    assert!(error(BudgetRequest { batch: 1025, ..wanted(GB) }).contains("max_batch = 1025"));
-    assert!(error(BudgetRequest { context: 0, ..wanted(GB) }).contains("context = 0"));
-    assert!(error(BudgetRequest { context: 200_000, ..wanted(GB) }).contains("131072"));
-    assert!(error(BudgetRequest { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));
-    assert!(error(wanted(GB)).contains("the smallest plan takes"));
+    let error = |request: BudgetRequest| fit(&config, &tensors, &request).unwrap_err().to_string();
+    assert!(error(request(None)).contains("a memory, a maximum slowdown or both"));
+    assert!(error(BudgetRequest { batch: 1025, ..request(GB) }).contains("max_batch = 1025"));
+    assert!(error(BudgetRequest { context: 0, ..request(GB) }).contains("context = 0"));
+    assert!(error(BudgetRequest { context: 200_000, ..request(GB) }).contains("131072"));
+    assert!(error(BudgetRequest { max_slowdown: Some(f64::NAN), ..request(GB) }).contains("NaN"));
+    assert!(error(request(GB)).contains("the smallest plan needs"));
     let without: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "7.up").cloned().collect();
-    let error = fit(&config, &without, &wanted(80 * GB)).unwrap_err();
+    let error = fit(&config, &without, &request(80 * GB)).unwrap_err();
     assert_eq!(error, BudgetError::Missing { layer: Some(7), role: Role::Up });
 }
 
@@ -466,8 +482,8 @@ fn kv_cache_is_packed_where_that_gives_a_faster_plan() {
     let (config, tensors) = llama();
     let of = |kv_cache, memory: Option<u64>| {
         let slowdown = memory.is_none().then_some(0.0);
-        let wanted = BudgetRequest { kv_cache, batch: 64, context: 4096, max_slowdown: slowdown, ..wanted(memory) };
-        fit(&config, &tensors, &wanted)
+        let request = BudgetRequest { kv_cache, batch: 64, context: 4096, max_slowdown: slowdown, ..request(memory) };
+        fit(&config, &tensors, &request)
     };
     let (bf16, packed) = (Some(KvCache::Bf16), Some(KvCache::Packed));
     // BF16, if both caches allow the fastest plan.
@@ -479,14 +495,14 @@ fn kv_cache_is_packed_where_that_gives_a_faster_plan() {
     assert!(short.total() <= 43 * GB && short.us == ample.us && of(bf16, Some(43 * GB)).is_err());
     assert!(short.cache_token_bytes < 99_000 && short.cache_tokens == ample.cache_tokens);
     // The smallest memory, and the one that is named if nothing fits.
-    let least = of(None, None).unwrap();
-    assert_eq!((least.kv_cache, least.total()), (KvCache::Packed, of(packed, None).unwrap().total()));
-    assert!(least.total() < of(bf16, None).unwrap().total());
+    let smallest = of(None, None).unwrap();
+    assert_eq!((smallest.kv_cache, smallest.total()), (KvCache::Packed, of(packed, None).unwrap().total()));
+    assert!(smallest.total() < of(bf16, None).unwrap().total());
     let error = of(None, Some(20 * GB)).unwrap_err();
     assert_eq!(error, of(packed, Some(20 * GB)).unwrap_err());
     // Heads that cannot be packed.
     let mut odd = config.clone();
     odd.head_dim = 8;
-    let request = BudgetRequest { kv_cache: None, ..wanted(80 * GB) };
+    let request = BudgetRequest { kv_cache: None, ..request(80 * GB) };
     assert_eq!(kv_caches(&odd, &request), [KvCache::Bf16]);
 }

@@ -14,7 +14,7 @@ use unweight_rt::{
     raw::choose::{candidates::has_compact_gemms, cost::gpu_model::GpuModel},
 };
 
-use super::{AHEAD, Engine, StepShape, Stepper};
+use super::{Engine, STEPS_AHEAD_MAX, StepShape, Stepper};
 use crate::{
     error::{EngineError, NoMemory},
     forward::Forward,
@@ -77,14 +77,14 @@ impl Engine {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-        let start = Start::new(kernels, &config, options, WeightBytes::of(&config, &names, bundle), &compiled)?;
-        let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(&config), &compiled)?;
-        let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
-        let ctx = source.context(&start.stream)?;
+        let plan = LoadPlan::new(kernels, &config, options, WeightBytes::of(&config, &names, bundle), &compiled)?;
+        let (mut source, _) = Loader::new(kernels, &plan.stream, bundle, plan.load_options(&config), &compiled)?;
+        let weights = plan.weights(kernels, &mut source, &config, &names, progress)?;
+        let ctx = source.context(&plan.stream)?;
         // Frees the buffers in which layers were merged, before the cache takes the remaining memory.
         drop(source);
         let model = bundle.manifest().manifest_digest.to_string();
-        start.finish(kernels, config, weights, ctx, &model, &compiled)
+        plan.finish(kernels, config, weights, ctx, &model, &compiled)
     }
 
     /// Loads a model of this configuration with random weights, for measurements.
@@ -177,16 +177,16 @@ fn random(
 ) -> Result<Engine, EngineError> {
     let names = ModelWeights::named(&config);
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-    let start = Start::new(kernels, &config, options, WeightBytes::random(&config), &compiled)?;
-    let builder = LayerBuilder::new(kernels, &start.stream, start.load_options(&config))?;
+    let plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), &compiled)?;
+    let builder = LayerBuilder::new(kernels, &plan.stream, plan.load_options(&config))?;
     let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
     let mut source = Random::new(builder, largest)?;
     imitate(&mut source, &names);
-    let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
-    let ctx = source.builder().context(&start.stream)?;
+    let weights = plan.weights(kernels, &mut source, &config, &names, progress)?;
+    let ctx = source.builder().context(&plan.stream)?;
     drop(source);
-    start.finish(kernels, config, weights, ctx, "random", &compiled)
+    plan.finish(kernels, config, weights, ctx, "random", &compiled)
 }
 
 /// How the embedding is held if its values can be packed. A tied embedding is padded like the head; an untied one is
@@ -204,7 +204,7 @@ fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), Eng
 }
 
 /// What is known before the weights are loaded.
-struct Start {
+struct LoadPlan {
     options: EngineOptions,
     stream: Stream,
     /// Bytes of device memory that may be used.
@@ -241,8 +241,8 @@ impl WeightBytes {
     /// Subtracts the experts in host memory, which are packed in both cases.
     fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
         let offloaded = offloaded_bytes(options, config, Placement::Packed);
-        let less = |bytes: u64| bytes.saturating_sub(offloaded);
-        Self { packed: less(self.packed), compact: self.compact.map(less) }
+        let without_offloaded = |bytes: u64| bytes.saturating_sub(offloaded);
+        Self { packed: without_offloaded(self.packed), compact: self.compact.map(without_offloaded) }
     }
 
     /// The bytes of random weights.
@@ -272,7 +272,7 @@ fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Pla
     others.saturating_mul(config.expert_bytes(placement))
 }
 
-impl Start {
+impl LoadPlan {
     fn new(
         kernels: &KernelSet,
         config: &ModelConfig,
@@ -300,7 +300,7 @@ impl Start {
         let options = options.settled(config, (stored.packed, stored.compact), has_compact_gemms(arch), have);
         let placement = options.placement.unwrap_or_default();
         // Fails before minutes are spent on weights that do not fit. Stored weights may be smaller than packed ones.
-        let least = match (placement, stored.compact) {
+        let weight_bytes = match (placement, stored.compact) {
             (Placement::Stored | Placement::Alternate, _) => 0,
             (Placement::Bf16, _) => {
                 config.weight_bytes(Placement::Bf16).saturating_sub(offloaded_bytes(&options, config, Placement::Bf16))
@@ -308,7 +308,7 @@ impl Start {
             (Placement::Compact, Some(compact)) => compact,
             _ => stored.packed,
         };
-        memory::plan(config, &options, (least, Shared::default()), have)?;
+        memory::plan(config, &options, (weight_bytes, Shared::default()), have)?;
         let source = embed_source(config, placement);
         let variants = Variants::of(config, &device.info().into(), source, &options)?;
         kernels.prepare(&variants.all(), progress)?;
@@ -328,20 +328,20 @@ impl Start {
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Weights, EngineError> {
         let total = names.layers.len();
-        let told = |done| progress(&LoadProgress::Layers { done, total });
+        let report_layers = |done| progress(&LoadProgress::Layers { done, total });
         let experts = self.options.resident_experts;
         match self.options.placement.unwrap_or_default() {
             #[cfg(feature = "pipelines")]
             placement if placement.has_pipelines() => {
                 let mut stored = StoredMlps::new(kernels, &self.stream, placement)?;
                 let mut mlp = |source: &mut S, layer: &LayerWeights| stored.load(source, config, layer);
-                Weights::load(source, config, names, &mut mlp, &told)
+                Weights::load(source, config, names, &mut mlp, &report_layers)
             }
             #[cfg(not(feature = "pipelines"))]
             placement if placement.has_pipelines() => Err(EngineError::NoPipelines(placement)),
             _ => {
                 let mut mlp = |source: &mut S, layer: &LayerWeights| chain_mlp(source, config, experts, layer);
-                Weights::load(source, config, names, &mut mlp, &told)
+                Weights::load(source, config, names, &mut mlp, &report_layers)
             }
         }
     }
@@ -376,8 +376,9 @@ impl Start {
         let slot = ctx.size().slot_bytes;
         let mut shared = ctx.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
         let rows = memory::rows(&options);
-        let (mut stepper, own) = stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;
-        shared += own;
+        let (mut stepper, stepper_bytes) =
+            stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;
+        shared += stepper_bytes;
         if let (Some(_), Some(shape), Some(mixture)) =
             (options.resident_experts, experts_shape(&config), config.mixture)
         {
@@ -388,16 +389,16 @@ impl Start {
         let memory = Memory { host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(), ..memory? };
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
         let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
-        let own = Kernels::load(kernels, &variants)?;
+        let engine_kernels = Kernels::load(kernels, &variants)?;
         // These bytes are counted with the activations.
-        ctx.reserve(own.context_size(config.kv_heads)?)?;
+        ctx.reserve(engine_kernels.context_size(config.kv_heads)?)?;
         let packed = variants.load_packed(kernels)?;
         let cache = KvStore::new(&stream, &config, &memory, options.step_rows(), packed)?;
-        let mut forward = Forward::new(ctx, (own, cache), &config, &options, &memory, products)?;
+        let mut forward = Forward::new(ctx, (engine_kernels, cache), &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {
-            let most = bucket(options.verified_rows());
-            let verified = buckets.iter().copied().filter(|rows| (2..=most).contains(rows));
+            let rows_max = bucket(options.verified_rows());
+            let verified = buckets.iter().copied().filter(|rows| (2..=rows_max).contains(rows));
             let verified = verified.map(|rows| StepShape { rows, verifies: true });
             let plain = buckets.iter().map(|rows| StepShape::plain(*rows));
             for shape in plain.chain(verified) {
@@ -415,7 +416,7 @@ impl Start {
             max_batch: options.max_batch,
             context: memory.context,
             vocab: config.vocab,
-            ahead: AHEAD,
+            ahead: STEPS_AHEAD_MAX,
             waiting: options.waiting,
             kv_cache: memory.kv_cache,
             chunk: forward.chunk_rows(),
@@ -432,7 +433,7 @@ impl Start {
             memory,
             schedule,
             in_flight: VecDeque::new(),
-            held: Vec::new(),
+            pending_events: Vec::new(),
             spare: Vec::new(),
             spare_logprobs: Vec::new(),
             graphs,
@@ -458,8 +459,8 @@ fn stepper(
         return Ok((Stepper::Chain, 0));
     }
     let device = kernels.device().info();
-    let set = |batch| options.plan.setting(batch, &tuned::key(model, placement, batch, device)).cloned();
-    let pipelines = Pipelines::new(kernels, stream, weights, (buckets, rows), &set, progress)?;
+    let setting_of = |batch| options.plan.setting(batch, &tuned::key(model, placement, batch, device)).cloned();
+    let pipelines = Pipelines::new(kernels, stream, weights, (buckets, rows), &setting_of, progress)?;
     let bytes = pipelines.bytes();
     Ok((Stepper::Pipelines(pipelines.into()), bytes))
 }

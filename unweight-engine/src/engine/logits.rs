@@ -4,7 +4,7 @@ use half::bf16;
 use unweight_model::SampleParams;
 use unweight_rt::{DeviceError, raw::ops::kv::PAD_POSITION};
 
-use super::{Engine, Stepper, settle};
+use super::{Engine, Stepper, wait_for_steps};
 use crate::{
     error::EngineError,
     forward::{Forward, RowState},
@@ -47,7 +47,7 @@ impl Engine {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
         }
         let counts: Vec<u32> = texts.iter().map(|text| self.schedule.pages_of(text.len() as u32)).collect();
-        self.with_pages(&counts, |engine, pages| engine.steps_of(texts, pages))
+        self.with_pages(&counts, |engine, pages| engine.stepwise_logits(texts, pages))
     }
 
     /// Returns the result of a computation on lent pages. If a page is lost (`None`), evicts prompt prefixes that no
@@ -60,7 +60,7 @@ impl Engine {
         loop {
             let pages = self.lend(counts)?;
             let computed = compute(self, &pages);
-            let computed = self.note(computed)?;
+            let computed = self.fail_on_error(computed)?;
             self.schedule.give(pages);
             self.release_freed()?;
             if let Some(result) = computed {
@@ -81,7 +81,7 @@ impl Engine {
     }
 
     /// Returns the logits of each text; `None` if a page is lost.
-    fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Option<Vec<Vec<bf16>>>, DeviceError> {
+    fn stepwise_logits(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Option<Vec<Vec<bf16>>>, DeviceError> {
         let stream = self.forward.stream().clone();
         let (count, vocab) = (texts.len() as u32, self.config.vocab as usize);
         let mut logits = vec![Vec::new(); texts.len()];
@@ -96,7 +96,7 @@ impl Engine {
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count, false)?;
             let bits = self.forward.logits(count)?;
-            settle(&mut self.forward, &mut self.stepper)?;
+            wait_for_steps(&mut self.forward, &mut self.stepper)?;
             if let Some(cache) = self.forward.packed_cache()
                 && cache.lost().to_host(&stream)?.iter().any(|flag| *flag != 0)
             {
@@ -127,13 +127,13 @@ fn text_logits(
         let rows = chunk.len() as u32;
         let mut first = 0;
         while first < rows {
-            let some = (rows - first).min(forward.logit_rows());
-            forward.chunk_logits(weights, first, some)?;
-            all.extend(forward.logits(some)?);
-            first += some;
+            let count = (rows - first).min(forward.logit_rows());
+            forward.chunk_logits(weights, first, count)?;
+            all.extend(forward.logits(count)?);
+            first += count;
         }
         start += rows;
     }
-    settle(forward, stepper)?;
+    wait_for_steps(forward, stepper)?;
     Ok((!forward.prompt_is_lost()?).then_some(all))
 }

@@ -48,7 +48,7 @@ impl Measure<'_> {
         let pages = engine.lend(&vec![each; batch as usize])?;
         let filled = fill(&mut engine.forward, batch, context, &pages);
         engine.schedule.give(pages);
-        engine.note(filled)
+        engine.fail_on_error(filled)
     }
 
     /// Enqueues one step of the batch that [`Measure::prepare`] prepared last.
@@ -57,7 +57,7 @@ impl Measure<'_> {
     /// [`EngineError::Device`] if the device fails.
     pub fn enqueue_step(&mut self, batch: u32) -> Result<(), EngineError> {
         let launched = self.engine.launch(batch, false);
-        self.engine.note(launched)
+        self.engine.fail_on_error(launched)
     }
 
     /// Waits for the enqueued steps. A row that a kernel skipped is an error
@@ -66,9 +66,9 @@ impl Measure<'_> {
     /// # Errors
     /// [`EngineError::Device`] if the device fails.
     pub fn synchronize(&mut self) -> Result<(), EngineError> {
-        let settled = self.engine.forward.context().synchronize();
-        let own = self.engine.stepper.synchronize();
-        self.engine.note(settled.and(own))
+        let kernel_result = self.engine.forward.context().synchronize();
+        let stepper_result = self.engine.stepper.synchronize();
+        self.engine.fail_on_error(kernel_result.and(stepper_result))
     }
 
     /// Records one part of a step, over all layers, as a CUDA graph.
@@ -81,7 +81,7 @@ impl Measure<'_> {
         let rows = bucket(batch);
         let stream = engine.forward.stream().clone();
         let recorded = stream.capture(|| engine.forward.step(&engine.weights, rows, Some(part)));
-        engine.note(recorded)
+        engine.fail_on_error(recorded)
     }
 
     /// Measures the algorithms of cuBLAS for every product of a step of `batch` rows, keeps the fastest, and records
@@ -94,7 +94,7 @@ impl Measure<'_> {
         engine.check_alive()?;
         let rows = bucket(batch);
         let tuned = engine.forward.tune(&engine.weights, rows).and_then(|()| record_step(engine, rows));
-        engine.note(tuned)
+        engine.fail_on_error(tuned)
     }
 
     /// The CUDA stream that steps run on.

@@ -35,7 +35,7 @@ use crate::{
 };
 
 /// The number of steps that are launched before the first is read: one runs while the host reads the one before.
-const AHEAD: u32 = 2;
+const STEPS_AHEAD_MAX: u32 = 2;
 
 /// A model on a GPU that generates tokens for many sequences by continuous batching.
 ///
@@ -69,7 +69,7 @@ pub struct Engine {
     /// The results of launched steps, the oldest first.
     in_flight: VecDeque<Sampled>,
     /// Events that arrived during a call other than [`Engine::step`].
-    held: Vec<Event>,
+    pending_events: Vec<Event>,
     spare: Vec<Pinned<u32>>,
     spare_logprobs: Vec<Pinned<u32>>,
     /// Recorded steps by shape. They reference memory of the fields below, so they are declared, and dropped, first.
@@ -111,7 +111,7 @@ impl Engine {
     pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, EngineError> {
         self.check_alive()?;
         let traffic = self.forward.expert_traffic();
-        self.note(traffic)
+        self.fail_on_error(traffic)
     }
 
     /// Forgets which experts are on the device and overwrites them, so that an expert that is not fetched shows in the
@@ -124,7 +124,7 @@ impl Engine {
         self.check_alive()?;
         let stream = self.forward.stream().clone();
         let poisoned = self.weights.offloaded_mut().try_for_each(|experts| experts.poison(&stream, byte));
-        self.note(poisoned)
+        self.fail_on_error(poisoned)
     }
 
     /// The device memory that the engine uses, by purpose.
@@ -148,7 +148,7 @@ impl Engine {
 
     /// Whether no sequence runs or waits.
     pub fn is_idle(&self) -> bool {
-        self.schedule.rows().is_empty() && self.schedule.waiting() == 0 && self.held.is_empty()
+        self.schedule.rows().is_empty() && self.schedule.waiting() == 0 && self.pending_events.is_empty()
     }
 
     /// The number of sequences that have a row in each step.
@@ -194,7 +194,7 @@ impl Engine {
         self.check_alive()?;
         self.release_freed()?;
         let free = self.forward.free_units();
-        self.note(free)
+        self.fail_on_error(free)
     }
 
     /// The number of free BF16 units of a packed KV cache when rows last changed or the engine became idle; `None` if
@@ -212,19 +212,19 @@ impl Engine {
     /// [`EngineError::Failed`].
     pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
         self.check_alive()?;
-        if !self.held.is_empty() {
-            return Ok(mem::take(&mut self.held));
+        if !self.pending_events.is_empty() {
+            return Ok(mem::take(&mut self.pending_events));
         }
         let stepped = self.try_step();
-        self.note(stepped)
+        self.fail_on_error(stepped)
     }
 
     /// Runs the current prefill to its end, if any, so that another text may use its memory. Holds its events.
     fn end_prefill(&mut self) -> Result<(), EngineError> {
         while self.schedule.is_prefilling() {
             let stepped = self.try_step();
-            let events = self.note(stepped)?;
-            self.held.extend(events);
+            let events = self.fail_on_error(stepped)?;
+            self.pending_events.extend(events);
         }
         Ok(())
     }
@@ -232,7 +232,7 @@ impl Engine {
     /// Enqueues the release of the BF16 units of returned pages, before any of these pages is packed again.
     fn release_freed(&mut self) -> Result<(), EngineError> {
         let released = self.forward.release(&self.schedule.take_freed());
-        self.note(released)
+        self.fail_on_error(released)
     }
 
     fn check_alive(&self) -> Result<(), EngineError> {
@@ -240,11 +240,11 @@ impl Engine {
     }
 
     /// Drops all sequences if the device failed, because its results cannot be trusted any more.
-    fn note<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, EngineError> {
+    fn fail_on_error<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             self.failed = true;
             self.in_flight.clear();
-            self.held.clear();
+            self.pending_events.clear();
             self.schedule.clear();
             error.into()
         })
@@ -274,7 +274,7 @@ impl Engine {
                             self.last_free_units = self.forward.free_units()?;
                         }
                         // Errors of the earlier rows are reported before their state is overwritten.
-                        settle(&mut self.forward, &mut self.stepper)?;
+                        wait_for_steps(&mut self.forward, &mut self.stepper)?;
                         let states: Vec<_> = rows.iter().flat_map(states).collect();
                         self.forward.set_rows(&states, bucket(count))?;
                     }
@@ -361,7 +361,7 @@ impl Engine {
         let (stream, sampling) = forward.sampling();
         sampling.set_masks(stream, &mask)?;
         forward.choose((start + rows).saturating_sub(1), row)?;
-        settle(forward, stepper)?;
+        wait_for_steps(forward, stepper)?;
         if forward.prompt_is_lost()? {
             return Ok(schedule.lost());
         }
@@ -462,7 +462,7 @@ fn note_logprobs(owners: &[(SeqId, Option<u32>)], words: &[u32], events: &mut [E
 
 /// Waits for the device. A row of NaN is not a device failure: its token is [`NO_TOKEN`](crate::NO_TOKEN), whose
 /// embedding is zeros.
-fn settle(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceError> {
+fn wait_for_steps(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceError> {
     stepper.synchronize()?;
     match forward.context().synchronize() {
         Err(DeviceError::Row { what: RowFault::Logits | RowFault::Token, .. }) => Ok(()),

@@ -84,7 +84,7 @@ impl PipelineTuner<'_> {
         let rows = bucket(batch);
         let bound = self.bind(rows, setting)?;
         let replaced = self.replace(rows, bound);
-        self.engine.note(replaced)
+        self.engine.fail_on_error(replaced)
     }
 
     /// The architecture and the number of multiprocessors.
@@ -126,7 +126,7 @@ impl PipelineTuner<'_> {
             .run(&bound, forward, weights, work)
             .and_then(|()| forward.stream().synchronize())
             .and_then(|()| forward.stream().clone().capture(|| pipelines.run(&bound, forward, weights, work)));
-        self.engine.note(recorded)
+        self.engine.fail_on_error(recorded)
     }
 
     /// Like [`Measure::prepare`](super::measure::Measure::prepare), for steps that start at the same position
@@ -140,13 +140,13 @@ impl PipelineTuner<'_> {
     /// Sets the rows to their first position. Waits for the copies.
     fn rewind(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), EngineError> {
         let set = set_rows(&mut self.engine.forward, batch, context, pages);
-        self.engine.note(set)
+        self.engine.fail_on_error(set)
     }
 
     /// Logits of the first rows of the last step. Waits for the device.
     fn logits(&mut self, rows: u32) -> Result<Vec<bf16>, EngineError> {
         let bits = self.engine.forward.logits(rows);
-        Ok(self.engine.note(bits)?.into_iter().map(bf16::from_bits).collect())
+        Ok(self.engine.fail_on_error(bits)?.into_iter().map(bf16::from_bits).collect())
     }
 }
 
@@ -166,11 +166,11 @@ impl Default for Rounds {
 }
 
 /// The number of rows whose logits are compared.
-const COMPARED: u32 = 8;
+const COMPARED_ROWS: u32 = 8;
 /// A distance from the logits of the start that rounding does not explain, RMS over RMS.
-const FAR: f64 = 0.05;
+const DEVIATION_MAX: f64 = 0.05;
 /// The maximum number of recorded steps that are kept.
-const KEPT: usize = 16;
+const GRAPHS_MAX: usize = 16;
 
 /// Measures an engine's steps as the objective of a search.
 pub struct StepObjective<'a> {
@@ -183,7 +183,7 @@ pub struct StepObjective<'a> {
     graphs: HashMap<Point, Graph>,
     start: Point,
     /// The logits of the start.
-    truth: Option<Vec<bf16>>,
+    reference: Option<Vec<bf16>>,
     stop: &'a dyn Fn() -> bool,
 }
 
@@ -211,8 +211,8 @@ impl<'a> StepObjective<'a> {
     ) -> Result<Self, EngineError> {
         let mut tuner = engine.tune_pipelines()?;
         let pages = tuner.begin(batch, context, rounds.steps + 1)?;
-        let (graphs, start, truth) = (HashMap::new(), start.clone(), None);
-        Ok(Self { tuner, space, batch, context, pages, rounds, graphs, start, truth, stop })
+        let (graphs, start, reference) = (HashMap::new(), start.clone(), None);
+        Ok(Self { tuner, space, batch, context, pages, rounds, graphs, start, reference, stop })
     }
 
     /// The median time of a step in microseconds.
@@ -232,7 +232,7 @@ impl<'a> StepObjective<'a> {
     /// Records a step of a point, unless one is recorded.
     fn prepare(&mut self, point: &Point) -> Result<(), EngineError> {
         if !self.graphs.contains_key(point) {
-            if self.graphs.len() >= KEPT {
+            if self.graphs.len() >= GRAPHS_MAX {
                 self.graphs.clear();
             }
             self.tuner.rewind(self.batch, self.context, &self.pages)?;
@@ -266,37 +266,38 @@ impl<'a> StepObjective<'a> {
             // SAFETY: as in `time`; reading the logits waits.
             unsafe { graph.launch() }?;
         }
-        let logits = self.tuner.logits(self.batch.min(COMPARED))?;
+        let logits = self.tuner.logits(self.batch.min(COMPARED_ROWS))?;
         self.tuner.engine.measure().synchronize()?;
         Ok(logits)
     }
 
     fn measured(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, EngineError> {
-        if self.truth.is_none() {
+        if self.reference.is_none() {
             let start = self.start.clone();
             self.prepare(&start)?;
-            self.truth = Some(self.logits(&start)?);
+            self.reference = Some(self.logits(&start)?);
         }
         self.prepare(incumbent)?;
         match self.prepare(challenger) {
             Err(error @ EngineError::Setting(_)) => return Ok(Answer::Unusable(error.to_string())),
             prepared => prepared?,
         }
-        // `KEPT` may have dropped its graph.
+        // `GRAPHS_MAX` may have dropped its graph.
         self.prepare(incumbent)?;
         let got = self.logits(challenger)?;
-        let apart = self.truth.as_ref().map_or(0.0, |truth| distance(&got, truth));
-        if apart.is_nan() || apart > FAR {
-            return Ok(Answer::Unusable(format!("its logits are {apart:.3} from those of the start")));
+        let deviation = self.reference.as_ref().map_or(0.0, |reference| distance(&got, reference));
+        if deviation.is_nan() || deviation > DEVIATION_MAX {
+            let reason = format!("its logits differ from the start's by {deviation:.3}, more than {DEVIATION_MAX}");
+            return Ok(Answer::Unusable(reason));
         }
         let mut paired = Paired::default();
         for round in 0..self.rounds.rounds {
             // The first measurement of a round starts on an idle device, so both settings take that place alternately.
             let (first, second) = if round % 2 == 0 { (incumbent, challenger) } else { (challenger, incumbent) };
             let (first, second) = (self.time(first)?, self.time(second)?);
-            let (own, other) = if round % 2 == 0 { (first, second) } else { (second, first) };
-            paired.incumbent_us.push(own);
-            paired.challenger_us.push(other);
+            let (incumbent_us, challenger_us) = if round % 2 == 0 { (first, second) } else { (second, first) };
+            paired.incumbent_us.push(incumbent_us);
+            paired.challenger_us.push(challenger_us);
         }
         Ok(Answer::Measured(paired))
     }
@@ -317,10 +318,11 @@ impl Objective for StepObjective<'_> {
     }
 }
 
-/// RMS of the difference over the RMS of the truth; 0 if both are equal.
-fn distance(got: &[bf16], truth: &[bf16]) -> f64 {
+/// RMS of the difference over the RMS of the reference; 0 if both are equal.
+fn distance(got: &[bf16], reference: &[bf16]) -> f64 {
     let square = |value: f32| f64::from(value).powi(2);
-    let apart: f64 = got.iter().zip(truth).map(|(got, truth)| square(got.to_f32() - truth.to_f32())).sum();
-    let whole: f64 = truth.iter().map(|truth| square(truth.to_f32())).sum();
-    if apart == 0.0 { 0.0 } else { (apart / whole.max(f64::MIN_POSITIVE)).sqrt() }
+    let difference: f64 =
+        got.iter().zip(reference).map(|(got, reference)| square(got.to_f32() - reference.to_f32())).sum();
+    let total: f64 = reference.iter().map(|reference| square(reference.to_f32())).sum();
+    if difference == 0.0 { 0.0 } else { (difference / total.max(f64::MIN_POSITIVE)).sqrt() }
 }

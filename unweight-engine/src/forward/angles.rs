@@ -9,7 +9,7 @@ use unweight_rt::{
 /// The cosines and sines of each layer.
 #[derive(Debug)]
 pub(super) struct LayerAngles {
-    usual: Angles,
+    default: Angles,
     /// The angles of layers with a window, if they differ, and which layers these are.
     local: Option<(Angles, Vec<bool>)>,
 }
@@ -20,14 +20,14 @@ impl LayerAngles {
         let has_window = || config.window.iter().map(Option::is_some).collect();
         let local = config.local_rope.as_ref();
         let local = local.map(|rope| Ok::<_, DeviceError>((Angles::new(stream, rope, positions)?, has_window())));
-        Ok(Self { usual: Angles::new(stream, &config.rope, positions)?, local: local.transpose()? })
+        Ok(Self { default: Angles::new(stream, &config.rope, positions)?, local: local.transpose()? })
     }
 
     /// The angles of a layer.
     pub(super) fn of(&self, layer: usize) -> &Angles {
         match &self.local {
             Some((angles, layers)) if layers.get(layer).is_some_and(|is_local| *is_local) => angles,
-            _ => &self.usual,
+            _ => &self.default,
         }
     }
 }
@@ -66,9 +66,9 @@ impl Angles {
 
 /// Interleaves the lower and the upper half of each row of `angles` angles, as kernels with `adjacent` read them.
 fn interleaved(values: &[u16], angles: usize) -> Vec<u16> {
-    let turns = |row: &[u16]| {
+    let interleave = |row: &[u16]| {
         let (low, high) = row.split_at(angles / 2);
         low.iter().zip(high).flat_map(|(low, high)| [*low, *high]).collect::<Vec<_>>()
     };
-    values.chunks_exact(angles.max(1)).flat_map(turns).collect()
+    values.chunks_exact(angles.max(1)).flat_map(interleave).collect()
 }

@@ -47,8 +47,8 @@ impl Forward {
         if self.verifies {
             // Stores the keys and values of all rows: with a window of one token, each row attends only to itself. The
             // next launch starts after this one has ended, and stores the same bits again.
-            let (cache, alone) = (self.cache.decode(index as u32)?, options.window(Some(1)));
-            decode.kernel.decode(&mut self.ctx, x, cache, tokens, alone, out.reborrow())?;
+            let (cache, self_only) = (self.cache.decode(index as u32)?, options.window(Some(1)));
+            decode.kernel.decode(&mut self.ctx, x, cache, tokens, self_only, out.reborrow())?;
             self.ctx.set_mode(LaunchMode { ordinary: true, ..mode });
         }
         let cache = self.cache.decode(index as u32)?;
@@ -61,7 +61,13 @@ impl Forward {
         }
     }
 
-    pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn rotate_and_store(
+        &mut self,
+        layer: &Layer,
+        index: usize,
+        start: u32,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
         let Shape { qkv, heads, eps, qk_norm, ref rotated, .. } = self.shape;
         let table = self.angles.of(index).table()?;
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);

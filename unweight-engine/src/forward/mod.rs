@@ -107,8 +107,8 @@ pub struct Forward {
     /// Fetches experts if the device does not hold all of them.
     fetcher: Option<Fetcher>,
     /// The number of rows of a step that have a token, as last set, and of those in the enqueued pass.
-    live: u32,
-    passing: u32,
+    live_rows: u32,
+    pass_rows: u32,
     /// Whether rows of a step may be consecutive tokens of one sequence.
     verifies: bool,
     logits: DeviceBuffer<u16>,
@@ -194,8 +194,8 @@ impl Forward {
                 (Some(_), Some(experts)) => Some(Fetcher::new(&stream, experts, rows, top_k)?),
                 _ => None,
             },
-            live: 0,
-            passing: 0,
+            live_rows: 0,
+            pass_rows: 0,
             verifies: false,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache,
@@ -301,7 +301,7 @@ impl Forward {
             table[..row.pages.len()].copy_from_slice(row.pages);
         }
         // At most `bucket`.
-        self.live = rows.len() as u32;
+        self.live_rows = rows.len() as u32;
         let stream = self.ctx.stream();
         if let Some(cache) = self.cache.packed() {
             cache.set_rows(stream, &hot)?;
@@ -324,7 +324,7 @@ impl Forward {
     /// [`DeviceError`] if the driver fails.
     pub fn step(&mut self, weights: &Weights, rows: u32, only: Option<Part>) -> Result<(), DeviceError> {
         let runs = |part: Part| only.is_none_or(|only| only == part);
-        self.passing = self.live.min(rows);
+        self.pass_rows = self.live_rows.min(rows);
         if runs(Part::Embed) {
             self.embed(weights, rows, Ids::Step)?;
         }
@@ -338,7 +338,7 @@ impl Forward {
             if runs(Part::Attention) {
                 self.attend(layer, index, rows)?;
             }
-            self.behind_attention(layer, rows, runs)?;
+            self.after_attention(layer, rows, runs)?;
         }
         self.head(weights, 0, rows, runs)?;
         if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
@@ -386,14 +386,14 @@ impl Forward {
     /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
     pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
         let rows = self.set_prompt(ids)?;
-        self.passing = rows;
+        self.pass_rows = rows;
         self.embed(weights, rows, Ids::Prompt)?;
         for (index, layer) in weights.layers.iter().enumerate() {
             self.norm_of(&layer.input_norm, rows)?;
             self.qkv(layer, rows)?;
-            self.turn(layer, index, start, rows)?;
+            self.rotate_and_store(layer, index, start, rows)?;
             self.attend_chunk(index, start, rows)?;
-            self.behind_attention(layer, rows, |_| true)?;
+            self.after_attention(layer, rows, |_| true)?;
         }
         Ok(())
     }
@@ -476,7 +476,7 @@ impl Forward {
         Ok(())
     }
 
-    pub(crate) fn behind_attention(
+    pub(crate) fn after_attention(
         &mut self,
         layer: &Layer,
         rows: u32,
@@ -560,7 +560,7 @@ impl Forward {
         let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
         router.enqueue(&mut self.ctx, x, logits, Epilogue::Store)?;
         // Rows without a token come last, and nothing is fetched for them.
-        let rows = if self.fetcher.is_some() { self.passing } else { rows };
+        let rows = if self.fetcher.is_some() { self.pass_rows } else { rows };
         if rows == 0 {
             return Ok(());
         }

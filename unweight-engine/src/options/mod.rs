@@ -184,14 +184,14 @@ impl EngineOptions {
         check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 1024")?;
         let whole = chunk.is_multiple_of(64) && (64..=8192).contains(&chunk);
         check("chunk", chunk.into(), whole, "a multiple of 64 from 64 to 8192")?;
-        check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")?;
+        check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "at least 1")?;
         let experts = self.resident_experts.unwrap_or(1);
-        check("resident_experts", experts.into(), experts > 0, "1 at least")?;
+        check("resident_experts", experts.into(), experts > 0, "at least 1")?;
         let speculate = u64::from(self.speculate);
         check("speculate", speculate, speculate <= DRAFTED_MAX.into(), "0 to 15")?;
         // Verification would have to fetch the experts of more rows.
-        let fetches = self.resident_experts.is_some();
-        check("speculate", speculate, speculate == 0 || !fetches, "0, which resident_experts needs")
+        let offloads = self.resident_experts.is_some();
+        check("speculate", speculate, speculate == 0 || !offloads, "0, which resident_experts requires")
     }
 }
 

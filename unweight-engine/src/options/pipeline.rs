@@ -166,7 +166,7 @@ impl Serialize for PipelineVariant {
 
 /// The error of parsing a text that does not name a [`PipelineVariant`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is not a pipeline, such as raw, full-decode or exponents/n2p4")]
+#[error("'{0}' is not a pipeline variant; valid are, for example, raw, full-decode and exponents/n2p4")]
 pub struct UnknownVariant(String);
 
 impl UnknownVariant {
@@ -180,9 +180,9 @@ impl FromStr for PipelineVariant {
     type Err = UnknownVariant;
 
     fn from_str(text: &str) -> Result<Self, UnknownVariant> {
-        let no = || UnknownVariant(text.chars().take(64).collect());
+        let unknown = || UnknownVariant(text.chars().take(64).collect());
         let (name, ring) = text.split_once('/').map_or((text, None), |(name, ring)| (name, Some(ring)));
-        let pipeline = Pipeline::ALL.into_iter().find(|pipeline| pipeline.name() == name).ok_or_else(no)?;
+        let pipeline = Pipeline::ALL.into_iter().find(|pipeline| pipeline.name() == name).ok_or_else(unknown)?;
         let number = |text: &str| -> Option<u32> {
             let digits = (1..=2).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit());
             if digits && !text.starts_with('0') { text.parse().ok() } else { None }
@@ -190,15 +190,22 @@ impl FromStr for PipelineVariant {
         let ring = match ring {
             None => None,
             Some(ring) => {
-                let (tiles, stages) = ring.strip_prefix('n').and_then(|ring| ring.split_once('p')).ok_or_else(no)?;
+                let (tiles, stages) =
+                    ring.strip_prefix('n').and_then(|ring| ring.split_once('p')).ok_or_else(unknown)?;
                 let (stages, splits) = match stages.split_once('s') {
                     None => (stages, 1),
-                    Some((stages, splits)) => (stages, number(splits).filter(|splits| *splits > 1).ok_or_else(no)?),
+                    Some((stages, splits)) => {
+                        (stages, number(splits).filter(|splits| *splits > 1).ok_or_else(unknown)?)
+                    }
                 };
-                Some(Ring { tiles: number(tiles).ok_or_else(no)?, stages: number(stages).ok_or_else(no)?, splits })
+                Some(Ring {
+                    tiles: number(tiles).ok_or_else(unknown)?,
+                    stages: number(stages).ok_or_else(unknown)?,
+                    splits,
+                })
             }
         };
-        if ring.is_some() == pipeline.reconstructs() { Ok(Self { pipeline, ring }) } else { Err(no()) }
+        if ring.is_some() == pipeline.reconstructs() { Ok(Self { pipeline, ring }) } else { Err(unknown()) }
     }
 }
 
@@ -236,7 +243,7 @@ pub struct Measured {
 
 impl Measured {
     /// The order of settings in a plan.
-    pub(crate) fn place(&self) -> (u32, &str) {
+    pub(crate) fn sort_key(&self) -> (u32, &str) {
         (self.batch, &self.key)
     }
 }
@@ -263,8 +270,8 @@ impl Plan {
     /// another basis: they belong to another version, other kernels or another model. Settings of other devices and
     /// drivers stay, because another machine may read them.
     pub fn insert(&mut self, measured: Measured) {
-        self.settings.retain(|own| own.device != measured.device || own.basis == measured.basis);
-        match self.settings.binary_search_by(|own| own.place().cmp(&measured.place())) {
+        self.settings.retain(|existing| existing.device != measured.device || existing.basis == measured.basis);
+        match self.settings.binary_search_by(|existing| existing.sort_key().cmp(&measured.sort_key())) {
             Ok(at) => self.settings[at] = measured,
             Err(at) => self.settings.insert(at, measured),
         }
@@ -272,7 +279,7 @@ impl Plan {
 
     /// The setting for a batch size, if it was measured for this key.
     pub fn setting(&self, batch: u32, key: &str) -> Option<&Setting> {
-        let found = self.settings.iter().find(|own| own.batch == batch && own.key == key);
+        let found = self.settings.iter().find(|existing| existing.batch == batch && existing.key == key);
         found.map(|measured| &measured.setting)
     }
 }

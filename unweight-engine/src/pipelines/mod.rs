@@ -14,7 +14,9 @@
 //! | packed | packed | packed matmul |
 //! | another | packed, or BF16 if it cannot be packed | packed, or cuBLAS |
 //!
-//! A weight with a side that is not a multiple of 64 is loaded as BF16, because no kernel reads it.
+//! A weight with a side that is not a multiple of 64 is loaded as BF16, because no kernel reads it. A layer is
+//! called hard if weights of a projection are decoded before their product (Huffman codes), and easy otherwise. Only
+//! steps with hard layers run decoders.
 //!
 //! | module | contents |
 //! |---|---|
@@ -60,12 +62,12 @@ fn ring_of(spec: &VariantSpec) -> Option<Ring> {
 /// Returns how a stored projection `[n, k]` is held on the device; with `easy`, Huffman codes become palette indices.
 pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> LoadedAs {
     let problem = GemmShape { m: 1, n, k };
-    let takes = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
-    let palettes = || takes(Source::Palette { max_verbatim_rows: 64 });
+    let has_matmul = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
+    let reads_palettes = || has_matmul(Source::Palette { max_verbatim_rows: 64 });
     match encoding {
         EncodingId::RAW => LoadedAs::Bf16,
-        EncodingId::PALETTE if palettes() => LoadedAs::Palette,
-        EncodingId::HUFFMAN if easy && palettes() => LoadedAs::Palette,
+        EncodingId::PALETTE if reads_palettes() => LoadedAs::Palette,
+        EncodingId::HUFFMAN if easy && reads_palettes() => LoadedAs::Palette,
         // Decoders need whole tiles; the host decodes all other weights.
         EncodingId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => LoadedAs::Huffman,
         EncodingId::PALETTE | EncodingId::HUFFMAN => LoadedAs::Bf16,
@@ -201,15 +203,15 @@ pub fn choices(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Choices {
     let sms = product_sms(layers, sms, decode_sms(sms));
     [true, false].map(|hard| {
         Projection::ALL.map(|projection| {
-            let own = layers.iter().filter(|mlp| is_hard(mlp) == hard);
-            let mut most: Vec<PipelineVariant> = Vec::new();
-            for loaded in own.map(|mlp| &mlp[projection as usize]) {
+            let layers_of_kind = layers.iter().filter(|mlp| is_hard(mlp) == hard);
+            let mut longest: Vec<PipelineVariant> = Vec::new();
+            for loaded in layers_of_kind.map(|mlp| &mlp[projection as usize]) {
                 let variants = loaded.variants(arch, m, sms);
-                if variants.len() > most.len() {
-                    most = variants;
+                if variants.len() > longest.len() {
+                    longest = variants;
                 }
             }
-            most
+            longest
         })
     })
 }

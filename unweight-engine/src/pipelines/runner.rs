@@ -67,8 +67,8 @@ impl Slot {
 /// Bytes of the slots that step graphs of these layers need.
 fn slot_bytes(layers: &[LoadedMlp], slots: u8) -> u64 {
     let bytes = Projection::ALL.map(|projection| {
-        let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
-        hard.map_or(0, |loaded| 2 * u64::from(loaded.n) * u64::from(loaded.k))
+        let decoded = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
+        decoded.map_or(0, |loaded| 2 * u64::from(loaded.n) * u64::from(loaded.k))
     });
     bytes.iter().sum::<u64>() * u64::from(slots)
 }
@@ -146,16 +146,16 @@ impl Runner {
             for output in outputs(!matmuls.is_empty()) {
                 decoders.insert(*output, decoder(kernels, *output, bits)?);
             }
-            let need = stored.iter().map(|mlp| mlp.context_size()).fold(ContextSize::default(), ContextSize::max);
+            let size = stored.iter().map(|mlp| mlp.context_size()).fold(ContextSize::default(), ContextSize::max);
             let device = kernels.device();
-            contexts.push(ExecContext::new(&device.stream()?, need.with_cublas())?);
+            contexts.push(ExecContext::new(&device.stream()?, size.with_cublas())?);
             for _ in 0..slot_count {
                 for _ in Projection::ALL {
                     contexts.push(ExecContext::new(&device.stream()?, ContextSize::default())?);
                 }
                 let slot = |projection: Projection| {
-                    let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
-                    hard.map(|loaded| Slot::new(stream, loaded)).transpose()
+                    let decoded = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
+                    decoded.map(|loaded| Slot::new(stream, loaded)).transpose()
                 };
                 let [gate, up, down] = Projection::ALL.map(slot);
                 slots.push([gate?, up?, down?]);
@@ -259,9 +259,9 @@ impl Runner {
         match job {
             Job::Decode { layer, projection, output, slot } => {
                 let ProjectionWeights::Huffman(tensor) = self.stored(weights, layer, projection)? else {
-                    return Err(other_weights("huffman"));
+                    return Err(wrong_weights("huffman"));
                 };
-                let decoder = self.decoders.get(&output).ok_or(other_weights("huffman"))?;
+                let decoder = self.decoders.get(&output).ok_or(wrong_weights("huffman"))?;
                 let ctx = stream.checked_sub(1).and_then(|at| self.contexts.get_mut(usize::from(at)));
                 let slots = self.slots.get_mut(usize::from(slot));
                 let slot = slots.and_then(|slots| slots[projection as usize].as_mut());
@@ -351,15 +351,15 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
         (Job::Qkv { layer }, _) => forward.qkv(of(layer)?, rows),
         (Job::Attention { layer }, Work::Step { .. }) => forward.attend(of(layer)?, layer as usize, rows),
         (Job::Attention { layer }, Work::Chunk { start, .. }) => {
-            forward.turn(of(layer)?, layer as usize, start, rows)?;
+            forward.rotate_and_store(of(layer)?, layer as usize, start, rows)?;
             forward.attend_chunk(layer as usize, start, rows)
         }
-        (Job::Output { layer }, _) => forward.behind_attention(of(layer)?, rows, |part| part == Part::Output),
+        (Job::Output { layer }, _) => forward.after_attention(of(layer)?, rows, |part| part == Part::Output),
         (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
-            Err(LaunchError::Source { takes: "gate and up as one", got: "weights of another pipeline" }.into())
+            Err(LaunchError::Source { takes: "a merged gate and up", got: "weights of another pipeline" }.into())
         }
         (Job::GateUp { layer }, _) => {
-            forward.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
+            forward.after_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
         }
         (Job::Activate { .. }, _) => {
             let Mlp { ctx, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
@@ -410,7 +410,7 @@ impl Pipelines {
         stream: &Stream,
         weights: &Weights,
         (batches, chunk): (&[u32], u32),
-        set: &dyn Fn(u32) -> Option<Setting>,
+        setting_of: &dyn Fn(u32) -> Option<Setting>,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         let mut runner = Runner::new(kernels, stream, weights, progress)?;
@@ -418,8 +418,9 @@ impl Pipelines {
         let guess = |m| Setting::guess(runner.layers(), device.info().arch, m, device.info().sms);
         let mut steps = Vec::new();
         for &rows in batches {
-            let of_set = set(rows).and_then(|setting| BoundGraph::new(runner.layers(), &setting, rows, device).ok());
-            let bound = of_set.map_or_else(|| BoundGraph::new(runner.layers(), &guess(rows), rows, device), Ok)?;
+            let tuned =
+                setting_of(rows).and_then(|setting| BoundGraph::new(runner.layers(), &setting, rows, device).ok());
+            let bound = tuned.map_or_else(|| BoundGraph::new(runner.layers(), &guess(rows), rows, device), Ok)?;
             steps.push((rows, bound));
         }
         let chunk = BoundGraph::new(runner.layers(), &guess(chunk), chunk, device)?;
@@ -505,7 +506,7 @@ impl Pipelines {
     /// Replaces the step graph of steps of `rows` rows.
     pub fn replace(&mut self, rows: u32, bound: BoundGraph) {
         match self.steps.iter_mut().find(|(of, _)| *of == rows) {
-            Some((_, own)) => *own = bound,
+            Some((_, existing)) => *existing = bound,
             None => self.steps.push((rows, bound)),
         }
     }
@@ -521,8 +522,8 @@ fn mark(marks: &[Mark], event: u32) -> Result<&Mark, LaunchError> {
 }
 
 /// The error of a step graph that was built for other weights.
-fn other_weights(takes: &'static str) -> DeviceError {
-    LaunchError::Source { takes, got: "weights of another pipeline" }.into()
+fn wrong_weights(expected: &'static str) -> DeviceError {
+    LaunchError::Source { takes: expected, got: "weights of another pipeline" }.into()
 }
 
 /// Enqueues a product with a pipeline.
@@ -556,6 +557,6 @@ fn multiply(
         (Pipeline::Transcode, ProjectionWeights::Huffman(tensor), Some(matmul), Some(slot)) => {
             matmul.palette(ctx, x, tensor.as_palette(&slot.indices), y)
         }
-        _ => Err(other_weights(pipeline.name())),
+        _ => Err(wrong_weights(pipeline.name())),
     }
 }

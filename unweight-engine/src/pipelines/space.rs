@@ -71,7 +71,7 @@ impl SettingSpace {
     /// The point of a setting. A value that an axis does not have becomes the first choice of that axis.
     pub fn point(&self, setting: &Setting) -> Point {
         let names = self.space.axes().iter().map(|axis| {
-            let wanted = match axis.coordinate {
+            let name = match axis.coordinate {
                 Coordinate::Pipeline(profile, projection) => {
                     let variants = if profile == Profile::Hard { &setting.hard } else { &setting.easy };
                     variants[projection as usize].to_string()
@@ -79,8 +79,8 @@ impl SettingSpace {
                 Coordinate::DecodeSms => setting.decode_sms.to_string(),
                 Coordinate::Consumers => setting.consumers.to_string(),
             };
-            let known = axis.choices.iter().find(|choice| **choice == wanted).or(axis.choices.first());
-            known.cloned().unwrap_or_default()
+            let choice = axis.choices.iter().find(|choice| **choice == name).or(axis.choices.first());
+            choice.cloned().unwrap_or_default()
         });
         self.space.point(&names.collect::<Vec<_>>()).unwrap_or_else(|_| self.space.first())
     }

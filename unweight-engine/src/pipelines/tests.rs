@@ -27,7 +27,7 @@ fn mlp(gate: LoadedAs, up: LoadedAs, down: LoadedAs) -> LoadedMlp {
 }
 
 /// Six layers in the report's HHR-PPR pattern, of which the first is raw.
-fn hhr_ppr() -> Vec<LoadedMlp> {
+fn alternating_layers() -> Vec<LoadedMlp> {
     let raw = mlp(LoadedAs::Bf16, LoadedAs::Bf16, LoadedAs::Bf16);
     let hard = mlp(LoadedAs::Huffman, LoadedAs::Huffman, LoadedAs::Bf16);
     let easy = mlp(LoadedAs::Palette, LoadedAs::Palette, LoadedAs::Bf16);
@@ -35,11 +35,11 @@ fn hhr_ppr() -> Vec<LoadedMlp> {
 }
 
 #[test]
-fn mlp_paths_have_names() {
-    let of = loaded(LoadedAs::Huffman, [14336, 4096], 9);
+fn pipeline_variants_have_names() {
+    let projection = loaded(LoadedAs::Huffman, [14336, 4096], 9);
     let narrow = loaded(LoadedAs::Palette, [4096, 14336], 9).variants(ARCH, 64, SMS);
     assert!(narrow.iter().any(|variant| variant.to_string() == "palette/n1p6s2"), "{narrow:?}");
-    for variant in of.variants(ARCH, 64, SMS).into_iter().chain(narrow) {
+    for variant in projection.variants(ARCH, 64, SMS).into_iter().chain(narrow) {
         assert_eq!(variant.to_string().parse(), Ok(variant));
     }
     for text in [
@@ -67,28 +67,28 @@ fn mlp_paths_have_names() {
 /// Every variant of every encoding that needs a kernel has one: its source is the one that the pipeline reads, it has
 /// room for the verbatim rows, and its tiles divide the sides.
 #[test]
-fn every_mlp_path_has_its_kernel() {
+fn every_pipeline_variant_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {
         for rows in [0, 3, 8, 9, 64] {
             for m in [1, 16, 17, 64, 256, 1024] {
                 for loaded_as in [LoadedAs::Bf16, LoadedAs::Palette, LoadedAs::Huffman, LoadedAs::Linear] {
-                    let of = loaded(loaded_as, [n, k], rows);
-                    let variants = of.variants(ARCH, m, SMS);
-                    assert!(!variants.is_empty(), "{of:?}");
+                    let projection = loaded(loaded_as, [n, k], rows);
+                    let variants = projection.variants(ARCH, m, SMS);
+                    assert!(!variants.is_empty(), "{projection:?}");
                     for variant in variants {
-                        let kernel = of.kernel(ARCH, variant, Epilogue::StoreAdd);
-                        assert_eq!(kernel.is_some(), variant.ring.is_some(), "{of:?} {variant}");
+                        let kernel = projection.kernel(ARCH, variant, Epilogue::StoreAdd);
+                        assert_eq!(kernel.is_some(), variant.ring.is_some(), "{projection:?} {variant}");
                         let Some(spec) = kernel else { continue };
                         let Op::GemmRecon(op) = spec.op else { panic!("{spec}") };
-                        let room = match op.source {
+                        let rows_max = match op.source {
                             WeightSource::Exponent => (variant.pipeline == Pipeline::Exponents).then_some(64),
                             WeightSource::Palette { verbatim } => {
                                 (variant.pipeline != Pipeline::Exponents).then_some(verbatim.get())
                             }
                         };
-                        assert!(room.is_some_and(|room| room >= rows), "{variant}: {spec} for {rows} rows");
+                        assert!(rows_max.is_some_and(|rows_max| rows_max >= rows), "{variant}: {spec} for {rows} rows");
                         assert!(n % (64 * op.n_tiles.get()) == 0 && KernelPlan::new(&spec).is_ok());
-                        assert!(reachable(&[[of; 3]], ARCH).contains(&spec));
+                        assert!(reachable(&[[projection; 3]], ARCH).contains(&spec));
                     }
                 }
             }
@@ -144,7 +144,7 @@ fn encodings_without_kernels_are_placed_as_bf16() {
 /// A weight uses the variant of a setting if it has that variant, and the step graphs of all variants are sound.
 #[test]
 fn settings_apply_to_weights_that_support_them() {
-    let layers = hhr_ppr();
+    let layers = alternating_layers();
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
         let all = loaded(LoadedAs::Huffman, [14336, 4096], 5).variants(ARCH, m, SMS);
@@ -154,7 +154,7 @@ fn settings_apply_to_weights_that_support_them() {
             for (layer, variants) in layers.iter().zip(&variants) {
                 if is_hard(layer) {
                     assert_eq!(variants[..2], [variant; 2]);
-                    assert_eq!(variants[2].pipeline, Pipeline::Raw, "a raw weight has no other variant");
+                    assert_eq!(variants[2].pipeline, Pipeline::Raw, "raw weights have one variant");
                 } else {
                     assert!(
                         variants.iter().all(|variant| matches!(variant.pipeline, Pipeline::Raw | Pipeline::Palette))
@@ -170,7 +170,7 @@ fn settings_apply_to_weights_that_support_them() {
 /// If the first layer is raw, the choices are those of the easy layers after it.
 #[test]
 fn raw_first_layer_keeps_the_choices_of_others() {
-    let [hard, easy] = choices(&hhr_ppr(), ARCH, 64, SMS);
+    let [hard, easy] = choices(&alternating_layers(), ARCH, 64, SMS);
     assert!(hard[..2].iter().all(|variants| variants.iter().any(|variant| variant.pipeline == Pipeline::Exponents)));
     assert!(
         easy[..2]
@@ -181,7 +181,7 @@ fn raw_first_layer_keeps_the_choices_of_others() {
         (&hard[2], &easy[2]),
         (&vec![PipelineVariant::plain(Pipeline::Raw)], &vec![PipelineVariant::plain(Pipeline::Raw)])
     );
-    let guess = Setting::guess(&hhr_ppr(), ARCH, 64, SMS);
+    let guess = Setting::guess(&alternating_layers(), ARCH, 64, SMS);
     assert_eq!((guess.easy[0].pipeline, guess.hard[0].pipeline), (Pipeline::Palette, Pipeline::Exponents));
     assert!(choices(&[], ARCH, 1, SMS).iter().flatten().all(Vec::is_empty));
 }
@@ -190,7 +190,7 @@ fn raw_first_layer_keeps_the_choices_of_others() {
 /// graphs.
 #[test]
 fn points_are_settings() {
-    let layers = hhr_ppr();
+    let layers = alternating_layers();
     let mut random = Random::new(3);
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
@@ -224,12 +224,12 @@ fn points_are_settings() {
 /// A search over the space of a real model with invented times: from the worst point to near the best. Repeated from
 /// its journal, it measures nothing.
 #[test]
-fn a_search_over_paths_improves_a_bad_plan() {
-    struct Invented<'a> {
+fn search_over_variants_improves_a_bad_setting() {
+    struct FakeObjective<'a> {
         space: &'a SettingSpace,
-        asked: u32,
+        comparisons: u32,
     }
-    impl Invented<'_> {
+    impl FakeObjective<'_> {
         fn us(&self, point: &Point) -> f64 {
             let Setting { hard, easy, decode_sms, consumers } = self.space.setting(point);
             let variants = hard.iter().chain(&easy).map(|variant| {
@@ -239,47 +239,47 @@ fn a_search_over_paths_improves_a_bad_plan() {
             1000.0 + variants.sum::<f64>() + f64::from(decode_sms.abs_diff(32)) * 20.0 + f64::from(2 - consumers) * 50.0
         }
     }
-    impl Objective for Invented<'_> {
+    impl Objective for FakeObjective<'_> {
         fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError> {
-            self.asked += 1;
+            self.comparisons += 1;
             let [incumbent, challenger] = [incumbent, challenger].map(|point| vec![self.us(point); 3]);
             Ok(Answer::Measured(Paired { incumbent_us: incumbent, challenger_us: challenger }))
         }
     }
-    let layers = hhr_ppr();
+    let layers = alternating_layers();
     let guess = Setting::guess(&layers, ARCH, 64, SMS);
     let space = SettingSpace::new(&choices(&layers, ARCH, 64, SMS), &guess, SMS);
     let axes = space.space().axes();
     // The worst choice of every axis, because times are sums.
     let mut bad = space.space().first();
-    let objective = Invented { space: &space, asked: 0 };
+    let objective = FakeObjective { space: &space, comparisons: 0 };
     for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
         let worst = (0..choices.len()).map(|choice| bad.with(axis, choice));
         bad = worst.max_by(|a, b| objective.us(a).total_cmp(&objective.us(b))).unwrap();
     }
     let folder = tempfile::tempdir().unwrap();
-    let search = |objective: &mut Invented<'_>| {
+    let search = |objective: &mut FakeObjective<'_>| {
         let mut journal = Journal::open(&folder.path().join("journal"), "key", space.space(), &bad).unwrap();
         descend(space.space(), &bad, objective, &mut journal, &Limits::default(), &mut |_| {}).unwrap()
     };
-    let mut objective = Invented { space: &space, asked: 0 };
+    let mut objective = FakeObjective { space: &space, comparisons: 0 };
     let tuned = search(&mut objective);
-    assert_eq!(objective.asked, tuned.measured);
+    assert_eq!(objective.comparisons, tuned.measured);
     assert!(tuned.gain > 0.3 && tuned.rejected == 0, "{}", tuned.gain);
     // Times are sums, so no choice of a single axis is significantly better.
     let best = objective.us(&tuned.best);
     for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
         assert!((0..choices.len()).all(|choice| objective.us(&tuned.best.with(axis, choice)) > best * 0.994));
     }
-    let mut objective = Invented { space: &space, asked: 0 };
+    let mut objective = FakeObjective { space: &space, comparisons: 0 };
     let again = search(&mut objective);
-    assert_eq!((again.best, objective.asked, again.measured), (tuned.best, 0, 0));
+    assert_eq!((again.best, objective.comparisons, again.measured), (tuned.best, 0, 0));
 }
 
 fn plan() -> Plan {
     let mut plan = Plan::default();
     for batch in [64, 1, 1024, 64] {
-        let setting = Setting::guess(&hhr_ppr(), ARCH, batch, SMS);
+        let setting = Setting::guess(&alternating_layers(), ARCH, batch, SMS);
         let (key, device, basis) = (format!("{batch:032x}"), "a card".to_owned(), "0".repeat(32));
         plan.insert(Measured { batch, key, device, basis, setting, step_us: f64::from(batch), gain: 0.125 });
     }
@@ -289,7 +289,7 @@ fn plan() -> Plan {
 #[test]
 fn plans_parse_back() {
     let plan = plan();
-    assert_eq!(plan.settings().iter().map(|own| own.batch).collect::<Vec<_>>(), [1, 64, 1024]);
+    assert_eq!(plan.settings().iter().map(|measured| measured.batch).collect::<Vec<_>>(), [1, 64, 1024]);
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan.clone()));
     // Settings of another device or placement do not replace each other.
     let (mut more, key) = (plan.clone(), "f".repeat(32));
@@ -297,7 +297,7 @@ fn plans_parse_back() {
     assert!(more.setting(64, &key).is_some() && more.setting(64, &format!("{:032x}", 64)).is_some());
     assert_eq!(Plan::parse(more.text().as_bytes()), Ok(more));
     assert!(plan.setting(64, &format!("{:032x}", 64)).is_some());
-    assert!(plan.setting(64, &format!("{:032x}", 1)).is_none(), "measured for something else");
+    assert!(plan.setting(64, &format!("{:032x}", 1)).is_none(), "measured for another batch");
     assert!(plan.setting(8, &format!("{:032x}", 64)).is_none());
 }
 
@@ -318,7 +318,7 @@ fn plans_keep_every_reachable_setting() {
         driver: driver.into(),
     };
     let of = |model: &str, batch: u32, placement, device: &DeviceInfo| {
-        let setting = Setting::guess(&hhr_ppr(), ARCH, batch, SMS);
+        let setting = Setting::guess(&alternating_layers(), ARCH, batch, SMS);
         Measured::new((model, placement), batch, device, setting, (1.0, 0.0))
     };
     let (old, new, other) = (info("one", "12.9"), info("one", "13.0"), info("two", "13.0"));
@@ -340,8 +340,8 @@ fn plans_keep_every_reachable_setting() {
         plan.insert(of("n", 1, Placement::Stored, &new));
         assert_eq!(plan.settings().len(), 5);
     }
-    let stay: Vec<_> = plan.settings().iter().map(|own| own.device.clone()).collect();
-    assert_eq!(stay.iter().filter(|device| device.starts_with("two, ")).count(), 4);
+    let devices: Vec<_> = plan.settings().iter().map(|measured| measured.device.clone()).collect();
+    assert_eq!(devices.iter().filter(|device| device.starts_with("two, ")).count(), 4);
     assert!(plan.setting(1, &tuned::key("n", Placement::Stored, 1, &new)).is_some());
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan));
 }
@@ -358,7 +358,7 @@ fn invalid_plans_are_explained() {
         ("\"basis\": \"0000", "\"basis\": \"000", "basis is not 32"),
         ("\"a card\"", "\"\"", "device is not 1 to 512"),
         ("\"batch\": 1,", "\"batch\": 3,", "batch is not"),
-        ("\"batch\": 1024", "\"batch\": 1", "stands behind"),
+        ("\"batch\": 1024", "\"batch\": 1", "ascending order"),
         ("\"consumers\": 2", "\"consumers\": 3", "consumers is not 1 or 2"),
         ("\"decode_sms\": 22", "\"decode_sms\": 0", "decode_sms is not"),
         ("\"step_us\": 1.0", "\"step_us\": -1.0", "step_us is not"),
@@ -387,8 +387,8 @@ fn plans_are_extended_without_losing_settings() {
     let (text, kept) = (plan().text(), plan().settings().len());
     assert_eq!(Plan::to_add_to(None, 10), Ok(Plan::default()));
     assert_eq!(Plan::to_add_to(Some(&text), 10).map(|plan| plan.settings().len()), Ok(kept));
-    for (of, error) in [(1, None), (3, Some(PlanError::Newer(3))), (u32::MAX, Some(PlanError::Newer(u32::MAX)))] {
-        let other = text.replacen("\"version\": 2", &format!("\"version\": {of}"), 1);
+    for (version, error) in [(1, None), (3, Some(PlanError::Newer(3))), (u32::MAX, Some(PlanError::Newer(u32::MAX)))] {
+        let other = text.replacen("\"version\": 2", &format!("\"version\": {version}"), 1);
         assert_eq!(Plan::to_add_to(Some(&other), 10).err(), error);
     }
     for damaged in ["", "{", &" ".repeat(PLAN_BYTES_MAX + 1)] {
@@ -434,7 +434,7 @@ proptest! {
             for Measured { batch, setting, .. } in plan.settings() {
                 let mlps: Vec<_> =
                     setting
-                        .variants(&hhr_ppr(), ARCH, *batch, SMS)
+                        .variants(&alternating_layers(), ARCH, *batch, SMS)
                         .iter()
                         .map(|variants| variants.map(|variant| variant.pipeline))
                         .collect();

@@ -38,20 +38,22 @@ const SMS_MAX: u32 = 4096;
 #[non_exhaustive]
 pub enum PlanError {
     /// The text exceeds the size limit.
-    #[error("a tuned plan of {0} bytes; one has at most {PLAN_BYTES_MAX}: tune the bundle again")]
+    #[error("the tuned plan has {0} bytes, above the limit of {PLAN_BYTES_MAX}; tune the bundle again")]
     TooLarge(usize),
     /// The text is not JSON, or has other fields.
     #[error("not a tuned plan: {0}; tune the bundle again")]
     Json(String),
     /// The plan has an older version.
-    #[error("a tuned plan of version {0}, this program reads {VERSION}; tune the bundle again")]
+    #[error("the tuned plan has version {0}, this program reads version {VERSION}; tune the bundle again")]
     Version(u32),
     /// The plan has a newer version.
-    #[error("a tuned plan of version {0}, this program reads {VERSION}; use the newer program that saved it")]
+    #[error(
+        "the tuned plan has version {0}, this program reads version {VERSION}; use the newer program that saved it"
+    )]
     Newer(u32),
     /// The plan has no room for the settings to be added.
     #[error(
-        "a tuned plan of {bytes} bytes, to which {more} settings are to be added; one has at most {PLAN_BYTES_MAX}"
+        "the tuned plan has {bytes} bytes and cannot hold {more} more settings; the limit is {PLAN_BYTES_MAX} bytes"
     )]
     Full {
         /// Bytes of the text.
@@ -78,7 +80,7 @@ pub enum PlanError {
         range: &'static str,
     },
     /// The settings are not in ascending order.
-    #[error("tuned plan, batch {0}: stands behind itself or a larger one; tune the bundle again")]
+    #[error("tuned plan, batch {0}: the settings are not in ascending order; tune the bundle again")]
     Order(u32),
 }
 
@@ -142,7 +144,7 @@ impl Plan {
         let mut settings: Vec<Measured> = Vec::new();
         for row in text.settings {
             let measured = row.check()?;
-            if settings.last().is_some_and(|last| last.place() >= measured.place()) {
+            if settings.last().is_some_and(|last| last.sort_key() >= measured.sort_key()) {
                 return Err(PlanError::Order(measured.batch));
             }
             settings.push(measured);

@@ -45,8 +45,8 @@ impl Speculation {
         const DENSE: [f32; 5] = [1.0, 1.03, 1.05, 1.2, 1.37];
         const MIXTURE: [f32; 5] = [1.0, 1.9, 2.4, 3.2, 4.2];
         let times = if self.is_mixture { MIXTURE } else { DENSE };
-        let known = BUCKETS.into_iter().zip(times).find(|(of, _)| *of == bucket(rows));
-        known.map_or(f32::INFINITY, |(_, time)| time)
+        let entry = BUCKETS.into_iter().zip(times).find(|(of, _)| *of == bucket(rows));
+        entry.map_or(f32::INFINITY, |(_, time)| time)
     }
 
     /// Returns the time of attention to `tokens` tokens, in the same unit.
@@ -82,20 +82,20 @@ impl Running {
 
     /// Returns the chance that the first token of a draft is right, and the maximum number of tokens of a draft after
     /// the steps in flight.
-    fn prospect(&self, cache: KvCache, most: u32) -> Option<(f32, u32)> {
+    fn draft_limits(&self, cache: KvCache, tokens_max: u32) -> Option<(f32, u32)> {
         if !self.may_run() {
             return None;
         }
         let chance = self.drafter.as_ref()?.chance()?;
         let position = self.position + self.launched - self.produced;
-        let room = match cache {
+        let page_limit = match cache {
             KvCache::Bf16 => (self.pages.len() as u32 * PAGE_TOKENS).saturating_sub(position + 1),
             // A page is packed by the step that fills it, so its last token must be right.
             KvCache::Packed => (PAGE_TOKENS - 2).saturating_sub(position % PAGE_TOKENS),
         };
         // The last token of a sequence needs no guess.
-        let left = self.max_new_tokens - self.launched - 1;
-        Some((chance, most.min(room).min(left)))
+        let sequence_limit = self.max_new_tokens - self.launched - 1;
+        Some((chance, tokens_max.min(page_limit).min(sequence_limit)))
     }
 }
 
@@ -110,27 +110,27 @@ impl Schedule {
         // A token can be right only if all before it are, including those in flight.
         let mut guesses = Vec::new();
         for (at, row) in self.rows.iter().enumerate() {
-            let Some((chance, count)) = row.prospect(self.limits.kv_cache, limits.tokens) else { continue };
+            let Some((chance, count)) = row.draft_limits(self.limits.kv_cache, limits.tokens) else { continue };
             let in_flight = row.launched - row.produced;
             guesses.extend((1..=count).map(|nth| (chance.powi((in_flight + nth).cast_signed()), at)));
         }
         guesses.sort_by(|(a, _), (b, _)| b.total_cmp(a));
         let mut attention: f32 = self.rows.iter().map(|row| limits.attention_time(row.position)).sum();
         let mut expected = rows as f32;
-        let (mut best, mut taken) = (expected / (limits.step_time(rows) + attention), 0);
+        let (mut best, mut drafted) = (expected / (limits.step_time(rows) + attention), 0);
         for (total, (chance, at)) in (rows + 1..=limits.rows).zip(&guesses) {
             expected += chance;
             attention += limits.attention_time(self.rows[*at].position);
             let rate = expected / (limits.step_time(total) + attention + VERIFICATION_TIME);
             if rate > best {
-                (best, taken) = (rate, (total - rows) as usize);
+                (best, drafted) = (rate, (total - rows) as usize);
             }
         }
-        if taken == 0 {
+        if drafted == 0 {
             return Vec::new();
         }
         let mut counts = vec![0; self.rows.len()];
-        guesses[..taken].iter().for_each(|(_, at)| counts[*at] += 1);
+        guesses[..drafted].iter().for_each(|(_, at)| counts[*at] += 1);
         counts
     }
 

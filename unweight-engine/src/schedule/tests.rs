@@ -49,9 +49,9 @@ fn rejected_requests_change_nothing() {
     assert_eq!(schedule.due(), Next::Idle);
     schedule.add(request(200, 0)).unwrap();
     assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 4));
-    let mut few = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
-    few.add(request(1, 1)).unwrap();
-    assert_eq!(few.add(request(1, 1)), Err(AdmissionError::Busy { waiting: 1 }));
+    let mut small_queue = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
+    small_queue.add(request(1, 1)).unwrap();
+    assert_eq!(small_queue.add(request(1, 1)), Err(AdmissionError::Busy { waiting: 1 }));
 }
 
 #[test]
@@ -68,14 +68,14 @@ fn steps_run_ahead_until_a_row_ends() {
     schedule.launched();
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
-    assert_eq!(schedule.due(), Next::Read, "two ahead");
+    assert_eq!(schedule.due(), Next::Read, "two steps are in flight");
     let mut events = Vec::new();
     schedule.read(&[10], &[], &mut events);
     assert_eq!((schedule.rows()[0].position, schedule.rows()[0].last), (6, 10));
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
     schedule.read(&[11], &[], &mut events);
-    assert_eq!(schedule.due(), Next::Read, "the fourth token is being made");
+    assert_eq!(schedule.due(), Next::Read, "the fourth token is in flight");
     schedule.read(&[12], &[], &mut events);
     let last = event(id, 12, Some(Finish::Length));
     assert_eq!((events.len(), &events[2]), (3, &last));
@@ -93,7 +93,7 @@ fn tokens_after_a_stop_are_not_reported() {
     schedule.launched();
     schedule.read(&[3], &[], &mut events);
     assert_eq!(events.last().and_then(|event| event.finish), Some(Finish::Stop));
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "its page is still written");
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "a step in flight still writes its page");
     schedule.read(&[4], &[], &mut events);
     assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
 }
@@ -132,7 +132,7 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     let events = step(&mut schedule, &[11, 21], &[1, 0]);
     assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (1, 1));
     assert_eq!(events[0], event(first, 11, None), "the token of that step is right");
-    assert!(schedule.take_freed().is_empty(), "it keeps its pages while a step may write them");
+    assert!(schedule.take_freed().is_empty(), "pages are kept while a step may write them");
     assert_eq!((schedule.due(), schedule.preempted()), (Next::Launch { changed: true }, 1));
     assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (1, 1, 1));
     step(&mut schedule, &[22], &[0]);
@@ -185,9 +185,9 @@ fn steps_run_between_chunks() {
     let limits = Limits { chunk: 1024, context: 10_000, max_batch: 16, shares_prefixes: true, ..LIMITS };
     let mut schedule = Schedule::new(limits, 900);
     schedule.add(prompt(7, 700)).unwrap();
-    assert_eq!(order(&mut schedule, 1), "512 188", "nothing else runs");
+    assert_eq!(order(&mut schedule, 1), "512 188", "no other sequence runs");
     schedule.add(prompt(8, 700)).unwrap();
-    assert_eq!(order(&mut schedule, 2), "256 s 256 s 188", "steps first");
+    assert_eq!(order(&mut schedule, 2), "256 s 256 s 188", "steps have priority");
     schedule.add(prompt(9, 3700)).unwrap();
     assert_eq!(order(&mut schedule, 3), "s 1024 s 1024 s 1024 s 512 s 116");
     // Together they are many tokens. Prompts of this length are cut in the same way, so they share their chunks.
@@ -204,28 +204,28 @@ fn steps_run_between_chunks() {
 }
 
 #[test]
-fn the_youngest_sequence_gives_its_pages() {
+fn youngest_sequence_is_preempted() {
     let mut schedule = Schedule::new(LIMITS, 8);
     for _ in 0..3 {
         schedule.add(request(60, 300)).unwrap();
     }
     let ids = [join(&mut schedule, 10), join(&mut schedule, 20), join(&mut schedule, 30)];
-    let mut most = 0;
+    let mut used_max = 0;
     while schedule.preempted() == 0 {
         match schedule.due() {
             Next::Launch { .. } => schedule.launched(),
             Next::Read => schedule.read(&[40; 3], &[], &mut Vec::new()),
             next => panic!("{next:?}"),
         }
-        most = most.max(schedule.rows().iter().map(|row| row.pages.len()).sum());
+        used_max = used_max.max(schedule.rows().iter().map(|row| row.pages.len()).sum());
     }
-    let left: Vec<SeqId> = schedule.rows().iter().map(|row| row.id).collect();
-    assert_eq!((left, most), (ids[..2].to_vec(), 8), "all pages were used");
+    let remaining: Vec<SeqId> = schedule.rows().iter().map(|row| row.id).collect();
+    assert_eq!((remaining, used_max), (ids[..2].to_vec(), 8), "all pages are in use");
     assert_eq!(schedule.waiting(), 1);
 }
 
 #[test]
-fn equal_beginnings_are_computed_once() {
+fn equal_prefixes_are_computed_once() {
     let mut schedule = Schedule::new(Limits { shares_prefixes: true, ..LIMITS }, 17);
     let request = |last| Request::new([vec![7; 300], vec![last; 20]].concat()).max_new_tokens(3);
     schedule.add(request(1)).unwrap();
@@ -248,7 +248,7 @@ fn equal_beginnings_are_computed_once() {
 }
 
 #[test]
-fn a_lone_sequence_that_loses_a_page_ends() {
+fn lost_page_ends_a_single_sequence() {
     let mut schedule = Schedule::new(PACKED, 20);
     let id = schedule.add(request(60, 100)).unwrap();
     join(&mut schedule, 10);
@@ -311,7 +311,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
     }
     simulation.run(3, 2000);
     assert!(simulation.schedule.preempted() > 0 && simulation.prefills <= 3 + simulation.losses);
-    assert!(simulation.clients.told.values().all(|told| told.len() == 100));
+    assert!(simulation.clients.received.values().all(|received| received.len() == 100));
     simulation.check("");
 }
 
@@ -342,7 +342,7 @@ fn sequences_do_not_affect_each_other() {
     }
     assert!(
         preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
-        "{preempted} {full} {cancelled} {shared}: too few to show anything"
+        "{preempted} {full} {cancelled} {shared}: too few cases"
     );
     assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 5000, "{drafts:?}");
 }
@@ -358,13 +358,13 @@ enum Loss {
 }
 
 /// The request of a sequence.
-struct Asked {
+struct Requested {
     prompt: usize,
     new: u32,
     stops: bool,
 }
 
-impl Asked {
+impl Requested {
     /// The number of tokens of the answer, unless the sequence is cancelled or the cache is full.
     fn end(&self) -> u32 {
         if self.stops { stop_of(self.new) + 1 } else { self.new }
@@ -425,8 +425,8 @@ fn keys(tokens: &[u32]) -> Vec<u64> {
 /// The requests of clients, and the tokens that they received.
 #[derive(Default)]
 struct Clients {
-    asked: BTreeMap<SeqId, Asked>,
-    told: BTreeMap<SeqId, Vec<u32>>,
+    requested: BTreeMap<SeqId, Requested>,
+    received: BTreeMap<SeqId, Vec<u32>>,
     ended: BTreeMap<SeqId, Finish>,
     cancelled: BTreeSet<SeqId>,
 }
@@ -434,38 +434,40 @@ struct Clients {
 impl Clients {
     /// Records an event: its token must be the next one of a running sequence. Returns why the sequence ends, if it
     /// does.
-    fn tell(&mut self, event: &Event) -> Option<Finish> {
+    fn receive(&mut self, event: &Event) -> Option<Finish> {
         let Event { seq, token, finish, .. } = *event;
         assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
-        let told = self.told.entry(seq).or_default();
+        let received = self.received.entry(seq).or_default();
         if token != NO_TOKEN {
-            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
-            told.push(token);
+            assert_eq!(token, token_of(seq, received.len() as u32), "{event:?}");
+            received.push(token);
         }
         finish.inspect(|finish| _ = self.ended.insert(seq, *finish))
     }
 
     /// Checks at the end that every sequence ended as requested, or as it had to.
     fn check(&self, may_be_full: bool, what: &str) {
-        for (id, asked) in &self.asked {
-            let told = self.told.get(id).map_or(0, Vec::len) as u32;
-            let right = match self.ended.get(id) {
-                Some(Finish::CacheFull) => may_be_full && told <= asked.end(),
-                Some(Finish::Stop) => asked.stops && told == asked.end(),
-                Some(Finish::Length) => !asked.stops && told == asked.end(),
+        for (id, requested) in &self.requested {
+            let received = self.received.get(id).map_or(0, Vec::len) as u32;
+            let is_right = match self.ended.get(id) {
+                Some(Finish::CacheFull) => may_be_full && received <= requested.end(),
+                Some(Finish::Stop) => requested.stops && received == requested.end(),
+                Some(Finish::Length) => !requested.stops && received == requested.end(),
                 Some(Finish::NotANumber | Finish::Complete | Finish::Constraint) => false,
-                None => self.cancelled.contains(id) && told <= asked.end() || asked.new == 0 && told == 0,
+                None => {
+                    self.cancelled.contains(id) && received <= requested.end() || requested.new == 0 && received == 0
+                }
             };
-            assert!(right, "{what} {id:?}: {told} tokens of {}, {:?}", asked.end(), self.ended.get(id));
+            assert!(is_right, "{what} {id:?}: {received} tokens of {}, {:?}", requested.end(), self.ended.get(id));
         }
     }
 
     /// A row as the device receives it: its input is the token before its position.
     fn row(&self, row: &Running) -> Row {
-        let nth = row.position - self.asked[&row.id].prompt as u32;
-        assert_eq!(row.last, token_of(row.id, nth), "the device's input");
+        let nth = row.position - self.requested[&row.id].prompt as u32;
+        assert_eq!(row.last, token_of(row.id, nth), "the input of the step");
         let &Running { id, position, hot, slot, .. } = row;
-        assert!(row.draft.is_empty() || slot.is_none(), "drafts of adjusted logits");
+        assert!(row.draft.is_empty() || slot.is_none(), "a sequence with adjusted logits has a draft");
         Row { id, position, draft: row.draft.clone(), pages: row.pages.clone(), hot, slot, is_lost: false }
     }
 }
@@ -489,7 +491,7 @@ struct Simulation {
     /// The tokens and flags of each step in flight.
     in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
     /// The units that pages hold.
-    held: BTreeMap<u32, u32>,
+    held_units: BTreeMap<u32, u32>,
     prefills: u64,
     losses: u64,
     /// The sequences that have lost a page.
@@ -513,7 +515,7 @@ impl Simulation {
             is_overwritten: false,
             prompt_is_lost: false,
             in_flight: VecDeque::new(),
-            held: BTreeMap::new(),
+            held_units: BTreeMap::new(),
             prefills: 0,
             losses: 0,
             lost_once: BTreeSet::new(),
@@ -521,23 +523,23 @@ impl Simulation {
     }
 
     fn add(&mut self, prompt: usize, new: u32, stops: bool) {
-        let id = SeqId(self.clients.asked.len() as u64);
+        let id = SeqId(self.clients.requested.len() as u64);
         let stop = if stops { vec![token_of(id, stop_of(new))] } else { Vec::new() };
         let request = Request::new(prompt_of(id, prompt)).max_new_tokens(new).stop(stop);
         let request = request.adjustments(adjustments_of(id));
         assert_eq!(self.schedule.add(request), Ok(id));
-        self.clients.asked.insert(id, Asked { prompt, new, stops });
+        self.clients.requested.insert(id, Requested { prompt, new, stops });
     }
 
-    /// Runs until `count` sequences were added and nothing is left to do, in fewer than `most` actions.
-    fn run(&mut self, count: usize, most: usize) {
-        for _ in 0..most {
-            if self.clients.asked.len() < count && self.random.below(4) == 0 {
+    /// Runs until `count` sequences were added and nothing is left to do, in fewer than `actions_max` actions.
+    fn run(&mut self, count: usize, actions_max: usize) {
+        for _ in 0..actions_max {
+            if self.clients.requested.len() < count && self.random.below(4) == 0 {
                 let (prompt, new) = (1 + self.random.below(300) as usize, self.random.below(180) as u32);
                 let stops = self.random.below(3) == 0 && new > stop_of(new);
                 self.add(prompt, new, stops);
             }
-            if self.clients.asked.len() > 3 && self.random.below(200) == 0 {
+            if self.clients.requested.len() > 3 && self.random.below(200) == 0 {
                 let id = SeqId(self.random.below(count as u64));
                 if self.schedule.cancel(id) {
                     self.clients.cancelled.insert(id);
@@ -546,7 +548,7 @@ impl Simulation {
             let next = self.schedule.due();
             self.release();
             let events = match next {
-                Next::Idle if self.clients.asked.len() >= count => return,
+                Next::Idle if self.clients.requested.len() >= count => return,
                 Next::Idle => Vec::new(),
                 Next::Prefill => self.prefill(),
                 Next::Launch { changed } => {
@@ -560,9 +562,9 @@ impl Simulation {
                     events
                 }
             };
-            events.into_iter().for_each(|event| self.tell(event));
+            events.into_iter().for_each(|event| self.receive(event));
         }
-        panic!("{:?}: still busy after {most} actions", self.loss);
+        panic!("{:?}: still busy after {actions_max} actions", self.loss);
     }
 
     /// Takes back the units of pages that no sequence and no prompt uses, and checks the owners of all pages.
@@ -570,24 +572,24 @@ impl Simulation {
         let freed = self.schedule.take_freed();
         let all = self.schedule.rows().iter().chain(self.schedule.prefill.as_ref().map(|prefill| &prefill.running));
         let shared_pages = |row: &Running| self.schedule.prefixes.pages_of(&row.shared) as usize;
-        let own = all.clone().flat_map(|row| row.pages[shared_pages(row)..].to_vec());
+        let private = all.clone().flat_map(|row| row.pages[shared_pages(row)..].to_vec());
         let shared: BTreeSet<u32> = self.schedule.prefixes.all_pages().into_iter().collect();
-        let own: Vec<u32> = own.collect();
+        let private: Vec<u32> = private.collect();
         let (given, used): (BTreeSet<u32>, BTreeSet<u32>) =
-            (freed.iter().copied().collect(), own.iter().chain(&shared).copied().collect());
+            (freed.iter().copied().collect(), private.iter().chain(&shared).copied().collect());
         // A page may have been taken again: its new sequence has packed nothing yet.
         assert_eq!(given.len(), freed.len(), "{freed:?}");
         assert!(all.clone().all(|row| row.pages[..shared_pages(row)].iter().all(|page| shared.contains(page))));
-        self.held.retain(|page, _| !given.contains(page));
-        assert!(self.held.keys().all(|page| used.contains(page)), "units of pages that no sequence has");
+        self.held_units.retain(|page, _| !given.contains(page));
+        assert!(self.held_units.keys().all(|page| used.contains(page)), "unused pages hold units");
         let free = self.schedule.pool.free();
-        assert_eq!((used.len(), used.len() as u32 + free), (own.len() + shared.len(), Self::PAGES));
+        assert_eq!((used.len(), used.len() as u32 + free), (private.len() + shared.len(), Self::PAGES));
         let hot: BTreeSet<u32> = all.clone().map(|row| row.hot).collect();
         assert!(hot.len() == all.count() && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
     }
 
     /// The index of a token of a sequence in memory.
-    fn place(&self, pages: &[u32], hot: u32, position: u32, open: u32) -> usize {
+    fn memory_index(&self, pages: &[u32], hot: u32, position: u32, open: u32) -> usize {
         let (index, inside) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
         let is_hot = self.schedule.limits.kv_cache == KvCache::Packed && index == open / PAGE_TOKENS;
         let page = if is_hot { Self::PAGES + hot } else { pages[index as usize] };
@@ -599,11 +601,11 @@ impl Simulation {
     fn attend(&mut self, tokens: &[u32], (pages, hot): (&[u32], u32), (start, end): (u32, u32), open: u32) {
         for (position, key) in (0..end).zip(keys(tokens)) {
             if position < start {
-                let place = self.place(pages, hot, position, start);
-                assert_eq!(self.memory[place], key, "token {position} of {pages:?}");
+                let memory_index = self.memory_index(pages, hot, position, start);
+                assert_eq!(self.memory[memory_index], key, "token {position} of {pages:?}");
             } else {
-                let place = self.place(pages, hot, position, open);
-                self.memory[place] = key;
+                let memory_index = self.memory_index(pages, hot, position, open);
+                self.memory[memory_index] = key;
             }
         }
     }
@@ -613,7 +615,7 @@ impl Simulation {
         let end = ((index + 1) * PAGE_TOKENS) as usize;
         let content = match end {
             ..100 => 0,
-            _ if end <= self.clients.asked[&id].prompt => id.0 % 2,
+            _ if end <= self.clients.requested[&id].prompt => id.0 % 2,
             _ => id.0,
         };
         (self.units)(content, index)
@@ -625,9 +627,9 @@ impl Simulation {
             Loss::None => true,
             Loss::OneIn(pages) => self.random.below(pages) > 0,
             Loss::Units(all) => {
-                assert!(!self.held.contains_key(&page), "units of an earlier sequence");
-                let (need, free) = (self.units_of(id, index), all - self.held.values().sum::<u32>());
-                self.held.insert(page, need.min(free));
+                assert!(!self.held_units.contains_key(&page), "the page still holds units of an earlier sequence");
+                let (need, free) = (self.units_of(id, index), all - self.held_units.values().sum::<u32>());
+                self.held_units.insert(page, need.min(free));
                 need <= free
             }
         };
@@ -644,8 +646,8 @@ impl Simulation {
         let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk().unwrap();
         assert!(!is_last || self.in_flight.is_empty());
         let (id, hot, pages) = (running.id, running.hot, running.pages.clone());
-        let told = self.clients.told.get(&id).map_or(&[][..], Vec::as_slice);
-        let all = [prompt_of(id, self.clients.asked[&id].prompt), told.to_vec()].concat();
+        let received = self.clients.received.get(&id).map_or(&[][..], Vec::as_slice);
+        let all = [prompt_of(id, self.clients.requested[&id].prompt), received.to_vec()].concat();
         let end = start + tokens.len() as u32;
         assert_eq!(tokens, &all[start as usize..end as usize]);
         assert!(
@@ -653,7 +655,7 @@ impl Simulation {
                 && tokens.len() <= CHUNK as usize
                 && (end as usize == all.len()) == is_last
         );
-        let nth = told.len() as u32;
+        let nth = received.len() as u32;
         if is_first {
             (self.prefills, self.prompt_is_lost) = (self.prefills + 1, false);
         }
@@ -671,11 +673,11 @@ impl Simulation {
         let slot = self.schedule.next_chunk().unwrap().running.slot;
         assert_eq!(slot.is_none(), adjustments_of(id).is_none());
         if let Some(slot) = slot {
-            assert!(self.schedule.rows().iter().all(|row| row.slot != Some(slot)), "a slot of two sequences");
+            assert!(self.schedule.rows().iter().all(|row| row.slot != Some(slot)), "two sequences share a slot");
             let history = self.schedule.next_chunk().unwrap().running.history();
             assert_eq!(
                 (history.prompt.len(), history.answer),
-                (self.clients.asked[&id].prompt, &all[self.clients.asked[&id].prompt..])
+                (self.clients.requested[&id].prompt, &all[self.clients.requested[&id].prompt..])
             );
             self.counted.insert(slot, [history.answer, &[token_of(id, nth)]].concat());
         }
@@ -691,20 +693,20 @@ impl Simulation {
             self.rows = self.schedule.rows().iter().map(|row| self.clients.row(row)).collect();
             self.is_overwritten = false;
         }
-        assert!(!self.is_overwritten, "the first row is not what it was");
+        assert!(!self.is_overwritten, "the first row was overwritten");
         let mut rows = std::mem::take(&mut self.rows);
         assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
         let mut tokens = Vec::new();
         for row in &mut rows {
-            let prompt = self.clients.asked[&row.id].prompt;
+            let prompt = self.clients.requested[&row.id].prompt;
             let nth = row.position + 1 - prompt as u32;
-            let told = (0..nth).map(|nth| token_of(row.id, nth));
-            let mut all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(told).collect();
+            let received = (0..nth).map(|nth| token_of(row.id, nth));
+            let mut all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(received).collect();
             if !row.is_lost {
                 self.attend(&all, (&row.pages, row.hot), (row.position, row.position + 1), row.position);
                 if let Some(slot) = row.slot {
                     let counted = self.counted.get_mut(&slot).unwrap();
-                    assert_eq!(counted, &all[prompt..], "penalties of the tokens so far");
+                    assert_eq!(counted, &all[prompt..], "penalties count the tokens so far");
                     counted.push(token_of(row.id, nth));
                 }
             }
@@ -715,7 +717,7 @@ impl Simulation {
                 all.push(*guess);
                 self.attend(&all, (&row.pages, row.hot), (position, position + 1), position);
                 tokens.push(sampled(row.id, nth, &row.draft, at + 1));
-                assert!(!packs || (position + 1) % PAGE_TOKENS > 0, "a page is packed with a guess");
+                assert!(!packs || (position + 1) % PAGE_TOKENS > 0, "a packed page contains a drafted token");
             }
             if row.position.is_multiple_of(PAGE_TOKENS) && packs {
                 let index = row.position / PAGE_TOKENS - 1;
@@ -733,12 +735,12 @@ impl Simulation {
         self.schedule.launched();
     }
 
-    fn tell(&mut self, event: Event) {
-        let Some(finish) = self.clients.tell(&event) else { return };
-        let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
+    fn receive(&mut self, event: Event) {
+        let Some(finish) = self.clients.receive(&event) else { return };
+        let (seq, token, received) = (event.seq, event.token, &self.clients.received[&event.seq]);
         if let (Finish::CacheFull, Loss::Units(all)) = (finish, self.loss) {
             // Only a sequence that would not fit alone. The token of a step has no keys and values yet.
-            let tokens = self.clients.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
+            let tokens = self.clients.requested[&seq].prompt + received.len() - usize::from(token != NO_TOKEN);
             let pages = tokens as u32 / PAGE_TOKENS;
             let need: u32 = (0..pages).map(|page| self.units_of(seq, page)).sum();
             assert!(need > all, "{event:?}: {need} units of {all}");
@@ -752,7 +754,7 @@ impl Simulation {
         assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
         assert_eq!(self.schedule.slots.free(), LIMITS.adjusted, "{what}");
         // A prefill is the first of its sequence, or follows a lost page.
-        assert!(self.prefills <= self.clients.asked.len() as u64 + self.losses, "{what}");
+        assert!(self.prefills <= self.clients.requested.len() as u64 + self.losses, "{what}");
         self.clients.check(self.loss != Loss::None, what);
     }
 }
@@ -806,7 +808,7 @@ fn masks_follow_the_tokens_that_were_read() {
     let ids = ids.map(|request| begin(&mut schedule, request, 7));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     schedule.launched();
-    assert_eq!(schedule.masks(), [mask(41), mask(2)].concat(), "in the order of rows, of those with constraints");
+    assert_eq!(schedule.masks(), [mask(41), mask(2)].concat(), "one mask per constrained row, in order");
     let mut events = Vec::new();
     schedule.read(&[41, 8, 2], &[], &mut events);
     let complete = Some(Finish::Complete);

@@ -58,7 +58,7 @@ pub struct Layer {
 }
 
 /// The gate, up and down projections of a layer, or its experts.
-#[expect(clippy::large_enum_variant, reason = "one a layer; all layers of a model have the same")]
+#[expect(clippy::large_enum_variant, reason = "one per layer; all layers of a model have the same variant")]
 #[derive(Debug)]
 pub enum Mlp {
     /// Linear layers of the loader.
@@ -288,14 +288,14 @@ pub fn chain_mlp(
 ) -> Result<Mlp, EngineError> {
     match (&names.mlp, config.mixture) {
         (MlpWeights::Mixture { router, experts }, Some(mixture)) => {
-            mixed(source, config, (mixture, resident), router, experts)
+            mixture_mlp(source, config, (mixture, resident), router, experts)
         }
-        _ => linears(source, config, names),
+        _ => linear_mlp(source, config, names),
     }
 }
 
 /// Loads an MLP as linear layers.
-fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
+fn linear_mlp(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
     // The caller handles experts: a layer has them if its configuration does.
     let names = dense(source.placement(), names)?;
@@ -312,7 +312,7 @@ fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights)
 }
 
 /// Loads experts with their router.
-fn mixed(
+fn mixture_mlp(
     source: &mut impl Source,
     config: &ModelConfig,
     (mixture, resident): (Mixture, Option<u32>),

@@ -67,17 +67,17 @@ impl<'k> Random<'k> {
 }
 
 /// Rows between the starts of the parts of a layer.
-const APART: u32 = 17;
+const PART_OFFSET: u32 = 17;
 
 impl Source for Random<'_> {
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
         let first = parts.first().map_or("", |(name, _)| name);
         // Each part starts at another offset: equal gate and up weights would compress better than random ones.
         let views = parts.iter().zip(0..).map(|((name, [n, k]), part)| {
-            let first: u32 = part * APART;
+            let first: u32 = part * PART_OFFSET;
             let whole = MatrixRef::new(&self.pool, first + n, *k, (*k).into());
             let view = whole.and_then(|whole| whole.part(first..first + n, 0..*k));
-            view.map_err(|refusal| in_tensor(name)(refusal.into()))
+            view.map_err(|error| in_tensor(name)(error.into()))
         });
         let views = views.collect::<Result<Vec<_>, _>>()?;
         self.builder.layer(first, &views, merge)
@@ -123,7 +123,7 @@ impl Source for Random<'_> {
         let whole = rows.is_multiple_of(64) && cols.is_multiple_of(64);
         if whole && self.builder.placement() != Placement::Bf16 {
             let matrix = MatrixRef::new(&self.pool, rows, cols, cols.into());
-            let matrix = matrix.map_err(|refusal| in_tensor(name)(refusal.into()))?;
+            let matrix = matrix.map_err(|error| in_tensor(name)(error.into()))?;
             return self.builder.pack(name, matrix).map(Embedding::Packed);
         }
         self.matrix(name, [rows, cols]).map(Embedding::Bf16)

@@ -11,7 +11,7 @@ pub enum ConfigError {
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// The bundle does not contain the file.
-    #[error("the bundle has no {file}; make it from a directory that has one")]
+    #[error("the bundle has no {file}; compress a model directory that contains it")]
     NoFile {
         /// The file.
         file: &'static str,
@@ -25,7 +25,7 @@ pub enum ConfigError {
         reason: String,
     },
     /// A required key is missing.
-    #[error("{file}: no {key}; add it ({expected})")]
+    #[error("{file}: {key} is missing; add it ({expected})")]
     Missing {
         /// The file.
         file: &'static str,
@@ -35,7 +35,7 @@ pub enum ConfigError {
         expected: String,
     },
     /// A value has another type than expected.
-    #[error("{file}: {key} is {value}, it should be {expected}")]
+    #[error("{file}: {key} is {value}; it must be {expected}")]
     Type {
         /// The file.
         file: &'static str,
@@ -47,7 +47,7 @@ pub enum ConfigError {
         expected: &'static str,
     },
     /// A value is out of range, or does not match another one.
-    #[error("{file}: {key} is {value}, it must be {limit}")]
+    #[error("{file}: {key} is {value}; it must be {limit}")]
     Range {
         /// The file.
         file: &'static str,

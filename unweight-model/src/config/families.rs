@@ -83,7 +83,7 @@ pub(crate) struct RopeKeys {
     /// The default of `original_max_position_embeddings` for `longrope`; `None` if that is not supported.
     pub longrope: Option<u32>,
     /// Whether `no_rope_layers` may name layers without rotary embedding.
-    pub some_layers: bool,
+    pub no_rope_layers: bool,
     /// The default base of layers with a window, if these have another rotary embedding.
     pub local: Option<f64>,
 }
@@ -178,7 +178,7 @@ const ALL_NORMS: NormNames = NormNames {
     after_mlp: Some("post_feedforward_layernorm"),
 };
 const ROPE: RopeKeys =
-    RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, some_layers: false, local: None };
+    RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, no_rope_layers: false, local: None };
 const LLAMA: Features = Features {
     family: Family::Llama,
     name: "llama",
@@ -343,7 +343,7 @@ pub(crate) const FAMILIES: [Features; 14] = [
         family: Family::SmolLm3,
         name: "smollm3",
         windows: Windows::WithoutRope,
-        rope: RopeKeys { some_layers: true, ..ROPE },
+        rope: RopeKeys { no_rope_layers: true, ..ROPE },
         defaults: Defaults {
             vocab: 128_256,
             hidden: 2048,
@@ -459,12 +459,12 @@ mod tests {
             let adds_normed = after_attention.is_some() || after_mlp.is_some();
             let adds_scaled = features.factors == FactorKeys::Multipliers;
             assert!(!(adds_normed && adds_scaled), "{}: normed and scaled", features.name);
-            let apart = !adds_normed && !adds_scaled && attention.is_some() && mlp.is_none();
-            assert!(!features.parallel || apart, "{}: the normed rows are overwritten", features.name);
+            let keeps_normed_rows = !adds_normed && !adds_scaled && attention.is_some() && mlp.is_none();
+            assert!(!features.parallel || keeps_normed_rows, "{}: the normed rows are overwritten", features.name);
             let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(_));
             assert!(features.qk_norm != QkNorm::Whole || !has_bias, "{}: a bias comes before norms", features.name);
             let caps_scores = matches!(features.soft_caps, CapKeys::Both(..));
-            assert!(!caps_scores || features.qk_norm == QkNorm::None, "{}: both are one argument", features.name);
+            assert!(!caps_scores || features.qk_norm == QkNorm::None, "{}: one argument serves both", features.name);
         }
     }
 }

@@ -30,13 +30,13 @@ impl<'a> Fields<'a> {
     }
 
     /// The value of a key, if it is there and not null.
-    pub(super) fn some(self, key: &str) -> Option<&'a Value> {
+    pub(super) fn non_null(self, key: &str) -> Option<&'a Value> {
         self.get(key).filter(|value| !value.is_null())
     }
 
     /// An object with entries; `None` also for an empty one, which is false in Python.
     pub(super) fn object(self, key: &str, prefix: &'static str) -> Result<Option<Self>, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(None) };
+        let Some(value) = self.non_null(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.wrong_type(key, "an object"))?;
         Ok((!map.is_empty()).then_some(Self { file: self.file, prefix, map }))
     }
@@ -51,53 +51,53 @@ impl<'a> Fields<'a> {
 
     /// Like [`Fields::extent`], with `None` for an absent key or a null.
     pub(super) fn optional_extent(self, key: &str) -> Result<Option<u32>, ConfigError> {
-        self.some(key).map(|_| self.extent(key, 0)).transpose()
+        self.non_null(key).map(|_| self.extent(key, 0)).transpose()
     }
 
     /// A finite number, if the key is there and not null.
     pub(super) fn number(self, key: &str) -> Result<Option<f64>, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(None) };
+        let Some(value) = self.non_null(key) else { return Ok(None) };
         value.as_f64().filter(|number| number.is_finite()).map(Some).ok_or_else(|| self.wrong_type(key, "a number"))
     }
 
-    /// A number for which `limit` holds.
-    pub(super) fn number_that(
+    /// A number for which `is_valid` returns true; `limit` describes such numbers.
+    pub(super) fn number_where(
         self,
         key: &str,
         limit: &str,
-        holds: impl Fn(f64) -> bool,
+        is_valid: impl Fn(f64) -> bool,
     ) -> Result<Option<f64>, ConfigError> {
         let Some(number) = self.number(key)? else { return Ok(None) };
         // It must also hold in f32, in which transformers computes.
-        let holds = holds(number) && holds(f64::from(number as f32)) && (number as f32).is_finite();
-        if holds { Ok(Some(number)) } else { Err(self.out_of_range(key, limit.into())) }
+        let is_valid = is_valid(number) && is_valid(f64::from(number as f32)) && (number as f32).is_finite();
+        if is_valid { Ok(Some(number)) } else { Err(self.out_of_range(key, limit.into())) }
     }
 
     pub(super) fn positive(self, key: &str) -> Result<Option<f64>, ConfigError> {
-        self.number_that(key, "above 0, and no more than f32 holds", |number| number > 0.0)
+        self.number_where(key, "above 0 and within the range of f32", |number| number > 0.0)
     }
 
     /// A number that others are multiplied with or divided by, in a range that does not overflow.
     pub(super) fn ratio(self, key: &str) -> Result<Option<f64>, ConfigError> {
-        self.number_that(key, "0.000001 to 1000000", |number| (1e-6..=1e6).contains(&number))
+        self.number_where(key, "0.000001 to 1000000", |number| (1e-6..=1e6).contains(&number))
     }
 
     pub(super) fn flag(self, key: &str, default: bool) -> Result<bool, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(default) };
+        let Some(value) = self.non_null(key) else { return Ok(default) };
         value.as_bool().ok_or_else(|| self.wrong_type(key, "true or false"))
     }
 
     pub(super) fn text(self, key: &str) -> Result<Option<&'a str>, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(None) };
+        let Some(value) = self.non_null(key) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.wrong_type(key, "a string"))
     }
 
     /// One token or a list of them, below `vocab`; `None` if the key is absent or null.
     pub(super) fn tokens(self, key: &str, vocab: u32) -> Result<Option<Vec<u32>>, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(None) };
+        let Some(value) = self.non_null(key) else { return Ok(None) };
         let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         let token = |value: &Value| {
-            let id = value.as_u64().ok_or_else(|| self.wrong_type(key, "a token, or a list of tokens"))?;
+            let id = value.as_u64().ok_or_else(|| self.wrong_type(key, "a token id or a list of token ids"))?;
             let id = u32::try_from(id).ok().filter(|&id| id < vocab);
             id.ok_or_else(|| self.out_of_range(key, format!("below vocab_size ({vocab})")))
         };
@@ -106,14 +106,14 @@ impl<'a> Fields<'a> {
 
     /// Like [`Fields::tokens`], without ids outside the vocabulary; `None` if that removes all ids.
     pub(super) fn known_tokens(self, key: &str, vocab: u32) -> Result<Option<Vec<u32>>, ConfigError> {
-        let Some(value) = self.some(key) else { return Ok(None) };
+        let Some(value) = self.non_null(key) else { return Ok(None) };
         let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         if !list.iter().all(|value| value.is_i64() || value.is_u64()) {
-            return Err(self.wrong_type(key, "a token, or a list of tokens"));
+            return Err(self.wrong_type(key, "a token id or a list of token ids"));
         }
         let ids = list.iter().filter_map(|value| u32::try_from(value.as_u64()?).ok());
-        let known: Vec<u32> = ids.filter(|&id| id < vocab).collect();
-        Ok(if known.is_empty() && !list.is_empty() { None } else { Some(known) })
+        let valid: Vec<u32> = ids.filter(|&id| id < vocab).collect();
+        Ok(if valid.is_empty() && !list.is_empty() { None } else { Some(valid) })
     }
 
     /// The keys of the object.

@@ -23,11 +23,11 @@ const WINDOW_FROM: u32 = 28;
 const EXPERTS_MAX: u32 = 65_536;
 
 pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result<ModelConfig, ConfigError> {
-    let whole = Fields::new(CONFIG_FILE, config)?;
-    let (features, fields) = family(whole)?;
+    let root = Fields::new(CONFIG_FILE, config)?;
+    let (features, fields) = family(root)?;
     let family = features.family;
-    refuse(whole, family)?;
-    refuse(fields, family)?;
+    reject_unsupported(root, family)?;
+    reject_unsupported(fields, family)?;
     let defaults = &features.defaults;
     let vocab = fields.extent("vocab_size", defaults.vocab)?;
     let hidden = fields.extent("hidden_size", defaults.hidden)?;
@@ -49,23 +49,23 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     let max_positions = fields.extent("max_position_embeddings", defaults.max_positions)?;
     let eps = fields.positive(defaults.eps_key)?.unwrap_or(defaults.eps) as f32;
     let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
-    let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
-    let said = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
+    let eos_of = |fields: Fields| fields.tokens("eos_token_id", vocab);
+    let known_ids = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
     // The generation configuration takes precedence. A null or an absent key there leaves the value of the model, and
     // so do ids outside the vocabulary: a model runs without these.
-    let eos = match said("eos_token_id")? {
+    let eos = match known_ids("eos_token_id")? {
         Some(eos) => eos,
-        None if whole.get("eos_token_id").is_some() => end(whole)?.unwrap_or_default(),
-        None if fields.get("eos_token_id").is_some() => end(fields)?.unwrap_or_default(),
+        None if root.get("eos_token_id").is_some() => eos_of(root)?.unwrap_or_default(),
+        None if fields.get("eos_token_id").is_some() => eos_of(fields)?.unwrap_or_default(),
         None => defaults.eos.iter().copied().filter(|&token| token < vocab).collect(),
     };
-    let start = |fields: Fields| {
+    let bos_of = |fields: Fields| {
         let tokens = fields.tokens("bos_token_id", vocab);
         tokens.map(|list| list.and_then(|list| list.first().copied()))
     };
-    let bos = match said("bos_token_id")? {
+    let bos = match known_ids("bos_token_id")? {
         Some(bos) => bos.first().copied(),
-        None if fields.get("bos_token_id").is_some() => start(fields)?,
+        None if fields.get("bos_token_id").is_some() => bos_of(fields)?,
         None => defaults.bos.filter(|&token| token < vocab),
     };
     let intermediate = features.experts.map_or("intermediate_size", |experts| experts.intermediate);
@@ -104,13 +104,14 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
 
 /// Returns the family, and the object that contains its keys.
 fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigError> {
-    let known = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
-    let name = fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", known())))?;
+    let supported = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
+    let name =
+        fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", supported())))?;
     if let Some(features) = FAMILIES.iter().find(|features| features.name == name) {
         return Ok((features, fields));
     }
     let Some(features) = FAMILIES.iter().find(|features| features.part_of == Some(name)) else {
-        return Err(fields.unsupported("model_type", format!("supported are {}", known())));
+        return Err(fields.unsupported("model_type", format!("supported values are {}", supported())));
     };
     let text = fields.object("text_config", "text_config.")?;
     let text = text.ok_or_else(|| fields.missing("text_config", "the configuration of the text model"))?;
@@ -118,30 +119,30 @@ fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigE
 }
 
 /// Rejects settings that change what a model computes and are not supported.
-fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
-    let because = [
-        ("quantization_config", "take the model in BF16, without quantisation"),
-        ("per_layer_config", "every layer must be of the same shape"),
+fn reject_unsupported(fields: Fields, family: Family) -> Result<(), ConfigError> {
+    let reasons = [
+        ("quantization_config", "use the BF16 model without quantization"),
+        ("per_layer_config", "every layer must have the same shape"),
     ];
     // The configuration of a bundle: its weights are BF16, bit for bit.
     let is_bundle = |value: &Value| value["quant_method"] == "unweight";
-    for (key, instead) in because {
-        if fields.some(key).is_some_and(|value| !is_bundle(value)) {
+    for (key, instead) in reasons {
+        if fields.non_null(key).is_some_and(|value| !is_bundle(value)) {
             return Err(fields.unsupported(key, instead));
         }
     }
     // Mixtures of experts are recognized by the keys with the number of experts.
     let is_mixture = family.features().experts.is_some();
     for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
-        if !is_mixture && fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
-            return Err(fields.unsupported(key, "of mixtures of experts, mixtral and qwen3_moe are known"));
+        if !is_mixture && fields.non_null(key).is_some_and(|value| value.as_u64() != Some(0)) {
+            return Err(fields.unsupported(key, "the supported mixtures of experts are mixtral and qwen3_moe"));
         }
     }
     if fields.flag("use_bidirectional_attention", false)? {
-        return Err(fields.unsupported("use_bidirectional_attention", "a token must see only those before it"));
+        return Err(fields.unsupported("use_bidirectional_attention", "attention must be causal (false)"));
     }
     if fields.flag("is_encoder_decoder", false)? {
-        return Err(fields.unsupported("is_encoder_decoder", "take a decoder-only model"));
+        return Err(fields.unsupported("is_encoder_decoder", "use a decoder-only model"));
     }
     Ok(())
 }
@@ -163,25 +164,25 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
     if top_k > experts {
         return Err(fields.out_of_range("num_experts_per_tok", format!("at most {key} ({experts})")));
     }
-    let dense = "every layer must have experts";
-    if fields.some("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
-        return Err(fields.unsupported("mlp_only_layers", dense));
+    let reason = "every layer must have experts";
+    if fields.non_null("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
+        return Err(fields.unsupported("mlp_only_layers", reason));
     }
     if fields.extent("decoder_sparse_step", 1)? != 1 {
-        return Err(fields.unsupported("decoder_sparse_step", dense));
+        return Err(fields.unsupported("decoder_sparse_step", reason));
     }
     let normalized = !keys.normalized_key || fields.flag("norm_topk_prob", false)?;
     Ok(Some(Mixture { experts, top_k, normalized, rounded: keys.rounded }))
 }
 
 fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
-    let said = match (fields.get("head_dim"), default) {
+    let configured = match (fields.get("head_dim"), default) {
         (None, default) => default,
         // For Qwen3 a null has no defined meaning here.
         (Some(_), Some(_)) => Some(fields.extent("head_dim", 0)?),
         (Some(_), None) => fields.optional_extent("head_dim")?,
     };
-    let head_dim = match said {
+    let head_dim = match configured {
         Some(head_dim) => head_dim,
         None if hidden.is_multiple_of(heads) => hidden / heads,
         None => {
@@ -189,7 +190,7 @@ fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Re
         }
     };
     if head_dim % 2 != 0 {
-        let limit = format!("even ({head_dim} elements of a head cannot be rotated in pairs)");
+        let limit = "even, because the elements of a head are rotated in pairs".to_owned();
         return Err(fields.out_of_range("head_dim", limit));
     }
     if heads.checked_mul(head_dim).is_none_or(|width| width > EXTENT_MAX) {
@@ -200,9 +201,9 @@ fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Re
 }
 
 fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
-    let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias yet"));
+    let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias"));
     if matches!(keys, BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp) && fields.flag("attention_bias", false)? {
-        return Err(unsupported("attention_bias", "the output projection of the attention, which it also means,"));
+        return Err(unsupported("attention_bias", "the output projection"));
     }
     if keys == BiasKeys::WithOutputAndMlp && fields.flag("mlp_bias", false)? {
         return Err(unsupported("mlp_bias", "the MLP"));
@@ -245,16 +246,16 @@ fn soft_caps(fields: Fields, keys: CapKeys) -> Result<SoftCaps, ConfigError> {
         None => Ok(default.map(|cap| cap as f32)),
         Some(_) => fields.ratio(key).map(|cap| cap.map(|cap| cap as f32)),
     };
-    let (of_scores, of_logits) = ("attn_logit_softcapping", "final_logit_softcapping");
+    let (scores_key, logits_key) = ("attn_logit_softcapping", "final_logit_softcapping");
     match keys {
         CapKeys::None => Ok(SoftCaps::default()),
         CapKeys::Both(scores, logits) => {
-            Ok(SoftCaps { attention: cap(of_scores, Some(scores))?, logits: cap(of_logits, Some(logits))? })
+            Ok(SoftCaps { attention: cap(scores_key, Some(scores))?, logits: cap(logits_key, Some(logits))? })
         }
-        CapKeys::Logits if fields.some(of_scores).is_some() => {
-            Err(fields.unsupported(of_scores, "scores must not be capped (null)"))
+        CapKeys::Logits if fields.non_null(scores_key).is_some() => {
+            Err(fields.unsupported(scores_key, "scores must not be capped (null)"))
         }
-        CapKeys::Logits => Ok(SoftCaps { attention: None, logits: cap(of_logits, None)? }),
+        CapKeys::Logits => Ok(SoftCaps { attention: None, logits: cap(logits_key, None)? }),
     }
 }
 
@@ -263,18 +264,18 @@ fn act(fields: Fields, features: &Features) -> Result<Activation, ConfigError> {
     match fields.text(key)?.unwrap_or(features.defaults.act) {
         "silu" | "swish" => Ok(Activation::Silu),
         "gelu_pytorch_tanh" if features.experts.is_none() => Ok(Activation::GeluTanh),
-        _ if features.experts.is_some() => Err(fields.unsupported(key, "supported is silu")),
-        _ => Err(fields.unsupported(key, "supported are silu, gelu_pytorch_tanh")),
+        _ if features.experts.is_some() => Err(fields.unsupported(key, "the only supported value is silu")),
+        _ => Err(fields.unsupported(key, "supported values are silu, gelu_pytorch_tanh")),
     }
 }
 
 /// Returns which layers have rotary embedding.
 fn rotated(fields: Fields, features: &Features, layers: u32) -> Result<Vec<bool>, ConfigError> {
     const KEY: &str = "no_rope_layers";
-    if !features.rope.some_layers {
+    if !features.rope.no_rope_layers {
         return Ok(vec![true; layers as usize]);
     }
-    let Some(list) = fields.some(KEY) else {
+    let Some(list) = fields.non_null(KEY) else {
         let interval = fields.extent("no_rope_layer_interval", 4)?;
         return Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect());
     };
@@ -307,7 +308,7 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
         _ if features.windows != (Windows::Switched { from_key: true }) => 0,
         None => u64::from(WINDOW_FROM),
         Some(value) => {
-            value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer, 0 at least"))?
+            value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer of at least 0"))?
         }
     };
     let every = match features.windows {
@@ -315,31 +316,31 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
         Windows::AllBut { every, from_key: false } => every,
         _ => 1,
     };
-    let Some(types) = fields.some("layer_types") else {
-        let has = |(layer, rotated): (u64, &bool)| match features.windows {
+    let Some(types) = fields.non_null("layer_types") else {
+        let has_window = |(layer, rotated): (u64, &bool)| match features.windows {
             Windows::WithoutRope => !rotated,
             Windows::AllBut { .. } => !(layer + 1).is_multiple_of(every.into()),
             _ => layer >= from,
         };
-        return Ok((0..).zip(rotated).map(|layer| window.filter(|_| has(layer))).collect());
+        return Ok((0..).zip(rotated).map(|layer| window.filter(|_| has_window(layer))).collect());
     };
     let types = types.as_array().ok_or_else(|| fields.wrong_type("layer_types", "a list of strings"))?;
     if types.len() != layers {
         return Err(fields.out_of_range("layer_types", format!("a list of num_hidden_layers ({layers}) entries")));
     }
-    let all = matches!(features.windows, Windows::Every(_) | Windows::Switched { from_key: false });
+    let all_windowed = matches!(features.windows, Windows::Every(_) | Windows::Switched { from_key: false });
     let name = features.name;
-    let of = |value: &Value| match value.as_str() {
-        Some("full_attention") if all && window.is_some() => {
-            Err(fields
-                .unsupported("layer_types", format!("with sliding_window, every layer of a {name} has the window")))
-        }
+    let window_of = |value: &Value| match value.as_str() {
+        Some("full_attention") if all_windowed && window.is_some() => Err(fields.unsupported(
+            "layer_types",
+            format!("with sliding_window, every layer of {name} must be sliding_attention"),
+        )),
         Some("full_attention") => Ok(None),
         Some("sliding_attention") if features.windows == Windows::Never => {
-            Err(fields.unsupported("layer_types", format!("a {name} has full_attention alone")))
+            Err(fields.unsupported("layer_types", format!("{name} supports only full_attention")))
         }
         Some("sliding_attention") if window.is_none() => {
-            Err(fields.unsupported("layer_types", "sliding_attention needs sliding_window, and use_sliding_window"))
+            Err(fields.unsupported("layer_types", "sliding_attention requires sliding_window and use_sliding_window"))
         }
         Some("sliding_attention") => Ok(window),
         _ => {
@@ -347,7 +348,7 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
             Err(fields.unsupported("layer_types", format!("{which} is neither full_attention nor sliding_attention")))
         }
     };
-    types.iter().map(of).collect()
+    types.iter().map(window_of).collect()
 }
 
 /// Returns the rotary embedding, and that of layers with a window if it differs; `rope_parameters` then contains both.
@@ -365,9 +366,9 @@ fn ropes(
     let of = |object, theta| rope((top, object), features.rope, theta, (head_dim, max_positions));
     let theta = ("rope_theta", features.defaults.theta);
     let Some(local) = features.rope.local else { return Ok((of(scaling.or(parameters), theta)?, None)) };
-    let inside = |key, prefix| parameters.map_or(Ok(None), |both| both.object(key, prefix));
-    let full = inside("full_attention", "rope_parameters.full_attention.")?;
-    let windowed = inside("sliding_attention", "rope_parameters.sliding_attention.")?;
+    let nested = |key, prefix| parameters.map_or(Ok(None), |both| both.object(key, prefix));
+    let full = nested("full_attention", "rope_parameters.full_attention.")?;
+    let windowed = nested("sliding_attention", "rope_parameters.sliding_attention.")?;
     Ok((of(scaling.or(full), theta)?, Some(of(windowed, ("rope_local_base_freq", local))?)))
 }
 
@@ -381,11 +382,11 @@ fn rope(
     let [mut theta, mut share] = [theta, partial.unwrap_or(1.0)];
     // Keys inside the object take precedence.
     for (fields, key) in [Some((top, theta_key)), object.map(|object| (object, "rope_theta"))].into_iter().flatten() {
-        let base = fields.number_that(key, "above 1, and no more than f32 holds", |t| t > 1.0)?;
+        let base = fields.number_where(key, "above 1 and within the range of f32", |t| t > 1.0)?;
         theta = base.unwrap_or(theta);
-        let own =
-            fields.number_that("partial_rotary_factor", "above 0, at most 1", |share| share > 0.0 && share <= 1.0);
-        share = own?.unwrap_or(share);
+        let rotary_factor =
+            fields.number_where("partial_rotary_factor", "above 0 and at most 1", |share| share > 0.0 && share <= 1.0);
+        share = rotary_factor?.unwrap_or(share);
         if partial.is_none() && share != 1.0 {
             return Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"));
         }
@@ -393,16 +394,16 @@ fn rope(
     // Rounded as in transformers.
     let dim = (f64::from(head_dim) * share) as u32;
     if dim == 0 || !dim.is_multiple_of(2) {
-        let limit = format!("an even part of head_dim ({head_dim}), not {dim} elements");
-        let inside = object.filter(|fields| fields.some("partial_rotary_factor").is_some());
-        return Err(inside.unwrap_or(top).out_of_range("partial_rotary_factor", limit));
+        let limit = format!("a share of head_dim ({head_dim}) with an even number of elements, not {dim}");
+        let nested = object.filter(|fields| fields.non_null("partial_rotary_factor").is_some());
+        return Err(nested.unwrap_or(top).out_of_range("partial_rotary_factor", limit));
     }
     let Some(fields) = object else { return Ok(Rope { theta, dim, pairs, kind: RopeKind::Default }) };
     if let Some(key) = fields.keys().find(|key| key.ends_with("_attention")) {
         return Err(fields.unsupported(key, "every layer must have the same rotary embedding"));
     }
-    let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
-    let need = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
+    let key = if fields.non_null("rope_type").is_some() { "rope_type" } else { "type" };
+    let required = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
     // The model's own key takes precedence over the one inside the object (Phi's spelling, which transformers honours
     // for all families). Phi has a default for it.
     let original = || match (top.optional_extent("original_max_position_embeddings")?, longrope) {
@@ -413,17 +414,17 @@ fn rope(
         ("default", _) => RopeKind::Default,
         // The first Phi-3 files contain these names.
         ("longrope" | "su" | "yarn", Some(_)) => long_rope(fields, dim, original()?, max_positions)?,
-        (_, Some(_)) => return Err(fields.unsupported(key, "supported are default, longrope")),
-        ("linear", _) => RopeKind::Linear { factor: need("factor")? },
+        (_, Some(_)) => return Err(fields.unsupported(key, "supported values are default, longrope")),
+        ("linear", _) => RopeKind::Linear { factor: required("factor")? },
         ("llama3", _) => {
-            let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
+            let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
             if high as f32 <= low as f32 {
                 return Err(fields.out_of_range("high_freq_factor", format!("above low_freq_factor ({low})")));
             }
-            RopeKind::Llama3 { factor: need("factor")?, low, high, original: original()? }
+            RopeKind::Llama3 { factor: required("factor")?, low, high, original: original()? }
         }
         ("yarn", _) => yarn(fields, original()?, max_positions)?,
-        _ => return Err(fields.unsupported(key, "supported are default, linear, llama3, yarn")),
+        _ => return Err(fields.unsupported(key, "supported values are default, linear, llama3, yarn")),
     };
     Ok(Rope { theta, dim, pairs, kind })
 }
@@ -432,7 +433,7 @@ fn rope(
 fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
     let factors = |key| {
         let limit = format!("a list of {} numbers from 0.000001 to 1000000", dim / 2);
-        let list = fields.some(key).ok_or_else(|| fields.missing(key, limit.clone()))?;
+        let list = fields.non_null(key).ok_or_else(|| fields.missing(key, limit.clone()))?;
         let list = list.as_array().ok_or_else(|| fields.wrong_type(key, "a list of numbers"))?;
         let number =
             |value: &Value| value.as_f64().filter(|number| (1e-6..=1e6).contains(number)).map(|number| number as f32);
@@ -464,7 +465,7 @@ fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, C
     let mscale = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
     let attention_factor = match (fields.ratio("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
         (Some(factor), ..) => factor,
-        (None, Some(over), Some(under)) => mscale(over) / mscale(under),
+        (None, Some(numerator), Some(denominator)) => mscale(numerator) / mscale(denominator),
         _ => mscale(1.0),
     };
     Ok(RopeKind::Yarn {
@@ -482,13 +483,14 @@ fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigErro
     let mut ignored = ignored(fields);
     let mut ignore = |key: &str| ignored.extend(fields.get(key).map(|value| format!("{key} {}", excerpt(value))));
     for key in ["eos_token_id", "bos_token_id"] {
-        let said = fields.some(key).map_or(0, |value| value.as_array().map_or(1, Vec::len));
-        if fields.known_tokens(key, vocab)?.map_or(0, |known| known.len()) < said {
+        let listed = fields.non_null(key).map_or(0, |value| value.as_array().map_or(1, Vec::len));
+        if fields.known_tokens(key, vocab)?.map_or(0, |valid| valid.len()) < listed {
             ignore(key);
         }
     }
     // A default out of range is ignored, because the model runs without it.
-    let mut number = |key, default, holds: fn(f64) -> bool| match fields.number_that(key, "in its range", holds) {
+    let mut number = |key, default, is_valid: fn(f64) -> bool| match fields.number_where(key, "in its range", is_valid)
+    {
         Err(ConfigError::Range { .. }) => {
             ignore(key);
             Ok(default)
@@ -498,7 +500,7 @@ fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigErro
     let temperature = number("temperature", 1.0, |t| t >= 0.0)?;
     let top_p = number("top_p", defaults.top_p, |share| (0.0..=1.0).contains(&share))?;
     let min_p = number("min_p", defaults.min_p, |share| (0.0..=1.0).contains(&share))?;
-    let top_k = match fields.some("top_k") {
+    let top_k = match fields.non_null("top_k") {
         None => defaults.top_k,
         Some(value) if value.as_i64().is_some_and(|k| k <= 0) => {
             if value.as_i64() != Some(0) {
@@ -529,9 +531,9 @@ fn ignored(fields: Fields) -> Vec<String> {
     ];
     let numbers = neutral
         .into_iter()
-        .filter(|&(key, neutral)| fields.some(key).is_some_and(|value| value.as_f64() != Some(neutral)));
+        .filter(|&(key, neutral)| fields.non_null(key).is_some_and(|value| value.as_f64() != Some(neutral)));
     let lists =
         ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id"];
-    let set = numbers.map(|(key, _)| key).chain(lists.into_iter().filter(|key| fields.some(key).is_some()));
+    let set = numbers.map(|(key, _)| key).chain(lists.into_iter().filter(|key| fields.non_null(key).is_some()));
     set.filter_map(|key| fields.get(key).map(|value| format!("{key} {}", excerpt(value)))).collect()
 }

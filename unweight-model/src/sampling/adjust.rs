@@ -55,7 +55,7 @@ pub enum BiasError {
         bias: f32,
     },
     /// A token is outside the vocabulary.
-    #[error("token {token} has a bias; the vocabulary ends at {vocab}")]
+    #[error("token {token} has a bias, but the vocabulary has {vocab} tokens; use a token of this model")]
     Token {
         /// The token.
         token: u32,
@@ -63,7 +63,7 @@ pub enum BiasError {
         vocab: u32,
     },
     /// A token has several biases.
-    #[error("token {token} has several biases; give one")]
+    #[error("token {token} has several biases; pass one per token")]
     Twice {
         /// The token.
         token: u32,
@@ -141,7 +141,7 @@ impl Adjustments {
         if self.bias.len() > BIASES_MAX {
             return Err(BiasError::Count { count: self.bias.len() });
         }
-        let mut seen = HashSet::new();
+        let mut biased = HashSet::new();
         for &(token, bias) in &self.bias {
             if token >= vocab {
                 return Err(BiasError::Token { token, vocab });
@@ -149,7 +149,7 @@ impl Adjustments {
             if !(-100.0..=100.0).contains(&bias) {
                 return Err(BiasError::Value { token, bias });
             }
-            if !seen.insert(token) {
+            if !biased.insert(token) {
                 return Err(BiasError::Twice { token });
             }
         }
@@ -295,12 +295,12 @@ mod tests {
             choose(&adjusted, &SampleParams::default(), 0)
         };
         assert_eq!([of(&[], &[1]), of(&[0], &[1]), of(&[0, 0], &[1])], [2, 2, 1]);
-        assert_eq!(of(&[], &[0, 1, 2]), NO_TOKEN, "nothing may be sampled");
+        assert_eq!(of(&[], &[0, 1, 2]), NO_TOKEN, "all tokens are forbidden");
     }
 
     #[test]
     fn values_out_of_range_are_named() {
-        let named = |own: Adjustments| own.check().map_err(|error| error.name);
+        let named = |adjustments: Adjustments| adjustments.check().map_err(|error| error.name);
         let none = Adjustments::default;
         for bad in [f32::NAN, f32::INFINITY, -2.1, 2.1] {
             assert_eq!(named(none().frequency_penalty(bad)), Err("frequency_penalty"));
@@ -328,12 +328,12 @@ mod tests {
             let total: f64 = logits.iter().map(|logit| (logit.to_f64() - largest).exp()).sum();
             let expected = |token: u32| logits[token as usize].to_f64() - largest - total.ln();
             let sampled = count as u32 / 2;
-            let own = logprobs(&logits, sampled, 20);
-            assert_eq!(own.top.len(), count.min(20));
-            assert!((f64::from(own.sampled) - expected(sampled)).abs() < 1e-5);
-            assert!(own.top.iter().all(|(token, value)| (f64::from(*value) - expected(*token)).abs() < 1e-5));
-            assert!(own.top.is_sorted_by(|a, b| a.1 > b.1 || a.1 == b.1 && a.0 < b.0));
-            assert_eq!(own.top[0].0, sample(&logits, &SampleParams::default(), 0));
+            let result = logprobs(&logits, sampled, 20);
+            assert_eq!(result.top.len(), count.min(20));
+            assert!((f64::from(result.sampled) - expected(sampled)).abs() < 1e-5);
+            assert!(result.top.iter().all(|(token, value)| (f64::from(*value) - expected(*token)).abs() < 1e-5));
+            assert!(result.top.is_sorted_by(|a, b| a.1 > b.1 || a.1 == b.1 && a.0 < b.0));
+            assert_eq!(result.top[0].0, sample(&logits, &SampleParams::default(), 0));
         }
     }
 

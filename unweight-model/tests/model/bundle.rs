@@ -28,10 +28,10 @@ fn bundle_names_its_model_and_tensors() {
     assert_eq!((config.family, config.hidden, config.layers, config.head_dim), (Family::Llama, 64, 2, 16));
     assert_eq!((&config.eos[..], config.generation.do_sample), (&[7, 9][..], true));
     // The bundle's own file declares packed weights, which is not another model.
-    let own = fs::read_to_string(home.path().join("bundle/config.json")).unwrap();
-    assert!(own.contains("\"quant_method\": \"unweight\""), "{own}");
+    let bundle_config = fs::read_to_string(home.path().join("bundle/config.json")).unwrap();
+    assert!(bundle_config.contains("\"quant_method\": \"unweight\""), "{bundle_config}");
     let generation = fs::read_to_string(home.path().join("bundle/generation_config.json")).unwrap();
-    assert_eq!(ModelConfig::parse(&own, Some(&generation)).unwrap(), config);
+    assert_eq!(ModelConfig::parse(&bundle_config, Some(&generation)).unwrap(), config);
     let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
     assert_eq!(weights.layers[1].mlp.dense().unwrap().down, "model.layers.1.mlp.down_proj.weight");
     let named = 3 + weights.layers.len() * 9;
@@ -87,7 +87,7 @@ fn other_files_of_the_bundle_are_checked() {
     let home = tempfile::tempdir().unwrap();
     let bundle = compressed(home.path(), |_| ());
     assert_eq!(bundle.copied("no.such", 100).unwrap(), None);
-    assert_eq!(bundle.copied("unweight.json", 1 << 20).unwrap(), None, "no file of the model");
+    assert_eq!(bundle.copied("unweight.json", 1 << 20).unwrap(), None, "not a file of the model");
     assert!(matches!(bundle.copied("config.json", 10), Err(BundleError::TooLarge { limit: 10, .. })));
     let path = home.path().join("bundle/config.json.source");
     let text = fs::read_to_string(&path).unwrap();

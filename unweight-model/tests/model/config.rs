@@ -69,7 +69,7 @@ fn absent_and_null_differ() {
 #[test]
 fn attention_windows_by_layer() {
     let window = |family, change| accepted(family, change).window;
-    assert_eq!(window("llama", json!({"sliding_window": 7})), [None; 4], "a llama has none, whatever it says");
+    assert_eq!(window("llama", json!({"sliding_window": 7})), [None; 4], "llama has no windows");
     assert_eq!(window("mistral", json!({"sliding_window": 7})), [Some(7); 4]);
     assert_eq!(window("qwen2", json!({"sliding_window": 7, "max_window_layers": 0})), [None; 4], "not switched on");
     let on = |more: Value| {
@@ -90,17 +90,21 @@ fn rotary_embedding_in_every_spelling() {
     assert_eq!(rope(json!({})).theta, 10_000.0);
     assert_eq!(rope(json!({"rope_theta": 5e5})).theta, 5e5);
     let inside = json!({"rope_type": "default", "rope_theta": 3e5});
-    assert_eq!(rope(json!({"rope_parameters": inside, "rope_theta": 5e5})).theta, 3e5, "the inner one wins");
+    assert_eq!(
+        rope(json!({"rope_parameters": inside, "rope_theta": 5e5})).theta,
+        3e5,
+        "the inner key takes precedence"
+    );
     assert_eq!(rope(json!({"rope_scaling": null, "rope_parameters": inside})).theta, 3e5);
     assert_eq!(rope(json!({"rope_scaling": {}, "rope_parameters": inside})).theta, 3e5);
     let linear = json!({"type": "linear", "factor": 2});
     let both = rope(json!({"rope_scaling": linear, "rope_parameters": inside, "rope_theta": 5e5}));
-    assert_eq!((both.theta, both.kind), (5e5, RopeKind::Linear { factor: 2.0 }), "rope_scaling wins");
+    assert_eq!((both.theta, both.kind), (5e5, RopeKind::Linear { factor: 2.0 }), "rope_scaling takes precedence");
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
     let kind = |original| RopeKind::Llama3 { factor: 8.0, low: 1.0, high: 4.0, original };
     assert_eq!(rope(json!({"rope_scaling": llama3, "max_position_embeddings": 999})).kind, kind(999));
-    let beside = json!({"rope_scaling": llama3, "original_max_position_embeddings": 77});
-    assert_eq!(rope(beside).kind, kind(77));
+    let outer = json!({"rope_scaling": llama3, "original_max_position_embeddings": 77});
+    assert_eq!(rope(outer).kind, kind(77));
     let yarn = |change: Value| {
         let mut yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100});
         yarn.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
@@ -111,13 +115,16 @@ fn rotary_embedding_in_every_spelling() {
             kind => panic!("{kind:?}"),
         }
     };
-    let usual = 0.1 * 4f64.ln() + 1.0;
-    assert_eq!(yarn(json!({})), (4.0, usual, 32.0, 1.0, true));
+    let default_factor = 0.1 * 4f64.ln() + 1.0;
+    assert_eq!(yarn(json!({})), (4.0, default_factor, 32.0, 1.0, true));
     assert_eq!(yarn(json!({"factor": null})), (8.0, 0.1 * 8f64.ln() + 1.0, 32.0, 1.0, true));
     assert_eq!(yarn(json!({"attention_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0})).1, 0.5);
     assert_eq!(yarn(json!({"mscale": 1.0, "mscale_all_dim": 1.0})).1, 1.0);
-    assert_eq!(yarn(json!({"mscale": 1.0})).1, usual, "alone it says nothing");
-    assert_eq!(yarn(json!({"beta_fast": 0, "beta_slow": 2, "truncate": false})), (4.0, usual, 32.0, 2.0, false));
+    assert_eq!(yarn(json!({"mscale": 1.0})).1, default_factor, "mscale has no effect alone");
+    assert_eq!(
+        yarn(json!({"beta_fast": 0, "beta_slow": 2, "truncate": false})),
+        (4.0, default_factor, 32.0, 2.0, false)
+    );
 }
 
 #[test]
@@ -126,12 +133,12 @@ fn unsupported_values_are_rejected_by_file_and_key() {
         (
             "gpt2",
             json!({}),
-            "config.json: model_type is \"gpt2\", which is not supported; supported are llama, mistral, qwen2,",
+            "config.json: model_type is \"gpt2\", which is not supported; supported values are llama, mistral,",
         ),
         (
             "llama",
             json!({"quantization_config": {"bits": 4}}),
-            "config.json: quantization_config is {\"bits\":4}, which is not supported; take",
+            "config.json: quantization_config is {\"bits\":4}, which is not supported; use",
         ),
         (
             "llama",
@@ -143,7 +150,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
         (
             "llama",
             json!({"hidden_act": "gelu"}),
-            "config.json: hidden_act is \"gelu\", which is not supported; supported are silu, gelu_pytorch_tanh",
+            "config.json: hidden_act is \"gelu\", which is not supported; supported values are silu,",
         ),
         ("llama", json!({"num_local_experts": 8}), "config.json: num_local_experts is 8"),
         ("qwen2", json!({"num_experts": 8}), "config.json: num_experts is 8"),
@@ -158,7 +165,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
         (
             "llama",
             json!({"rope_scaling": {"type": "dynamic", "factor": 2}}),
-            "config.json: rope_scaling.type is \"dynamic\", which is not supported; supported are default, linear,",
+            "config.json: rope_scaling.type is \"dynamic\", which is not supported; supported values are default,",
         ),
         (
             "llama",
@@ -193,7 +200,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
         (
             "phi3",
             json!({"rope_scaling": {"type": "linear", "factor": 2}}),
-            "config.json: rope_scaling.type is \"linear\", which is not supported; supported are default, longrope",
+            "config.json: rope_scaling.type is \"linear\", which is not supported; supported values are default,",
         ),
         ("llama", json!({"is_encoder_decoder": true}), "config.json: is_encoder_decoder is true"),
     ];
@@ -232,9 +239,9 @@ fn expert_keys_in_both_spellings() {
     assert_eq!(accepted("qwen3_moe", json!({"moe_intermediate_size": 24})).intermediate, 24);
     assert_eq!(accepted("llama", json!({})).mixture, None);
     for (change, expected) in [
-        (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0, it must be 1 to"),
-        (json!({"num_local_experts": 1 << 20}), "config.json: num_local_experts is 1048576, it must be at most 65536"),
-        (json!({"num_experts_per_tok": 9}), "config.json: num_experts_per_tok is 9, it must be at most"),
+        (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0; it must be 1 to"),
+        (json!({"num_local_experts": 1 << 20}), "config.json: num_local_experts is 1048576; it must be at most 65536"),
+        (json!({"num_experts_per_tok": 9}), "config.json: num_experts_per_tok is 9; it must be at most"),
     ] {
         let error = parse("mixtral", change.clone()).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{change}: {error}");
@@ -244,62 +251,68 @@ fn expert_keys_in_both_spellings() {
 #[test]
 fn out_of_range_values_are_rejected_with_their_limit() {
     let cases = [
-        (json!({"vocab_size": 0}), "config.json: vocab_size is 0, it must be 1 to 16777216"),
-        (json!({"hidden_size": 1u64 << 40}), "config.json: hidden_size is 1099511627776, it must be 1 to 16777216"),
-        (json!({"hidden_size": -64}), "config.json: hidden_size is -64, it should be a positive integer"),
-        (json!({"hidden_size": 64.0}), "config.json: hidden_size is 64.0, it should be a positive integer"),
-        (json!({"hidden_size": null}), "config.json: hidden_size is null, it should be a positive integer"),
-        (json!({"num_hidden_layers": 70_000}), "config.json: num_hidden_layers is 70000, it must be at most 65536"),
+        (json!({"vocab_size": 0}), "config.json: vocab_size is 0; it must be 1 to 16777216"),
+        (json!({"hidden_size": 1u64 << 40}), "config.json: hidden_size is 1099511627776; it must be 1 to 16777216"),
+        (json!({"hidden_size": -64}), "config.json: hidden_size is -64; it must be a positive integer"),
+        (json!({"hidden_size": 64.0}), "config.json: hidden_size is 64.0; it must be a positive integer"),
+        (json!({"hidden_size": null}), "config.json: hidden_size is null; it must be a positive integer"),
+        (json!({"num_hidden_layers": 70_000}), "config.json: num_hidden_layers is 70000; it must be at most 65536"),
         (
             json!({"num_key_value_heads": 3}),
-            "config.json: num_attention_heads is 4, it must be a multiple of num_key_value_heads (3)",
+            "config.json: num_attention_heads is 4; it must be a multiple of num_key_value_heads (3)",
         ),
-        (json!({"head_dim": 15}), "config.json: head_dim is 15, it must be even"),
+        (json!({"head_dim": 15}), "config.json: head_dim is 15; it must be even"),
         (
             json!({"head_dim": null, "hidden_size": 66}),
-            "config.json: hidden_size is 66, it must be a multiple of num_attention_heads (4)",
+            "config.json: hidden_size is 66; it must be a multiple of num_attention_heads (4)",
         ),
         (
             json!({"head_dim": 1 << 24}),
-            "config.json: num_attention_heads is 4, it must be at most 16777216 when multiplied by head_dim",
+            "config.json: num_attention_heads is 4; it must be at most 16777216 when multiplied by head_dim",
         ),
-        (json!({"rms_norm_eps": 0}), "config.json: rms_norm_eps is 0, it must be above 0"),
-        (json!({"rms_norm_eps": 1e-60}), "config.json: rms_norm_eps is 1e-60, it must be above 0"),
-        (json!({"rope_theta": 1}), "config.json: rope_theta is 1, it must be above 1"),
-        (json!({"rope_theta": 1e300}), "config.json: rope_theta is 1e+300, it must be above 1"),
-        (json!({"rope_scaling": 5}), "config.json: rope_scaling is 5, it should be an object"),
-        (json!({"rope_scaling": {"type": "linear"}}), "config.json: no rope_scaling.factor; add it (a number above 0)"),
-        (json!({"rope_scaling": {"type": "yarn"}}), "config.json: no rope_scaling.factor; add it (a number above 0)"),
+        (json!({"rms_norm_eps": 0}), "config.json: rms_norm_eps is 0; it must be above 0"),
+        (json!({"rms_norm_eps": 1e-60}), "config.json: rms_norm_eps is 1e-60; it must be above 0"),
+        (json!({"rope_theta": 1}), "config.json: rope_theta is 1; it must be above 1"),
+        (json!({"rope_theta": 1e300}), "config.json: rope_theta is 1e+300; it must be above 1"),
+        (json!({"rope_scaling": 5}), "config.json: rope_scaling is 5; it must be an object"),
+        (
+            json!({"rope_scaling": {"type": "linear"}}),
+            "config.json: rope_scaling.factor is missing; add it (a number above 0)",
+        ),
+        (
+            json!({"rope_scaling": {"type": "yarn"}}),
+            "config.json: rope_scaling.factor is missing; add it (a number above 0)",
+        ),
         (
             json!({"rope_scaling": {"type": "linear", "factor": -1}}),
-            "config.json: rope_scaling.factor is -1, it must be 0.000001 to 1000000",
+            "config.json: rope_scaling.factor is -1; it must be 0.000001 to 1000000",
         ),
         (
             json!({"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": 1e-300}}),
-            "config.json: rope_scaling.beta_slow is 1e-300, it must be 0.000001 to 1000000",
+            "config.json: rope_scaling.beta_slow is 1e-300; it must be 0.000001 to 1000000",
         ),
-        (json!({"rope_scaling": {"type": 3}}), "config.json: rope_scaling.type is 3, it should be a string"),
+        (json!({"rope_scaling": {"type": 3}}), "config.json: rope_scaling.type is 3; it must be a string"),
         (
             json!({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
-            "config.json: rope_scaling.high_freq_factor is 4, it must be above low_freq_factor (4)",
+            "config.json: rope_scaling.high_freq_factor is 4; it must be above low_freq_factor (4)",
         ),
         (
             json!({"partial_rotary_factor": 1.5}),
-            "config.json: partial_rotary_factor is 1.5, it must be above 0, at most",
+            "config.json: partial_rotary_factor is 1.5; it must be above 0 and at most",
         ),
-        (json!({"tie_word_embeddings": 1}), "config.json: tie_word_embeddings is 1, it should be true or false"),
-        (json!({"eos_token_id": 1000}), "config.json: eos_token_id is 1000, it must be below vocab_size (1000)"),
+        (json!({"tie_word_embeddings": 1}), "config.json: tie_word_embeddings is 1; it must be true or false"),
+        (json!({"eos_token_id": 1000}), "config.json: eos_token_id is 1000; it must be below vocab_size (1000)"),
         (
             json!({"eos_token_id": ["</s>"]}),
-            "config.json: eos_token_id is [\"</s>\"], it should be a token, or a list of tokens",
+            "config.json: eos_token_id is [\"</s>\"]; it must be a token id or a list of token ids",
         ),
         (
             json!({"layer_types": ["full_attention"]}),
-            "config.json: layer_types is [\"full_attention\"], it must be a list of num_hidden_layers (4) entries",
+            "config.json: layer_types is [\"full_attention\"]; it must be a list of num_hidden_layers (4) entries",
         ),
         (
             json!({"model_type": null}),
-            "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, phi3,",
+            "config.json: model_type is missing; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe,",
         ),
     ];
     for (change, expected) in cases {
@@ -307,7 +320,7 @@ fn out_of_range_values_are_rejected_with_their_limit() {
         assert!(error.starts_with(expected), "{change}: {error}");
     }
     let error = parse("mistral", json!({"sliding_window": 0})).unwrap_err().to_string();
-    assert_eq!(error, "config.json: sliding_window is 0, it must be 1 to 16777216");
+    assert_eq!(error, "config.json: sliding_window is 0; it must be 1 to 16777216");
     let error = ModelConfig::parse("[1, 2", None).unwrap_err().to_string();
     assert!(error.starts_with("config.json: not a JSON object: EOF"), "{error}");
     let error = ModelConfig::parse("[1, 2]", None).unwrap_err().to_string();
@@ -328,37 +341,41 @@ fn values_of_single_families_are_checked() {
         (
             "phi3",
             long(json!({"short_factor": [1, 1]})),
-            "config.json: rope_scaling.short_factor is [1,1], it must be a list of 4 numbers from 0.000001 to 1000000",
+            "config.json: rope_scaling.short_factor is [1,1]; it must be a list of 4 numbers from 0.000001 to 1000000",
         ),
-        ("phi3", long(json!({"long_factor": [1, 0, 1, 1]})), "config.json: rope_scaling.long_factor is [1,0,1,1], it"),
-        ("phi3", long(json!({"long_factor": 3})), "config.json: rope_scaling.long_factor is 3, it should be a list"),
-        ("phi3", long(json!({"long_factor": null})), "config.json: no rope_scaling.long_factor; add it (a list of 4"),
+        ("phi3", long(json!({"long_factor": [1, 0, 1, 1]})), "config.json: rope_scaling.long_factor is [1,0,1,1]; it"),
+        ("phi3", long(json!({"long_factor": 3})), "config.json: rope_scaling.long_factor is 3; it must be a list"),
+        (
+            "phi3",
+            long(json!({"long_factor": null})),
+            "config.json: rope_scaling.long_factor is missing; add it (a list of 4",
+        ),
         (
             "phi3",
             json!({"partial_rotary_factor": 0.2}),
-            "config.json: partial_rotary_factor is 0.2, it must be an even",
+            "config.json: partial_rotary_factor is 0.2; it must be a share",
         ),
-        ("smollm3", json!({"no_rope_layers": [1, 0]}), "config.json: no_rope_layers is [1,0], it must be a list of"),
-        ("smollm3", json!({"no_rope_layers": [1, 0, 2, 1]}), "config.json: no_rope_layers is [1,0,2,1], it should be"),
-        ("smollm3", json!({"no_rope_layer_interval": 0}), "config.json: no_rope_layer_interval is 0, it must be 1 to"),
-        ("granite", json!({"residual_multiplier": 0}), "config.json: residual_multiplier is 0, it must be 0.000001 to"),
-        ("granite", json!({"logits_scaling": "x"}), "config.json: logits_scaling is \"x\", it should be a number"),
-        ("cohere", json!({"logit_scale": -1}), "config.json: logit_scale is -1, it must be 0.000001 to"),
-        ("cohere", json!({"layer_norm_eps": 0}), "config.json: layer_norm_eps is 0, it must be above 0"),
-        ("gemma2", json!({"sliding_window": null}), "config.json: sliding_window is null, it should be a positive"),
+        ("smollm3", json!({"no_rope_layers": [1, 0]}), "config.json: no_rope_layers is [1,0]; it must be a list of"),
+        ("smollm3", json!({"no_rope_layers": [1, 0, 2, 1]}), "config.json: no_rope_layers is [1,0,2,1]; it must be"),
+        ("smollm3", json!({"no_rope_layer_interval": 0}), "config.json: no_rope_layer_interval is 0; it must be 1 to"),
+        ("granite", json!({"residual_multiplier": 0}), "config.json: residual_multiplier is 0; it must be 0.000001 to"),
+        ("granite", json!({"logits_scaling": "x"}), "config.json: logits_scaling is \"x\"; it must be a number"),
+        ("cohere", json!({"logit_scale": -1}), "config.json: logit_scale is -1; it must be 0.000001 to"),
+        ("cohere", json!({"layer_norm_eps": 0}), "config.json: layer_norm_eps is 0; it must be above 0"),
+        ("gemma2", json!({"sliding_window": null}), "config.json: sliding_window is null; it must be a positive"),
         ("gemma2", json!({"hidden_activation": "gelu"}), "config.json: hidden_activation is \"gelu\", which is not"),
-        ("gemma2", json!({"final_logit_softcapping": 0}), "config.json: final_logit_softcapping is 0, it must be"),
-        ("gemma2", json!({"query_pre_attn_scalar": -1}), "config.json: query_pre_attn_scalar is -1, it must be"),
+        ("gemma2", json!({"final_logit_softcapping": 0}), "config.json: final_logit_softcapping is 0; it must be"),
+        ("gemma2", json!({"query_pre_attn_scalar": -1}), "config.json: query_pre_attn_scalar is -1; it must be"),
         ("gemma3_text", json!({"attn_logit_softcapping": 50}), "config.json: attn_logit_softcapping is 50, which is"),
-        ("gemma3_text", json!({"sliding_window_pattern": 0}), "config.json: sliding_window_pattern is 0, it must be 1"),
-        ("gemma3_text", json!({"rope_local_base_freq": 1}), "config.json: rope_local_base_freq is 1, it must be above"),
+        ("gemma3_text", json!({"sliding_window_pattern": 0}), "config.json: sliding_window_pattern is 0; it must be 1"),
+        ("gemma3_text", json!({"rope_local_base_freq": 1}), "config.json: rope_local_base_freq is 1; it must be above"),
         ("gemma3_text", json!({"use_bidirectional_attention": true}), "config.json: use_bidirectional_attention is"),
         (
             "gemma3_text",
             json!({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}),
-            "config.json: no rope_parameters.full_attention.factor; add it",
+            "config.json: rope_parameters.full_attention.factor is missing; add it",
         ),
-        ("gemma3", json!({}), "config.json: no text_config; add it (the configuration of the text model)"),
+        ("gemma3", json!({}), "config.json: text_config is missing; add it (the configuration of the text model)"),
         ("mixtral", json!({"hidden_act": "gelu_pytorch_tanh"}), "config.json: hidden_act is \"gelu_pytorch_tanh\", wh"),
     ] {
         let error = parse(family, change.clone()).unwrap_err().to_string();
@@ -526,15 +543,15 @@ fn generation_config_gives_sampling_defaults() {
     assert_eq!(generation.ignored, ["repetition_penalty 1.05", "suppress_tokens [4]"]);
     let odd = of(json!({"temperature": -1, "top_p": 1.5, "top_k": -1, "eos_token_id": -1, "bos_token_id": 32000}));
     let odd = odd.unwrap();
-    assert_eq!((&odd.eos[..], odd.bos), (&[5][..], Some(6)), "as if nothing was said");
+    assert_eq!((&odd.eos[..], odd.bos), (&[5][..], Some(6)), "the model's own tokens");
     assert_eq!((odd.generation.temperature, odd.generation.top_p, odd.generation.top_k), (1.0, 1.0, None));
-    let told = ["eos_token_id -1", "bos_token_id 32000", "temperature -1", "top_p 1.5", "top_k -1"];
-    assert_eq!(odd.generation.ignored, told);
+    let ignored = ["eos_token_id -1", "bos_token_id 32000", "temperature -1", "top_p 1.5", "top_k -1"];
+    assert_eq!(odd.generation.ignored, ignored);
     assert_eq!(of(json!({"eos_token_id": [7, 40000]})).unwrap().eos, [7]);
     let error = of(json!({"eos_token_id": [7, "</s>"]})).unwrap_err().to_string();
     assert!(error.starts_with("generation_config.json: eos_token_id is"), "{error}");
     let error = of(json!({"temperature": "hot"})).unwrap_err().to_string();
-    assert_eq!(error, "generation_config.json: temperature is \"hot\", it should be a number");
+    assert_eq!(error, "generation_config.json: temperature is \"hot\"; it must be a number");
 }
 
 /// Any JSON, with a preference for values of configurations.
@@ -652,8 +669,9 @@ proptest! {
         changes in prop::collection::vec((any_key(), any_value()), 0..4),
         generation in prop::option::of(any_value()),
     ) {
-        let mut config = json!({"model_type": family.name(), "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2, "bos_token_id": 1});
+        let mut config = json!({"model_type": family.name(), "vocab_size": 1000, "hidden_size": 64,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "eos_token_id": 2, "bos_token_id": 1});
         config.as_object_mut().unwrap().extend(changes);
         if let Ok(model) = ModelConfig::from_json(&config, generation.as_ref()) {
             prop_assert_eq!(model.window.len(), model.layers as usize);

@@ -147,8 +147,8 @@ fn logits_from_a_bundle_are_equal() {
 #[test]
 fn stacked_experts_equal_separate_experts() {
     let fixture = Fixture::load("qwen3_moe");
-    let apart = ModelWeights::named(&fixture.config);
-    assert_ne!(apart, fixture.weights, "the fixture has stacks");
+    let separate = ModelWeights::named(&fixture.config);
+    assert_ne!(separate, fixture.weights, "the fixture has stacks");
     let part = |name: &str| -> Option<Vec<f32>> {
         let (layer, rest) = name.split_once("mlp.experts.")?;
         let (expert, kind) = rest.split_once('.')?;
@@ -166,33 +166,33 @@ fn stacked_experts_equal_separate_experts() {
     let logits = |weights, values: &dyn Fn(&str) -> Result<Vec<f32>, String>| {
         Reference::new(&fixture.config, weights, values).logits(&fixture.tokens).unwrap()
     };
-    assert_eq!(logits(&apart, &values), logits(&fixture.weights, &values));
+    assert_eq!(logits(&separate, &values), logits(&fixture.weights, &values));
 }
 
 /// The text model in a model of text and images, with the names of transformers 4 and 5.
 #[test]
 fn text_models_are_found_in_models_of_text_and_images() {
-    let alone = Fixture::load("gemma3");
+    let text_model = Fixture::load("gemma3");
     let text: Value = serde_json::from_str(&fs::read_to_string(folder("gemma3").join("config.json")).unwrap()).unwrap();
     let whole = json!({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}});
     let config = ModelConfig::from_json(&whole, None).unwrap();
-    assert_eq!(config, alone.config);
+    assert_eq!(config, text_model.config);
     for (prefix, images) in [("language_model.model.", ""), ("model.language_model.", "model.")] {
         let (header, _) = tensors(&folder("gemma3").join("model.safetensors"));
         let rest = ["vision_tower.encoder.layers.0.fc1.weight", "multi_modal_projector.mm_soft_emb_norm.weight"];
-        let own = header.tensors.iter().map(|tensor| tensor.name.replacen("model.", prefix, 1));
-        let names: Vec<String> = own.chain(rest.iter().map(|name| format!("{images}{name}"))).collect();
+        let text_names = header.tensors.iter().map(|tensor| tensor.name.replacen("model.", prefix, 1));
+        let names: Vec<String> = text_names.chain(rest.iter().map(|name| format!("{images}{name}"))).collect();
         let shapes = header.tensors.iter().map(|tensor| &tensor.shape[..]).chain([&[8, 8][..], &[8]]);
         let headers = names.iter().zip(shapes).map(|(name, shape)| TensorHeader { name, dtype: Dtype::Bf16, shape });
         let headers: Vec<_> = headers.collect();
         let weights = bind(&config, headers.iter().copied()).unwrap();
         assert_eq!(weights.embed, format!("{prefix}embed_tokens.weight"));
         let values = |name: &str| {
-            let own = name.replacen(prefix, "model.", 1);
-            alone.values.get(&own).cloned().ok_or(format!("no {name}"))
+            let text_name = name.replacen(prefix, "model.", 1);
+            text_model.values.get(&text_name).cloned().ok_or(format!("no {name}"))
         };
-        let logits = Reference::new(&config, &weights, values).logits(&alone.tokens).unwrap();
-        assert!(relative_rms(&logits, &alone.expected) < CLOSE, "{prefix}");
+        let logits = Reference::new(&config, &weights, values).logits(&text_model.tokens).unwrap();
+        assert!(relative_rms(&logits, &text_model.expected) < CLOSE, "{prefix}");
         // A text model alone has no image encoder.
         let text =
             headers.iter().map(|header| TensorHeader { name: header.name.trim_start_matches(prefix), ..*header });
@@ -204,8 +204,8 @@ fn text_models_are_found_in_models_of_text_and_images() {
 /// Mistakes in reading a configuration or in computing must be visible in the logits.
 #[test]
 fn another_model_has_other_logits() {
-    type Plant = fn(&mut ModelConfig, &mut ModelWeights);
-    let plants: [(&str, &str, Plant); 43] = [
+    type Fault = fn(&mut ModelConfig, &mut ModelWeights);
+    let faults: [(&str, &str, Fault); 43] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -223,7 +223,7 @@ fn another_model_has_other_logits() {
         ("qwen2", "no bias of the keys", |_, weights| weights.layers.iter_mut().for_each(|layer| layer.k_bias = None)),
         ("qwen3", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
         ("odd", "another epsilon", |config, _| config.eps = 0.1),
-        ("mixtral", "one expert a token", |config, _| config.mixture.as_mut().unwrap().top_k = 1),
+        ("mixtral", "one expert per token", |config, _| config.mixture.as_mut().unwrap().top_k = 1),
         ("mixtral", "weights of all experts", |config, _| config.mixture.as_mut().unwrap().normalized = false),
         ("mixtral", "experts in another order", |_, weights| {
             weights.layers.iter_mut().for_each(|layer| match &mut layer.mlp {
@@ -248,9 +248,9 @@ fn another_model_has_other_logits() {
         ("granite", "no factor of the residual stream", |config, _| config.factors.residual = 1.0),
         ("granite", "no factor of logits", |config, _| config.factors.logits = 1.0),
         ("olmo2", "norms of heads", |config, _| config.qk_norm = QkNorm::None),
-        ("olmo2", "no norm behind the MLP", |_, weights| weights.layers[1].mlp_norm = None),
+        ("olmo2", "no norm after the MLP", |_, weights| weights.layers[1].mlp_norm = None),
         ("glm4", "pairs of halves", |config, _| config.rope.pairs = RopePairs::Halves),
-        ("glm4", "no norm behind attention", |_, weights| weights.layers[0].attention_norm = None),
+        ("glm4", "no norm after attention", |_, weights| weights.layers[0].attention_norm = None),
         ("cohere", "a root mean square", |config, _| config.norm = NormKind::Rms),
         ("cohere", "one after the other", |config, weights| {
             config.parallel = false;
@@ -269,10 +269,10 @@ fn another_model_has_other_logits() {
         ("gemma3", "no linear scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("gemma3", "no windows", |config, _| config.window.fill(None)),
     ];
-    for (model, what, plant) in plants {
+    for (model, what, inject) in faults {
         let fixture = Fixture::load(model);
         let (mut config, mut weights) = (fixture.config.clone(), fixture.weights.clone());
-        plant(&mut config, &mut weights);
+        inject(&mut config, &mut weights);
         let error = fixture.error(&config, &weights);
         println!("{model}, {what}: {error:.2e}");
         assert!(error > WRONG, "{model}, {what}: {error}");
@@ -284,16 +284,16 @@ fn reference_reports_layers_and_names_errors() {
     let fixture = Fixture::load("qwen3");
     let values = |name: &str| fixture.values.get(name).cloned().ok_or(format!("no {name}"));
     let reference = Reference::new(&fixture.config, &fixture.weights, values);
-    let mut seen = Vec::new();
-    let last = reference.residual_stream(&[5, 6, 7], |layer, stream| seen.push((layer, stream.to_vec()))).unwrap();
+    let mut streams = Vec::new();
+    let last = reference.residual_stream(&[5, 6, 7], |layer, stream| streams.push((layer, stream.to_vec()))).unwrap();
     assert_eq!(fixture.config.family, Family::Qwen3);
-    assert_eq!(seen.len(), 2);
-    assert_eq!(seen[1], (1, last.clone()));
+    assert_eq!(streams.len(), 2);
+    assert_eq!(streams[1], (1, last.clone()));
     assert_eq!(last.len(), 3 * 32);
     assert!(reference.logits(&[]).unwrap().is_empty());
     let error = reference.logits(&[0, 95, 96]).unwrap_err();
     assert!(matches!(error, ReferenceError::Token { position: 2, token: 96, vocab: 96 }), "{error}");
-    let missing = |name: &str| if name.contains("o_proj") { Err("gone") } else { values(name).map_err(|_| "none") };
+    let missing = |name: &str| if name.contains("o_proj") { Err("missing") } else { values(name).map_err(|_| "none") };
     let error = Reference::new(&fixture.config, &fixture.weights, missing).logits(&[1]).unwrap_err();
     assert_eq!(error.to_string(), "tensor 'model.layers.0.self_attn.o_proj.weight' cannot be read");
     let short = |name: &str| values(name).map(|mut all| all.split_off(1));

@@ -55,17 +55,17 @@ impl SlotRule {
 #[non_exhaustive]
 pub enum BuildError {
     /// The number of slots is out of range.
-    #[error("{0} slots; 1 to 4 are possible")]
+    #[error("{0} slots are not supported; use 1 to 4")]
     Slots(u8),
     /// The number of consumers is out of range.
-    #[error("{0} streams that multiply; 1 or 2 are possible")]
+    #[error("{0} streams that multiply are not supported; use 1 or 2")]
     Consumers(u8),
     /// The report's slot rule needs two slots.
-    #[error("{0} slots; the report's rule is for 2")]
+    #[error("the report's slot rule requires 2 slots, not {0}")]
     HalfOfLayer(u8),
     /// The division leaves no multiprocessors for products or for decoders.
     #[error(
-        "{decode_sms} of {sms} multiprocessors decode; {least} at least must, one a projection, and one must multiply"
+        "{decode_sms} of {sms} multiprocessors decode; at least {least} must, one per projection, and one must multiply"
     )]
     Partition {
         /// Multiprocessors that decode.
@@ -84,7 +84,8 @@ pub enum BuildError {
 ///
 /// ```
 /// use unweight_engine::raw::pipelines::step_graph::{Layout, Pipeline, build, check};
-/// let (hard, easy) = ([Pipeline::Exponents, Pipeline::Exponents, Pipeline::Raw], [Pipeline::Palette, Pipeline::Palette, Pipeline::Raw]);
+/// let hard = [Pipeline::Exponents, Pipeline::Exponents, Pipeline::Raw];
+/// let easy = [Pipeline::Palette, Pipeline::Palette, Pipeline::Raw];
 /// let graph = build(&[[Pipeline::Raw; 3], easy, hard, easy, hard], &Layout::default())?;
 /// assert_eq!((graph.streams, check(&graph)), (8, Ok(())));
 /// # Ok::<(), unweight_engine::raw::pipelines::step_graph::BuildError>(())
@@ -103,9 +104,9 @@ pub fn build(layers: &[Mlp], layout: &Layout) -> Result<StepGraph, BuildError> {
     let hard: Vec<u32> = (0..).zip(layers).filter(|(_, mlp)| is_hard(mlp)).map(|(layer, _)| layer).collect();
     let decoded =
         Projection::ALL.map(|projection| layers.iter().any(|mlp| mlp[projection as usize].decodes().is_some()));
-    let least = decoded.iter().filter(|decoded| **decoded).count() as u32;
-    if least > 0 && !(least..sms).contains(&decode_sms) || sms == 0 {
-        return Err(BuildError::Partition { decode_sms, sms, least });
+    let decoded_count = decoded.iter().filter(|decoded| **decoded).count() as u32;
+    if decoded_count > 0 && !(decoded_count..sms).contains(&decode_sms) || sms == 0 {
+        return Err(BuildError::Partition { decode_sms, sms, least: decoded_count });
     }
     let ranks = hard.iter().enumerate().map(|(rank, layer)| (*layer, rank)).collect();
     let mut builder = Builder {
@@ -113,13 +114,13 @@ pub fn build(layers: &[Mlp], layout: &Layout) -> Result<StepGraph, BuildError> {
         layout,
         ranks,
         streams: if hard.is_empty() { 1 } else { 2 + 3 * slots },
-        share_sms: decode_sms.checked_div(least).unwrap_or(0),
+        share_sms: decode_sms.checked_div(decoded_count).unwrap_or(0),
         jobs: Vec::new(),
         clocks: Clocks::new(2 + 3 * slots),
         forked: vec![false; 2 + 3 * usize::from(slots)],
         buffers: HashMap::new(),
         decoders: HashMap::new(),
-        begin: false,
+        waits_for_begin: false,
         events: 0,
     };
     for layer in hard.iter().take(usize::from(slots) - 1) {
@@ -140,7 +141,7 @@ pub fn build(layers: &[Mlp], layout: &Layout) -> Result<StepGraph, BuildError> {
 }
 
 /// A job, and the jobs that it waits for.
-struct Emitted {
+struct Enqueued {
     stream: u8,
     job: Job,
     reads: Vec<Buffer>,
@@ -177,14 +178,14 @@ struct Builder<'a> {
     streams: u8,
     /// The number of multiprocessors of one projection's decoders.
     share_sms: u32,
-    jobs: Vec<Emitted>,
+    jobs: Vec<Enqueued>,
     clocks: Clocks,
     forked: Vec<bool>,
     buffers: HashMap<Buffer, Users>,
     /// The decoders by layer and projection.
     decoders: HashMap<(u32, Projection), usize>,
     /// Whether any job waits for the beginning.
-    begin: bool,
+    waits_for_begin: bool,
     events: u32,
 }
 
@@ -223,9 +224,9 @@ impl Builder<'_> {
         if (gate, up) == (Pipeline::Packed, Pipeline::Packed) {
             self.run(0, Job::GateUp { layer }, vec![Buffer::Normed], vec![Buffer::Gate, Buffer::Workspace(0)]);
         } else {
-            let beside = if is_hard(mlp) && self.layout.consumers == 2 { 1 } else { 0 };
+            let up_stream = if is_hard(mlp) && self.layout.consumers == 2 { 1 } else { 0 };
             self.linear(0, layer, Projection::Gate, Buffer::Normed, Buffer::Gate);
-            self.linear(beside, layer, Projection::Up, Buffer::Normed, Buffer::Up);
+            self.linear(up_stream, layer, Projection::Up, Buffer::Normed, Buffer::Up);
             self.run(0, Job::Activate { layer }, vec![Buffer::Up], vec![Buffer::Gate]);
         }
         self.linear(0, layer, Projection::Down, Buffer::Gate, Buffer::Hidden);
@@ -241,29 +242,31 @@ impl Builder<'_> {
 
     /// Enqueues a job after all jobs that it must not overtake, with as few waits as possible. Returns its index.
     fn run(&mut self, stream: u8, job: Job, reads: Vec<Buffer>, writes: Vec<Buffer>) -> usize {
-        let mut needs: Vec<usize> = Vec::new();
+        let mut dependencies: Vec<usize> = Vec::new();
         for buffer in &reads {
             // A product waits for its own decoder, whichever job wrote the slot since.
-            let own = match (buffer, job) {
+            let decoder = match (buffer, job) {
                 (Buffer::Slot(..), Job::Linear { layer, projection, .. }) => self.decoders.get(&(layer, projection)),
                 _ => None,
             };
-            needs.extend(own.copied().or_else(|| self.buffers.get(buffer)?.writer));
+            dependencies.extend(decoder.copied().or_else(|| self.buffers.get(buffer)?.writer));
         }
         for users in writes.iter().filter_map(|buffer| self.buffers.get(buffer)) {
-            needs.extend(users.writer.iter().chain(&users.readers));
+            dependencies.extend(users.writer.iter().chain(&users.readers));
         }
-        needs.sort_unstable();
-        needs.dedup();
-        needs.retain(|job| !self.clocks.of(stream).knows(self.jobs[*job].point));
+        dependencies.sort_unstable();
+        dependencies.dedup();
+        dependencies.retain(|job| !self.clocks.of(stream).includes(self.jobs[*job].point));
         // A job that another needed job already follows is waited for implicitly.
-        let implied =
-            |job: usize| needs.iter().any(|other| *other != job && self.jobs[*other].clock.knows(self.jobs[job].point));
-        let mut waits: Vec<Source> = needs.iter().filter(|job| !implied(**job)).map(|job| Source::Job(*job)).collect();
+        let is_implied = |job: usize| {
+            dependencies.iter().any(|other| *other != job && self.jobs[*other].clock.includes(self.jobs[job].point))
+        };
+        let mut waits: Vec<Source> =
+            dependencies.iter().filter(|job| !is_implied(**job)).map(|job| Source::Job(*job)).collect();
         let forked = &mut self.forked[usize::from(stream)];
         if stream != 0 && !*forked && waits.is_empty() {
             waits.push(Source::Begin);
-            self.begin = true;
+            self.waits_for_begin = true;
         }
         *forked = true;
         for wait in &waits {
@@ -272,7 +275,7 @@ impl Builder<'_> {
                 self.events += 1;
                 self.events
             });
-            self.clocks.learn(stream, &self.jobs[job].clock);
+            self.clocks.merge(stream, &self.jobs[job].clock);
         }
         let index = self.jobs.len();
         for buffer in &reads {
@@ -283,7 +286,7 @@ impl Builder<'_> {
         }
         let point = self.clocks.run(stream);
         let clock = self.clocks.of(stream).clone();
-        self.jobs.push(Emitted { stream, job, reads, writes, waits, point, clock, event: None });
+        self.jobs.push(Enqueued { stream, job, reads, writes, waits, point, clock, event: None });
         index
     }
 
@@ -292,16 +295,16 @@ impl Builder<'_> {
         let Layout { slots, sms, decode_sms, .. } = *self.layout;
         let multiply_sms = if self.share_sms == 0 { sms } else { sms - decode_sms };
         // Event 0 is the beginning of the step, if a job waits for it.
-        let shift = u32::from(!self.begin);
+        let shift = u32::from(!self.waits_for_begin);
         let mut steps = Vec::new();
-        if self.begin {
+        if self.waits_for_begin {
             steps.push(Step::Record { stream: 0, event: 0 });
         }
         // Whether the last entry of a stream is a kernel that a programmatic dependent may follow.
         let mut chained = vec![false; usize::from(self.streams)];
         let events: Vec<Option<u32>> = self.jobs.iter().map(|job| job.event.map(|event| event - shift)).collect();
-        for (emitted, event) in self.jobs.into_iter().zip(&events) {
-            let Emitted { stream, job, reads, writes, waits, .. } = emitted;
+        for (enqueued, event) in self.jobs.into_iter().zip(&events) {
+            let Enqueued { stream, job, reads, writes, waits, .. } = enqueued;
             for wait in &waits {
                 let event = match wait {
                     Source::Begin => Some(0),

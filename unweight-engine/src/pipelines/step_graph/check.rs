@@ -21,7 +21,7 @@ pub type Held = (u32, DecodeOutput);
 #[non_exhaustive]
 pub enum Violation {
     /// Two entries touch the same memory, one writes, and nothing orders them.
-    #[error("steps {first} and {second} race for {buffer:?}: the second must wait for an event behind the first")]
+    #[error("steps {first} and {second} race for {buffer:?}: the second must wait for an event after the first")]
     Race {
         /// The entry that is enqueued first.
         first: usize,
@@ -37,7 +37,7 @@ pub enum Violation {
         step: usize,
     },
     /// A job touches memory that its entry does not name, so that the check would not cover it.
-    #[error("step {step} does not say that its job touches {buffer:?}")]
+    #[error("step {step} does not declare {buffer:?}, which its job reads or writes")]
     Undeclared {
         /// The index of the entry.
         step: usize,
@@ -45,7 +45,7 @@ pub enum Violation {
         buffer: Buffer,
     },
     /// A wait for an event that no earlier entry records; CUDA would ignore it.
-    #[error("step {step} waits for event {event}, which no step before it records")]
+    #[error("step {step} waits for event {event}, which no earlier step records")]
     WaitBeforeRecord {
         /// The index of the entry.
         step: usize,
@@ -61,7 +61,7 @@ pub enum Violation {
         event: u32,
     },
     /// A stream does not begin after stream 0. A capture would miss it, and two steps of a model could overlap.
-    #[error("step {step} is the first of stream {stream} and waits for nothing of stream 0")]
+    #[error("step {step} is the first of stream {stream} and does not wait for stream 0")]
     Unforked {
         /// The index of the entry.
         step: usize,
@@ -75,7 +75,7 @@ pub enum Violation {
         stream: u8,
     },
     /// A product reads weights of another layer or projection.
-    #[error("step {step} wants {want:?} in slot {slot} ({projection:?}) and finds {found:?}")]
+    #[error("step {step} requires {want:?} in slot {slot} ({projection:?}), but the slot holds {found:?}")]
     Stale {
         /// The index of the entry.
         step: usize,
@@ -99,7 +99,7 @@ pub enum Violation {
         projection: Projection,
     },
     /// A tensor that must be decoded is not decoded, or to another encoding.
-    #[error("{projection:?} of layer {layer} is never decoded as its product needs it")]
+    #[error("{projection:?} of layer {layer} is never decoded to the encoding that its product reads")]
     NeverDecoded {
         /// The layer.
         layer: u32,
@@ -116,7 +116,7 @@ pub enum Violation {
     },
     /// A programmatic dependent follows an event or a kernel without programmatic launch on its stream.
     #[error(
-        "step {step} is a programmatic dependent, and what stands before it on its stream is not a kernel that allows it"
+        "step {step} is a programmatic dependent, but the entry before it on its stream is not a kernel that allows one"
     )]
     DependentAfterWait {
         /// The index of the entry.
@@ -124,7 +124,7 @@ pub enum Violation {
     },
     /// Two matmuls whose blocks wait for each other may run at the same time. With half of the blocks of each resident,
     /// both would wait forever.
-    #[error("steps {first} and {second} both need all their blocks resident and may run at once")]
+    #[error("steps {first} and {second} both need all of their blocks resident, but may run at the same time")]
     Crowded {
         /// The entry that is enqueued first.
         first: usize,
@@ -179,7 +179,7 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
     let streams = usize::from(graph.streams);
     let mut clocks = Clocks::new(graph.streams);
     let mut users: HashMap<Buffer, Users> = HashMap::new();
-    let mut held: HashMap<(u8, Projection), Held> = HashMap::new();
+    let mut contents: HashMap<(u8, Projection), Held> = HashMap::new();
     let mut decoded: HashMap<(u32, Projection), DecodeOutput> = HashMap::new();
     let mut read: HashSet<(u32, Projection)> = HashSet::new();
     let mut resident: Option<(Point, usize)> = None;
@@ -227,11 +227,11 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
                 chained[at] = !job.is_ordinary();
                 let point = clocks.run(stream);
                 last[at] = Some(point);
-                let knows = |other: &(Point, usize)| clocks.of(stream).knows(other.0);
+                let is_before = |other: &(Point, usize)| clocks.of(stream).includes(other.0);
                 let race = |other: &(Point, usize), buffer| Violation::Race { first: other.1, second: step, buffer };
                 for &buffer in reads {
                     let users = users.entry(buffer).or_default();
-                    if let Some(other) = users.writer.as_ref().filter(|other| !knows(other)) {
+                    if let Some(other) = users.writer.as_ref().filter(|other| !is_before(other)) {
                         return Err(race(other, buffer));
                     }
                     users.readers.insert(stream, (point, step));
@@ -239,13 +239,13 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
                 for &buffer in writes {
                     let users = users.entry(buffer).or_default();
                     let mut others = users.writer.iter().chain(users.readers.values());
-                    if let Some(other) = others.find(|other| !knows(other)) {
+                    if let Some(other) = others.find(|other| !is_before(other)) {
                         return Err(race(other, buffer));
                     }
                     *users = Users { writer: Some((point, step)), readers: HashMap::new() };
                 }
                 if job.waits_for_own_blocks() {
-                    if let Some(other) = resident.filter(|other| !knows(other)) {
+                    if let Some(other) = resident.filter(|other| !is_before(other)) {
                         return Err(Violation::Crowded { first: other.1, second: step });
                     }
                     resident = Some((point, step));
@@ -253,7 +253,7 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
                 if job.slot().is_some_and(|slot| slot >= graph.slots) {
                     return Err(Violation::OutOfRange { step });
                 }
-                read.extend(slots(step, job, &mut held, &mut decoded)?);
+                read.extend(slots(step, job, &mut contents, &mut decoded)?);
             }
         }
     }
@@ -268,7 +268,7 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
         }
     }
     let unjoined =
-        (1..graph.streams).find(|stream| last[usize::from(*stream)].is_some_and(|point| !clocks.of(0).knows(point)));
+        (1..graph.streams).find(|stream| last[usize::from(*stream)].is_some_and(|point| !clocks.of(0).includes(point)));
     unjoined.map_or_else(|| declared(graph), |stream| Err(Violation::Unjoined { stream }))
 }
 
@@ -291,7 +291,7 @@ fn declared(graph: &StepGraph) -> Result<(), Violation> {
 fn slots(
     step: usize,
     job: &Job,
-    held: &mut HashMap<(u8, Projection), Held>,
+    contents: &mut HashMap<(u8, Projection), Held>,
     decoded: &mut HashMap<(u32, Projection), DecodeOutput>,
 ) -> Result<Option<(u32, Projection)>, Violation> {
     match *job {
@@ -299,13 +299,13 @@ fn slots(
             if decoded.insert((layer, projection), output).is_some() {
                 return Err(Violation::DecodedTwice { step, layer, projection });
             }
-            held.insert((slot, projection), (layer, output));
+            contents.insert((slot, projection), (layer, output));
             Ok(None)
         }
         Job::Linear { layer, projection, pipeline, slot } => {
             let Some(output) = pipeline.decodes() else { return Ok(None) };
             let Some(slot) = slot else { return Err(Violation::NeverDecoded { layer, projection }) };
-            let (want, found) = ((layer, output), held.get(&(slot, projection)).copied());
+            let (want, found) = ((layer, output), contents.get(&(slot, projection)).copied());
             if found != Some(want) {
                 return Err(Violation::Stale { step, slot, projection, want, found });
             }

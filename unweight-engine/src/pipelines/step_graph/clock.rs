@@ -13,7 +13,7 @@ pub struct Point {
 
 impl Clock {
     /// Whether a point is at or before this clock.
-    pub fn knows(&self, point: Point) -> bool {
+    pub fn includes(&self, point: Point) -> bool {
         self.0.get(usize::from(point.stream)).is_some_and(|at| *at >= point.at)
     }
 
@@ -21,7 +21,7 @@ impl Clock {
         if self.0.len() < other.0.len() {
             self.0.resize(other.0.len(), 0);
         }
-        self.0.iter_mut().zip(&other.0).for_each(|(own, at)| *own = (*own).max(*at));
+        self.0.iter_mut().zip(&other.0).for_each(|(this, at)| *this = (*this).max(*at));
     }
 }
 
@@ -65,7 +65,7 @@ impl Clocks {
     }
 
     /// Joins the clock of another point into that of a stream.
-    pub fn learn(&mut self, stream: u8, clock: &Clock) {
+    pub fn merge(&mut self, stream: u8, clock: &Clock) {
         self.streams[usize::from(stream)].join(clock);
     }
 

@@ -59,7 +59,7 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
     }
     let mut next = vec![0; streams];
     let mut busy_until: Vec<Option<f64>> = vec![None; streams];
-    let mut taken = vec![0; streams];
+    let mut used_sms = vec![0; streams];
     let mut recorded = vec![false; graph.events as usize];
     let (mut now, mut free, mut spans) = (0.0, graph.sms, Vec::new());
     loop {
@@ -81,8 +81,8 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
                 Step::Wait { .. } => {}
                 Step::Run { job, sms, .. } => {
                     let end_us = now + cost.us(job, *sms).max(0.0);
-                    taken[stream] = (*sms).min(graph.sms);
-                    free -= taken[stream];
+                    used_sms[stream] = (*sms).min(graph.sms);
+                    free -= used_sms[stream];
                     busy_until[stream] = Some(end_us);
                     spans.push(Span { step, stream: stream as u8, job: *job, start_us: now, end_us });
                 }
@@ -93,7 +93,7 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
         for stream in 0..streams {
             if busy_until[stream].is_some_and(|end| end <= now) {
                 busy_until[stream] = None;
-                free += std::mem::take(&mut taken[stream]);
+                free += std::mem::take(&mut used_sms[stream]);
             }
         }
     }
@@ -147,23 +147,23 @@ impl Timeline {
 
     /// The maximum number of hard layers that are already decoded after the layer whose first product starts.
     pub fn depth(&self) -> usize {
-        let mut hard: Vec<u32> = self.spans.iter().filter(|span| span.decodes()).filter_map(layer).collect();
-        hard.sort_unstable();
-        hard.dedup();
-        let ready = |of: u32| {
-            let decoders = self.spans.iter().filter(|span| span.decodes() && layer(span) == Some(of));
+        let mut decoded_layers: Vec<u32> = self.spans.iter().filter(|span| span.decodes()).filter_map(layer).collect();
+        decoded_layers.sort_unstable();
+        decoded_layers.dedup();
+        let ready = |index: u32| {
+            let decoders = self.spans.iter().filter(|span| span.decodes() && layer(span) == Some(index));
             decoders.map(|span| span.end_us).fold(0.0, f64::max)
         };
-        let started = |of: u32| {
+        let started = |index: u32| {
             let products = self
                 .spans
                 .iter()
-                .filter(|span| matches!(span.job, Job::Linear { layer, .. } | Job::GateUp { layer } if layer == of));
+                .filter(|span| matches!(span.job, Job::Linear { layer, .. } | Job::GateUp { layer } if layer == index));
             products.map(|span| span.start_us).fold(f64::INFINITY, f64::min)
         };
-        let ready: Vec<f64> = hard.iter().map(|of| ready(*of)).collect();
-        let depths = hard.iter().enumerate().map(|(rank, of)| {
-            let start = started(*of);
+        let ready: Vec<f64> = decoded_layers.iter().map(|index| ready(*index)).collect();
+        let depths = decoded_layers.iter().enumerate().map(|(rank, index)| {
+            let start = started(*index);
             ready[rank + 1..].iter().take_while(|end| **end <= start).count()
         });
         depths.max().unwrap_or(0)

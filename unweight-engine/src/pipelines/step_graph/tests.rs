@@ -95,8 +95,8 @@ fn interpret(graph: &StepGraph, mut choose: impl FnMut(&[u8]) -> u8) -> Option<u
     let mut queues = vec![Vec::new(); streams];
     graph.steps.iter().for_each(|step| queues[usize::from(step.stream())].push(step));
     let (mut next, mut recorded) = (vec![0; streams], vec![false; graph.events as usize]);
-    let mut machine = Interpreter::default();
-    machine.values.insert(Buffer::Ids, digest("ids"));
+    let mut interpreter = Interpreter::default();
+    interpreter.values.insert(Buffer::Ids, digest("ids"));
     loop {
         let ready: Vec<u8> = (0..graph.streams)
             .filter(|stream| match queues[usize::from(*stream)].get(next[usize::from(*stream)]) {
@@ -109,14 +109,14 @@ fn interpret(graph: &StepGraph, mut choose: impl FnMut(&[u8]) -> u8) -> Option<u
         }
         let stream = usize::from(choose(&ready));
         match queues[stream][next[stream]] {
-            Step::Run { job, .. } => machine.run(job),
+            Step::Run { job, .. } => interpreter.run(job),
             Step::Record { event, .. } => recorded[*event as usize] = true,
             Step::Wait { .. } => {}
         }
         next[stream] += 1;
     }
     let done = (0..streams).all(|stream| next[stream] == queues[stream].len());
-    done.then(|| machine.value(Buffer::Ids))
+    done.then(|| interpreter.value(Buffer::Ids))
 }
 
 /// Runs one stream before all others.
@@ -154,8 +154,8 @@ fn orders_no_values(graph: &StepGraph, wait: usize) -> bool {
 }
 
 prop_compose! {
-    fn models(most: usize)(
-        layers in prop::collection::vec(prop::collection::vec(0..6usize, 3), 1..=most),
+    fn models(layers_max: usize)(
+        layers in prop::collection::vec(prop::collection::vec(0..6usize, 3), 1..=layers_max),
         pattern in 0..5u8,
         slots in 1..=4u8,
         consumers in 1..=2u8,
@@ -211,8 +211,8 @@ proptest! {
         }
         for (layer, mlp) in (0..).zip(&layers) {
             for projection in Projection::ALL {
-                let wanted: Vec<DecodeOutput> = mlp[projection as usize].decodes().into_iter().collect();
-                prop_assert_eq!(decoded.remove(&(layer, projection)).unwrap_or_default(), wanted);
+                let outputs: Vec<DecodeOutput> = mlp[projection as usize].decodes().into_iter().collect();
+                prop_assert_eq!(decoded.remove(&(layer, projection)).unwrap_or_default(), outputs);
             }
         }
         prop_assert!(decoded.is_empty());
@@ -248,8 +248,8 @@ proptest! {
             _ => 0,
         };
         for at in &slow.spans {
-            let beside = slow.spans.iter().filter(|span| span.start_us <= at.start_us && at.start_us < span.end_us);
-            prop_assert!(beside.map(sms).sum::<u32>() <= graph.sms, "{:?}", at);
+            let parallel = slow.spans.iter().filter(|span| span.start_us <= at.start_us && at.start_us < span.end_us);
+            prop_assert!(parallel.map(sms).sum::<u32>() <= graph.sms, "{:?}", at);
         }
     }
 
@@ -266,7 +266,7 @@ proptest! {
 /// Without a wait, some order also results in other tokens: `check` raises no false alarm.
 #[test]
 fn missing_wait_changes_the_result() {
-    let (mut seen, mut random) = (0, Random::new(3));
+    let (mut cases, mut random) = (0, Random::new(3));
     for slots in 1..=4 {
         let layers = [
             [Pipeline::Raw; 3],
@@ -289,10 +289,10 @@ fn missing_wait_changes_the_result() {
                 || (0..200)
                     .any(|_| differs(interpret(&broken, |ready| ready[random.below(ready.len() as u64) as usize])));
             assert!(found, "{slots} slots, without step {wait}: {:?}", graph.steps[wait]);
-            seen += 1;
+            cases += 1;
         }
     }
-    assert!(seen > 100, "{seen}");
+    assert!(cases > 100, "{cases}");
 }
 
 /// Layers 4 and 5 share slot 0 by the report's rule, and 5 is decoded before 4 is read.
@@ -308,7 +308,7 @@ fn the_reports_slots_race_for_adjacent_hard_layers() {
     let Violation::Race { first, second, .. } = error else { unreachable!() };
     let job = |step: usize| match graph.steps[step] {
         Step::Run { job, .. } => job,
-        _ => panic!("step {step} runs nothing"),
+        _ => panic!("step {step} is not a job"),
     };
     assert!(matches!((job(first), job(second)), (Job::Decode { layer: 5, .. }, Job::Linear { layer: 4, .. })));
     // If hard layers alternate with easy ones, as in the report's own bundles, its rule is sound.
@@ -405,12 +405,13 @@ fn every_violation_is_found() {
         reads.retain(|buffer| !matches!(buffer, Buffer::Slot(..)));
     });
     assert_eq!(error, unread);
-    let behind = at(&|step| matches!(step, Step::Run { stream: 0, job: Job::Linear { slot: Some(0), .. }, .. }));
+    let decoded_product =
+        at(&|step| matches!(step, Step::Run { stream: 0, job: Job::Linear { slot: Some(0), .. }, .. }));
     let error = broken(&|graph| {
-        let Step::Run { dependent, .. } = &mut graph.steps[behind] else { unreachable!() };
+        let Step::Run { dependent, .. } = &mut graph.steps[decoded_product] else { unreachable!() };
         *dependent = true;
     });
-    assert_eq!(error, Violation::DependentAfterWait { step: behind });
+    assert_eq!(error, Violation::DependentAfterWait { step: decoded_product });
     // A separate stream for the last token, which no stream waits for.
     let error = broken(&|graph| {
         graph.steps.push(Step::Record { stream: 0, event });
@@ -435,8 +436,8 @@ fn every_violation_is_found() {
         for buffer in reads.iter().chain(writes) {
             let error = broken(&|graph| {
                 let Step::Run { reads, writes, .. } = &mut graph.steps[step] else { unreachable!() };
-                reads.retain(|own| own != buffer);
-                writes.retain(|own| own != buffer);
+                reads.retain(|other| other != buffer);
+                writes.retain(|other| other != buffer);
             });
             assert_eq!(error, Violation::Undeclared { step, buffer: *buffer });
         }
@@ -444,7 +445,7 @@ fn every_violation_is_found() {
 }
 
 #[test]
-fn layouts_out_of_range_are_refused() {
+fn layouts_out_of_range_are_rejected() {
     let build = |layout| build(&[HARD, EASY], &layout).map(|graph| graph.streams);
     let layout = Layout::default();
     assert_eq!(build(layout), Ok(8));
@@ -461,7 +462,7 @@ fn layouts_out_of_range_are_refused() {
 
 /// Of 132 multiprocessors, some decode, shared by the decoded projections, and the others multiply.
 #[test]
-fn decoders_and_products_share_the_machine() {
+fn decoders_and_products_share_the_multiprocessors() {
     let sms = |layers: &[Mlp]| {
         let graph = build(layers, &Layout { decode_sms: 25, ..Layout::default() }).unwrap();
         let mut sms: Vec<(bool, u32)> = Vec::new();

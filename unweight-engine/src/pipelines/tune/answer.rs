@@ -12,13 +12,13 @@ pub struct Paired {
     pub challenger_us: Vec<f64>,
 }
 
-/// The median of `of`; 0 if it is empty.
-fn median(mut of: Vec<f64>) -> f64 {
-    of.sort_by(f64::total_cmp);
-    match of.len() {
+/// The median of `values`; 0 if it is empty.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
         0 => 0.0,
-        len if len % 2 == 1 => of[len / 2],
-        len => (of[len / 2 - 1] + of[len / 2]) / 2.0,
+        len if len % 2 == 1 => values[len / 2],
+        len => (values[len / 2 - 1] + values[len / 2]) / 2.0,
     }
 }
 
@@ -27,10 +27,10 @@ impl Paired {
     /// it. A round whose times are not positive numbers does not count.
     pub fn gain(&self) -> (f64, f64) {
         let rounds = self.incumbent_us.iter().zip(&self.challenger_us);
-        let sound = rounds.filter(|(incumbent, challenger)| {
+        let valid = rounds.filter(|(incumbent, challenger)| {
             incumbent.is_finite() && challenger.is_finite() && **incumbent > 0.0 && **challenger > 0.0
         });
-        let gains: Vec<f64> = sound.map(|(incumbent, challenger)| (incumbent - challenger) / incumbent).collect();
+        let gains: Vec<f64> = valid.map(|(incumbent, challenger)| (incumbent - challenger) / incumbent).collect();
         let middle = median(gains.clone());
         (middle, median(gains.iter().map(|gain| (gain - middle).abs()).collect()))
     }
@@ -54,12 +54,12 @@ pub enum Answer {
 
 impl Answer {
     /// Replaces measurements with a time that is not finite by an unusable answer.
-    pub(super) fn sound(self) -> Self {
+    pub(super) fn reject_infinite(self) -> Self {
         match self {
             Self::Measured(paired)
                 if !paired.incumbent_us.iter().chain(&paired.challenger_us).all(|us| us.is_finite()) =>
             {
-                Self::Unusable("a time that is no number".to_owned())
+                Self::Unusable("a time is not a finite number".to_owned())
             }
             answer => answer,
         }

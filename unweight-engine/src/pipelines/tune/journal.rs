@@ -40,7 +40,7 @@ pub enum JournalError {
         source: io::Error,
     },
     /// A line is not a line of a journal.
-    #[error("{}: line {line}: {reason}; mend the line, or begin with a new file", .path.display())]
+    #[error("{}: line {line}: {reason}; repair the line, or begin with a new file", .path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum JournalError {
         reason: String,
     },
     /// The journal belongs to another subject.
-    #[error("{}: these measurements are of {found} and not of {want}; begin with a new file", .path.display())]
+    #[error("{}: the measurements belong to {found}, not to {want}; begin with a new file", .path.display())]
     Key {
         /// The file.
         path: PathBuf,
@@ -60,7 +60,7 @@ pub enum JournalError {
         want: String,
     },
     /// The file exceeds [`JOURNAL_BYTES_MAX`].
-    #[error("{}: {bytes} bytes, above the limit of {JOURNAL_BYTES_MAX}; begin with a new file", .path.display())]
+    #[error("{}: {bytes} bytes exceed the limit of {JOURNAL_BYTES_MAX}; begin with a new file", .path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -68,13 +68,13 @@ pub enum JournalError {
         bytes: u64,
     },
     /// The path does not name a regular file.
-    #[error("{}: exists and is not a journal; choose another name", .path.display())]
+    #[error("{}: not a regular file; choose another path", .path.display())]
     NoFile {
         /// The path.
         path: PathBuf,
     },
     /// Another process writes the file.
-    #[error("{}: {by} writes this journal; let it end, or choose another file", .path.display())]
+    #[error("{}: {by} is writing this journal; wait for its end, or choose another file", .path.display())]
     Busy {
         /// The file.
         path: PathBuf,
@@ -152,12 +152,12 @@ impl Drop for Locked {
 
 /// A created file that nothing was written to, with its device and inode. It is removed on drop.
 #[derive(Debug)]
-struct Unused(Option<(PathBuf, Place)>);
+struct Unused(Option<(PathBuf, FileId)>);
 
 impl Drop for Unused {
     fn drop(&mut self) {
-        if let Some((path, place)) = &self.0
-            && place_of(path.metadata()) == Some(*place)
+        if let Some((path, id)) = &self.0
+            && file_id(path.metadata()) == Some(*id)
         {
             // An empty file that remains is a valid journal, too.
             let _ = fs::remove_file(path);
@@ -166,9 +166,9 @@ impl Drop for Unused {
 }
 
 /// The device and inode of a file.
-type Place = (u64, u64);
+type FileId = (u64, u64);
 
-fn place_of(metadata: io::Result<Metadata>) -> Option<Place> {
+fn file_id(metadata: io::Result<Metadata>) -> Option<FileId> {
     metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
@@ -206,12 +206,12 @@ impl Claim {
                 Err(TryLockError::Error(source)) => return Err(io(source)),
             }
             let file = Locked(file);
-            let place = place_of(file.0.metadata());
-            if place != place_of(path.metadata()) {
+            let id = file_id(file.0.metadata());
+            if id != file_id(path.metadata()) {
                 // Another claim removed this file. The next file of this name has its own lock.
                 continue;
             }
-            let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
+            let unused = Unused(id.filter(|_| fresh).map(|id| (path.to_owned(), id)));
             let mut bytes = Vec::new();
             (&file.0).take(JOURNAL_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
             if bytes.len() as u64 > JOURNAL_BYTES_MAX {
@@ -219,7 +219,7 @@ impl Claim {
                 return Err(JournalError::TooLarge { path: path.to_owned(), bytes });
             }
             let claim = Self { unused, path: path.to_owned(), file, bytes };
-            if claim.whole() > 0 {
+            if claim.complete_len() > 0 {
                 claim.head()?;
             }
             return Ok(claim);
@@ -231,7 +231,7 @@ impl Claim {
     /// # Errors
     /// [`JournalError::Key`] for a journal of another key, [`JournalError::Damaged`] for anything else.
     pub fn check(&self, key: &str) -> Result<(), JournalError> {
-        if self.whole() > 0 {
+        if self.complete_len() > 0 {
             let head = self.head()?;
             if head.key != key {
                 let (found, want) = (head.key.chars().take(64).collect(), key.to_owned());
@@ -242,8 +242,8 @@ impl Claim {
         // Compares only the known part of a head; [`Claim::begin`] compares the rest.
         let head = Head { tune: VERSION, key: key.to_owned(), axes: Vec::new(), start: Vec::new() };
         let text = serde_json::to_string(&head).unwrap_or_default();
-        let known = text.split("[]").next().unwrap_or_default();
-        self.torn(known.as_bytes(), self.bytes.len().min(known.len()))
+        let prefix = text.split("[]").next().unwrap_or_default();
+        self.check_prefix(prefix.as_bytes(), self.bytes.len().min(prefix.len()))
     }
 
     /// Begins or resumes the journal of a search for `key` in `space` from `start` on. A resumed search begins at
@@ -253,23 +253,23 @@ impl Claim {
     /// [`JournalError`] if the file belongs to another search, is damaged or cannot be written.
     pub fn begin(mut self, key: &str, space: &Space, start: &Point) -> Result<Journal, JournalError> {
         self.check(key)?;
-        let whole = self.whole();
+        let complete_len = self.complete_len();
         let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
         let names = space.names(start).into_iter().map(str::to_owned).collect();
         let head = Head { tune: VERSION, key: key.to_owned(), axes, start: names };
-        if whole == 0 {
-            self.torn(&serde_json::to_vec(&head).unwrap_or_default(), self.bytes.len())?;
+        if complete_len == 0 {
+            self.check_prefix(&serde_json::to_vec(&head).unwrap_or_default(), self.bytes.len())?;
         }
-        let (begun, answers) = read(&self.path, &self.bytes[..whole], &head.axes, space)?;
+        let (begun, answers) = read(&self.path, &self.bytes[..complete_len], &head.axes, space)?;
         let path = self.path.clone();
         let io = |source| JournalError::Io { path: path.clone(), source };
         // A measurement that a kill cut off is measured again.
-        self.file.0.set_len(whole as u64).map_err(io)?;
-        self.file.0.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
+        self.file.0.set_len(complete_len as u64).map_err(io)?;
+        self.file.0.seek(SeekFrom::Start(complete_len as u64)).map_err(io)?;
         self.unused.0 = None;
         let start = begun.unwrap_or_else(|| start.clone());
         let mut journal = Journal { path: self.path, file: self.file, start, answers };
-        if whole == 0 {
+        if complete_len == 0 {
             journal.write(&head)?;
             // Also syncs the folder, which contains the name of a new file.
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -279,12 +279,12 @@ impl Claim {
     }
 
     /// The number of bytes of whole lines.
-    fn whole(&self) -> usize {
+    fn complete_len(&self) -> usize {
         self.bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1)
     }
 
     /// Checks that a file without a whole line is a prefix of `head`: only such a file may be overwritten.
-    fn torn(&self, head: &[u8], length: usize) -> Result<(), JournalError> {
+    fn check_prefix(&self, head: &[u8], length: usize) -> Result<(), JournalError> {
         if head.starts_with(&self.bytes[..length]) {
             return Ok(());
         }
@@ -298,7 +298,10 @@ impl Claim {
         let line = self.bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
         let head: Head = serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?;
         if head.tune != VERSION {
-            return Err(damaged(format!("version {} of the lines; this program writes {VERSION}", head.tune)));
+            return Err(damaged(format!(
+                "the journal has version {}; this program writes version {VERSION}",
+                head.tune
+            )));
         }
         Ok(head)
     }
@@ -349,8 +352,8 @@ impl Journal {
     ) -> Result<Answer, JournalError> {
         let line = Line { phase, incumbent: space.names(incumbent), challenger: space.names(challenger), answer };
         self.write(&line)?;
-        let again = serde_json::to_vec(&line.answer).and_then(|text| serde_json::from_slice::<Answer>(&text));
-        let answer = again.map_err(|error| JournalError::Io { path: self.path.clone(), source: error.into() })?;
+        let parsed = serde_json::to_vec(&line.answer).and_then(|text| serde_json::from_slice::<Answer>(&text));
+        let answer = parsed.map_err(|error| JournalError::Io { path: self.path.clone(), source: error.into() })?;
         self.answers.insert((phase, incumbent.clone(), challenger.clone()), answer.clone());
         Ok(answer)
     }
@@ -370,22 +373,22 @@ impl Journal {
 fn read(path: &Path, bytes: &[u8], axes: &[String], space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
     let damaged = |line: usize, reason: String| JournalError::Damaged { path: path.to_owned(), line, reason };
     let (mut start, mut answers) = (None, HashMap::new());
-    let place =
+    let point =
         |number: usize, names: &[String]| space.point(names).map_err(|error| damaged(number, error.to_string()));
     let lines = bytes.split_inclusive(|byte| *byte == b'\n').map(|line| &line[..line.len() - 1]);
     for (number, line) in (1..).zip(lines) {
         if number == 1 {
             let head: Head = serde_json::from_slice(line).map_err(|error| damaged(1, error.to_string()))?;
             if head.axes != axes {
-                return Err(damaged(1, "other coordinates than are searched now".to_owned()));
+                return Err(damaged(1, "its coordinates differ from those of this search".to_owned()));
             }
-            start = Some(place(1, &head.start)?);
+            start = Some(point(1, &head.start)?);
             continue;
         }
         let line: Line<String> = serde_json::from_slice(line).map_err(|error| damaged(number, error.to_string()))?;
-        let at = (line.phase, place(number, &line.incumbent)?, place(number, &line.challenger)?);
+        let at = (line.phase, point(number, &line.incumbent)?, point(number, &line.challenger)?);
         if answers.insert(at, line.answer).is_some() {
-            return Err(damaged(number, "the same points a second time".to_owned()));
+            return Err(damaged(number, "the same points are measured a second time".to_owned()));
         }
     }
     Ok((start, answers))

@@ -87,7 +87,7 @@ pub enum TuneError {
     #[error(transparent)]
     Journal(#[from] JournalError),
     /// The objective failed.
-    #[error("the measurement failed: {0}; the journal has all before it")]
+    #[error("the measurement failed: {0}; the journal keeps all earlier measurements")]
     Objective(#[from] ObjectiveError),
 }
 
@@ -113,14 +113,14 @@ pub fn descend(
     limits: &Limits,
     watch: &mut dyn FnMut(Progress<'_>),
 ) -> Result<Tuned, TuneError> {
-    let left = HashSet::from([start.clone()]);
+    let visited = HashSet::from([start.clone()]);
     let tuned = Tuned { best: start.clone(), gain: 0.0, measured: 0, replayed: 0, rejected: 0, taken: Vec::new() };
     let of = |group| (0..space.axes().len()).filter(move |axis| space.axes()[*axis].coordinate.profile() == group);
     let groups = [Some(Profile::Hard), Some(Profile::Easy), None].map(|group| of(group).collect::<Vec<usize>>());
-    let mut search = Search { space, objective, journal, watch, left, tuned, ahead: 0, behind: 0 };
+    let mut search = Search { space, objective, journal, watch, visited, tuned, group_remaining: 0, later_groups: 0 };
     for (at, axes) in groups.iter().enumerate() {
         // In the following groups every alternative is compared twice: in a sweep and in a revisit.
-        search.behind = 2 * groups[at + 1..].iter().map(|axes| search.alternatives(axes)).sum::<u32>();
+        search.later_groups = 2 * groups[at + 1..].iter().map(|axes| search.alternatives(axes)).sum::<u32>();
         for _ in 0..limits.rounds {
             while search.sweep(axes, Phase::Sweep, limits.gain)? {}
             // The last sweep and this revisit found nothing, so another round would repeat the same comparisons.
@@ -139,12 +139,12 @@ struct Search<'a> {
     journal: &'a mut Journal,
     watch: &'a mut dyn FnMut(Progress<'_>),
     /// Points that were the best at some time; none is tried again.
-    left: HashSet<Point>,
+    visited: HashSet<Point>,
     tuned: Tuned,
     /// Comparisons left in the current sweep, and in those that follow it in its group if nothing is gained.
-    ahead: u32,
+    group_remaining: u32,
     /// Comparisons of the following groups.
-    behind: u32,
+    later_groups: u32,
 }
 
 impl Search<'_> {
@@ -154,27 +154,27 @@ impl Search<'_> {
     }
 
     /// Compares every alternative of every axis with the best point so far. Returns whether one was taken.
-    fn sweep(&mut self, axes: &[usize], phase: Phase, least: f64) -> Result<bool, TuneError> {
+    fn sweep(&mut self, axes: &[usize], phase: Phase, min_gain: f64) -> Result<bool, TuneError> {
         let mut gained = false;
         // A sweep is followed by a revisit. After a gain, one more sweep follows, and after a revisit with a gain both.
         let all = self.alternatives(axes);
-        self.ahead = if phase == Phase::Sweep { 2 * all } else { all };
-        let again = if phase == Phase::Sweep { all } else { 2 * all };
+        self.group_remaining = if phase == Phase::Sweep { 2 * all } else { all };
+        let repeat = if phase == Phase::Sweep { all } else { 2 * all };
         for &axis in axes {
             // The choice at which the sweep of this axis began need not be tried.
             let from = self.tuned.best.choice(axis);
             for choice in (0..self.space.axes()[axis].choices.len()).filter(|choice| *choice != from) {
                 let challenger = self.tuned.best.with(axis, choice);
-                self.ahead = self.ahead.saturating_sub(1);
-                if self.left.contains(&challenger) {
+                self.group_remaining = self.group_remaining.saturating_sub(1);
+                if self.visited.contains(&challenger) {
                     continue;
                 }
                 let incumbent = self.tuned.best.clone();
-                match self.ask(phase, &incumbent, &challenger)? {
-                    Answer::Measured(paired) if paired.is_gain(least) => {
-                        self.ahead += if gained { 0 } else { again };
+                match self.compare(phase, &incumbent, &challenger)? {
+                    Answer::Measured(paired) if paired.is_gain(min_gain) => {
+                        self.group_remaining += if gained { 0 } else { repeat };
                         gained = true;
-                        self.left.insert(challenger.clone());
+                        self.visited.insert(challenger.clone());
                         self.tuned.taken.push(challenger.clone());
                         self.tuned.best = challenger;
                     }
@@ -191,9 +191,9 @@ impl Search<'_> {
         if self.tuned.best == *start {
             return Ok(());
         }
-        self.ahead = 0;
+        self.group_remaining = 0;
         let best = self.tuned.best.clone();
-        let gain = match self.ask(Phase::Confirm, start, &best)? {
+        let gain = match self.compare(Phase::Confirm, start, &best)? {
             Answer::Measured(paired) => paired.gain().0,
             Answer::Unusable(_) => 0.0,
         };
@@ -206,18 +206,18 @@ impl Search<'_> {
     }
 
     /// Returns the answer from the journal, or measures it and appends it to the journal.
-    fn ask(&mut self, phase: Phase, incumbent: &Point, challenger: &Point) -> Result<Answer, TuneError> {
+    fn compare(&mut self, phase: Phase, incumbent: &Point, challenger: &Point) -> Result<Answer, TuneError> {
         let (answer, measured) = match self.journal.answer(phase, incumbent, challenger) {
             Some(answer) => (answer.clone(), false),
             None => {
-                let answer = self.objective.compare(incumbent, challenger)?.sound();
+                let answer = self.objective.compare(incumbent, challenger)?.reject_infinite();
                 (self.journal.append(self.space, phase, incumbent, challenger, answer)?, true)
             }
         };
         *(if measured { &mut self.tuned.measured } else { &mut self.tuned.replayed }) += 1;
         let compared = self.tuned.measured + self.tuned.replayed;
         let confirm = u32::from(phase != Phase::Confirm && !self.tuned.taken.is_empty());
-        let expected = compared + self.ahead + self.behind + confirm;
+        let expected = compared + self.group_remaining + self.later_groups + confirm;
         (self.watch)(Progress { compared, expected, measured, incumbent });
         Ok(answer)
     }

@@ -88,13 +88,13 @@ impl Point {
 #[non_exhaustive]
 pub enum SpaceError {
     /// An axis has no choices.
-    #[error("{0} has no choices; leave it out")]
+    #[error("{0} has no choices; remove the axis")]
     NoChoices(Coordinate),
     /// Two axes have the same coordinate.
-    #[error("{0} is there twice")]
+    #[error("{0} has two axes")]
     Twice(Coordinate),
     /// Two choices of an axis have the same name.
-    #[error("{coordinate} has '{choice}' twice")]
+    #[error("{coordinate} has the choice '{choice}' twice")]
     ChoiceTwice {
         /// The coordinate.
         coordinate: Coordinate,
@@ -102,7 +102,7 @@ pub enum SpaceError {
         choice: String,
     },
     /// The number of names differs from the number of axes.
-    #[error("{got} choices for {axes} coordinates")]
+    #[error("got {got} choices for {axes} coordinates")]
     Count {
         /// The number of names.
         got: usize,
@@ -110,7 +110,7 @@ pub enum SpaceError {
         axes: usize,
     },
     /// An axis has no choice of this name.
-    #[error("{coordinate} cannot be '{choice}'; it can be {known}")]
+    #[error("{coordinate} cannot be '{choice}'; valid choices are {known}")]
     Unknown {
         /// The coordinate.
         coordinate: Coordinate,
@@ -176,15 +176,15 @@ impl Space {
         if choices.len() != self.axes.len() {
             return Err(SpaceError::Count { got: choices.len(), axes: self.axes.len() });
         }
-        let places = self.axes.iter().zip(choices).map(|(axis, choice)| {
+        let indices = self.axes.iter().zip(choices).map(|(axis, choice)| {
             let choice = choice.as_ref();
-            axis.choices.iter().position(|own| own == choice).ok_or_else(|| SpaceError::Unknown {
+            axis.choices.iter().position(|name| name == choice).ok_or_else(|| SpaceError::Unknown {
                 coordinate: axis.coordinate,
                 choice: choice.chars().take(64).collect(),
                 known: axis.choices.join(", "),
             })
         });
-        places.collect::<Result<_, _>>().map(Point)
+        indices.collect::<Result<_, _>>().map(Point)
     }
 
     /// The names of a point's choices, one per axis.

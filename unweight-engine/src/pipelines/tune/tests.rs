@@ -41,32 +41,39 @@ fn points(space: &Space) -> Vec<Point> {
 }
 
 /// An objective with invented step times and failures.
-struct Invented<C> {
+struct FakeObjective<C> {
     cost: C,
     /// The standard deviation of the noise, as a share of the cost.
     noise: f64,
     random: Random,
     /// The number of comparisons until the device is lost.
-    lives: Option<u32>,
-    rejects: fn(&Point) -> bool,
-    asked: Vec<(Point, Point)>,
+    comparisons_left: Option<u32>,
+    is_rejected: fn(&Point) -> bool,
+    comparisons: Vec<(Point, Point)>,
 }
 
-impl<C: Fn(&Point) -> f64> Invented<C> {
+impl<C: Fn(&Point) -> f64> FakeObjective<C> {
     fn new(cost: C) -> Self {
-        Self { cost, noise: 0.0, random: Random::new(9), lives: None, rejects: |_| false, asked: Vec::new() }
+        Self {
+            cost,
+            noise: 0.0,
+            random: Random::new(9),
+            comparisons_left: None,
+            is_rejected: |_| false,
+            comparisons: Vec::new(),
+        }
     }
 }
 
-impl<C: Fn(&Point) -> f64> Objective for Invented<C> {
+impl<C: Fn(&Point) -> f64> Objective for FakeObjective<C> {
     fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError> {
-        match &mut self.lives {
+        match &mut self.comparisons_left {
             Some(0) => return Err(ObjectiveError("the device is lost".into())),
-            Some(lives) => *lives -= 1,
+            Some(comparisons_left) => *comparisons_left -= 1,
             None => {}
         }
-        self.asked.push((incumbent.clone(), challenger.clone()));
-        if (self.rejects)(challenger) {
+        self.comparisons.push((incumbent.clone(), challenger.clone()));
+        if (self.is_rejected)(challenger) {
             return Ok(Answer::Unusable("other logits".to_owned()));
         }
         let mut time = |point: &Point| (self.cost)(point) * (1.0 + self.noise * self.random.normal());
@@ -113,14 +120,14 @@ fn separable_costs_are_solved_in_few_comparisons() {
         let (folder, cost) = (folder(), separable(&space, seed));
         let best = points(&space).into_iter().min_by(|a, b| cost(a).total_cmp(&cost(b))).unwrap();
         let start = cost(&space.first());
-        let mut objective = Invented::new(&cost);
+        let mut objective = FakeObjective::new(&cost);
         let tuned = search(&space, &mut objective, &folder.path().join("j")).unwrap();
         assert_eq!(tuned.best, best, "seed {seed}");
         let gain = (start - cost(&best)) / start;
         assert!((tuned.gain - gain).abs() < 1e-9 && (gain > 0.0 || tuned.taken.is_empty()));
         // A sweep with gains, one without, a revisit and a sweep after it, and the confirmation.
-        assert!(objective.asked.len() <= 4 * alternatives + 1, "{}", objective.asked.len());
-        assert_eq!(tuned.measured as usize, objective.asked.len());
+        assert!(objective.comparisons.len() <= 4 * alternatives + 1, "{}", objective.comparisons.len());
+        assert_eq!(tuned.measured as usize, objective.comparisons.len());
     }
 }
 
@@ -134,20 +141,23 @@ fn expected_measurements_cover_the_whole_search() {
         for flat in [true, false] {
             let folder = folder();
             let mut journal = Journal::open(&folder.path().join("j"), KEY, &space, &space.first()).unwrap();
-            let mut objective = Invented::new(|point: &Point| if flat { 1.0 } else { costs(point) });
-            let mut told = Vec::new();
+            let mut objective = FakeObjective::new(|point: &Point| if flat { 1.0 } else { costs(point) });
+            let mut updates = Vec::new();
             let mut watch = |progress: Progress<'_>| {
-                told.push((progress.compared, progress.expected, progress.incumbent.clone()));
+                updates.push((progress.compared, progress.expected, progress.incumbent.clone()));
             };
             let limits = Limits::default();
             let tuned = descend(&space, &space.first(), &mut objective, &mut journal, &limits, &mut watch).unwrap();
             let all = tuned.measured + tuned.replayed;
-            assert_eq!(told.last().map(|last| (last.0, last.1)), Some((all, all)));
-            let settled = told.iter().filter(|(_, _, incumbent)| *incumbent == tuned.best);
+            assert_eq!(updates.last().map(|last| (last.0, last.1)), Some((all, all)));
+            let settled = updates.iter().filter(|(_, _, incumbent)| *incumbent == tuned.best);
             // Points that were left are not compared again: at most as many as were taken, in a sweep and a revisit.
-            let most = all + 2 * tuned.taken.len() as u32;
-            assert!(settled.clone().all(|(_, expected, _)| (all..=most).contains(expected)), "{all}: {told:?}");
-            assert!(!flat || told.iter().all(|(_, expected, _)| *expected == all), "{told:?}");
+            let expected_max = all + 2 * tuned.taken.len() as u32;
+            assert!(
+                settled.clone().all(|(_, expected, _)| (all..=expected_max).contains(expected)),
+                "{all}: {updates:?}"
+            );
+            assert!(!flat || updates.iter().all(|(_, expected, _)| *expected == all), "{updates:?}");
         }
     }
 }
@@ -159,14 +169,14 @@ fn coupled_costs_decrease_and_terminate() {
     let space = space([3, 3, 3, 4, 4, 4]);
     for seed in 0..60 {
         let cost = |point: &Point| {
-            let place: Vec<u64> = (0..6).map(|axis| point.choice(axis) as u64).chain([seed]).collect();
-            100.0 + 100.0 * Random::at(&place).uniform()
+            let coordinates: Vec<u64> = (0..6).map(|axis| point.choice(axis) as u64).chain([seed]).collect();
+            100.0 + 100.0 * Random::at(&coordinates).uniform()
         };
         let folder = folder();
-        let mut objective = Invented::new(cost);
+        let mut objective = FakeObjective::new(cost);
         let tuned = search(&space, &mut objective, &folder.path().join("j")).unwrap();
-        let way: Vec<f64> = [space.first()].iter().chain(&tuned.taken).map(cost).collect();
-        assert!(way.windows(2).all(|pair| pair[1] < pair[0] * 0.995), "seed {seed}: {way:?}");
+        let costs: Vec<f64> = [space.first()].iter().chain(&tuned.taken).map(cost).collect();
+        assert!(costs.windows(2).all(|pair| pair[1] < pair[0] * 0.995), "seed {seed}: {costs:?}");
         assert_eq!(tuned.taken.iter().collect::<HashSet<_>>().len(), tuned.taken.len());
         assert_eq!(tuned.best, tuned.taken.last().cloned().unwrap_or(space.first()));
     }
@@ -180,14 +190,15 @@ fn noise_is_not_a_gain() {
     let mut best = 0;
     for seed in 0..40 {
         let cost = separable(&space, seed);
-        let least = points(&space).iter().map(&cost).fold(f64::INFINITY, f64::min);
+        let min_cost = points(&space).iter().map(&cost).fold(f64::INFINITY, f64::min);
         let folder = folder();
-        let mut objective = Invented { noise: 0.005, random: Random::new(seed), ..Invented::new(&cost) };
+        let mut objective = FakeObjective { noise: 0.005, random: Random::new(seed), ..FakeObjective::new(&cost) };
         let tuned = search(&space, &mut objective, &folder.path().join("j")).unwrap();
         assert!(cost(&tuned.best) <= cost(&space.first()), "seed {seed}");
-        best += u32::from(cost(&tuned.best) < least * 1.03);
+        best += u32::from(cost(&tuned.best) < min_cost * 1.03);
         // If all points are equal, nothing is gained.
-        let mut flat = Invented { noise: 0.02, random: Random::new(seed), ..Invented::new(|_: &Point| 100.0) };
+        let mut flat =
+            FakeObjective { noise: 0.02, random: Random::new(seed), ..FakeObjective::new(|_: &Point| 100.0) };
         let tuned = search(&space, &mut flat, &folder.path().join("flat")).unwrap();
         assert!(tuned.taken.len() <= 2, "seed {seed}: {:?}", tuned.taken);
     }
@@ -199,11 +210,11 @@ fn points_that_cannot_run_are_rejected() {
     let space = space([3, 3, 3, 4, 4, 4]);
     for seed in 0..20 {
         let cost = separable(&space, seed);
-        let rejects: fn(&Point) -> bool = |point| point.choice(1) == 2 || point.choice(4) == point.choice(5) + 1;
+        let is_rejected: fn(&Point) -> bool = |point| point.choice(1) == 2 || point.choice(4) == point.choice(5) + 1;
         let folder = folder();
-        let mut objective = Invented { rejects, ..Invented::new(&cost) };
+        let mut objective = FakeObjective { is_rejected, ..FakeObjective::new(&cost) };
         let tuned = search(&space, &mut objective, &folder.path().join("j")).unwrap();
-        assert!(!rejects(&tuned.best) && tuned.rejected > 0 && tuned.taken.iter().all(|point| !rejects(point)));
+        assert!(!is_rejected(&tuned.best) && tuned.rejected > 0 && tuned.taken.iter().all(|point| !is_rejected(point)));
     }
 }
 
@@ -213,7 +224,7 @@ fn nan_times_are_rejected() {
     let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
     for cost in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let path = folder.path().join(cost.to_string());
-        let mut objective = Invented::new(|point: &Point| if point.choice(0) == 1 { cost } else { 1.0 });
+        let mut objective = FakeObjective::new(|point: &Point| if point.choice(0) == 1 { cost } else { 1.0 });
         let tuned = search(&space, &mut objective, &path).unwrap();
         assert_eq!((&tuned.best, tuned.rejected), (&space.first(), 2));
         assert_eq!(search(&space, &mut objective, &path).unwrap().measured, 0);
@@ -223,8 +234,8 @@ fn nan_times_are_rejected() {
 /// A result that was luck is dropped.
 #[test]
 fn result_is_never_slower_than_the_start() {
-    struct Liar(u32);
-    impl Objective for Liar {
+    struct Misleading(u32);
+    impl Objective for Misleading {
         fn compare(&mut self, _: &Point, _: &Point) -> Result<Answer, ObjectiveError> {
             self.0 += 1;
             // Only the first measurement of the challenger is better.
@@ -233,7 +244,7 @@ fn result_is_never_slower_than_the_start() {
         }
     }
     let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
-    let tuned = search(&space, &mut Liar(0), &folder.path().join("j")).unwrap();
+    let tuned = search(&space, &mut Misleading(0), &folder.path().join("j")).unwrap();
     assert_eq!((tuned.best, tuned.gain, tuned.taken.len()), (space.first(), 0.0, 1));
 }
 
@@ -244,9 +255,9 @@ fn search_resumes_from_every_line() {
     let cost = separable(&space, 4);
     let folder = folder();
     let whole = folder.path().join("whole");
-    let mut objective = Invented::new(&cost);
+    let mut objective = FakeObjective::new(&cost);
     let expected = search(&space, &mut objective, &whole).unwrap();
-    let all = objective.asked.len();
+    let all = objective.comparisons.len();
     let text = fs::read(&whole).unwrap();
     let lines: Vec<&[u8]> = text.split_inclusive(|byte| *byte == b'\n').collect();
     assert_eq!(lines.len(), all + 1);
@@ -257,38 +268,38 @@ fn search_resumes_from_every_line() {
             // A part of the next line, and never its end.
             bytes.extend(lines.get(kept).map_or(&[][..], |line| &line[..torn.min(line.len() - 1)]));
             fs::write(&path, bytes).unwrap();
-            let mut objective = Invented::new(&cost);
+            let mut objective = FakeObjective::new(&cost);
             let tuned = search(&space, &mut objective, &path).unwrap();
             assert_eq!((&tuned.best, &tuned.taken), (&expected.best, &expected.taken), "{kept} lines");
-            assert_eq!(objective.asked.len(), all - kept.saturating_sub(1), "{kept} lines");
+            assert_eq!(objective.comparisons.len(), all - kept.saturating_sub(1), "{kept} lines");
             assert_eq!(fs::read(&path).unwrap(), text, "{kept} lines");
         }
     }
     // A device that is lost repeatedly.
-    let path = folder.path().join("dying");
-    let mut asked: HashMap<(Point, Point), u32> = HashMap::new();
-    let mut deaths = 0;
+    let path = folder.path().join("failing");
+    let mut comparisons: HashMap<(Point, Point), u32> = HashMap::new();
+    let mut failures = 0;
     let tuned = loop {
-        let mut objective = Invented { lives: Some(3), ..Invented::new(&cost) };
+        let mut objective = FakeObjective { comparisons_left: Some(3), ..FakeObjective::new(&cost) };
         let ended = search(&space, &mut objective, &path);
-        objective.asked.into_iter().for_each(|pair| *asked.entry(pair).or_default() += 1);
+        objective.comparisons.into_iter().for_each(|pair| *comparisons.entry(pair).or_default() += 1);
         match ended {
             Ok(tuned) => break tuned,
             Err(TuneError::Objective(error)) => assert_eq!(error.to_string(), "the device is lost"),
             Err(error) => panic!("{error}"),
         }
-        deaths += 1;
+        failures += 1;
     };
     assert_eq!((tuned.best, tuned.taken), (expected.best, expected.taken));
-    assert_eq!(asked.values().sum::<u32>() as usize, all);
-    assert!(deaths >= all / 3 - 1, "{deaths}");
+    assert_eq!(comparisons.values().sum::<u32>() as usize, all);
+    assert!(failures >= all / 3 - 1, "{failures}");
 }
 
 #[test]
 fn invalid_journals_are_rejected() {
     let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
     let path = folder.path().join("j");
-    search(&space, &mut Invented::new(separable(&space, 1)), &path).unwrap();
+    search(&space, &mut FakeObjective::new(separable(&space, 1)), &path).unwrap();
     let text = fs::read_to_string(&path).unwrap();
     let open = |text: &str, key: &str| {
         fs::write(&path, text).unwrap();
@@ -308,7 +319,7 @@ fn invalid_journals_are_rejected() {
     for torn in ["", &head[..7], head] {
         assert_eq!(open(torn, KEY), Ok(0), "{torn}");
     }
-    for other in ["{}", "a file of somebody's", &head[1..], &format!("{head} ")] {
+    for other in ["{}", "an unrelated file", &head[1..], &format!("{head} ")] {
         let error = open(other, KEY).unwrap_err();
         assert!(error.contains("j: line 1: neither"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), other);
@@ -321,12 +332,12 @@ fn invalid_journals_are_rejected() {
         open(&text.replacen("hard.gate.pipeline", "hard.up.pipeline", 1), KEY).unwrap_err().contains("coordinates")
     );
     let other = open(&text, "4567").unwrap_err();
-    assert!(other.contains("of 0123 and not of 4567"), "{other}");
+    assert!(other.contains("belong to 0123, not to 4567"), "{other}");
     fs::write(&path, &text).unwrap();
     let again = |path: &Path| Journal::open(path, KEY, &space, &space.first());
-    let held = again(&path).unwrap();
+    let journal = again(&path).unwrap();
     assert!(matches!(again(&path), Err(JournalError::Busy { .. })));
-    drop(held);
+    drop(journal);
     assert!(again(&path).is_ok());
     // A file without a line that exceeds all memory is not read.
     let huge = folder.path().join("huge");
@@ -359,12 +370,12 @@ fn journal_is_locked_before_the_search_space_is_known() {
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
         checked
     };
-    for own in ["", &head[..1], &head[..20], &head[..head.len() - 1], &head] {
-        assert_eq!(checked(own, KEY), Ok(()), "{own}");
+    for prefix in ["", &head[..1], &head[..20], &head[..head.len() - 1], &head] {
+        assert_eq!(checked(prefix, KEY), Ok(()), "{prefix}");
     }
-    assert!(checked(&head, "4567").unwrap_err().contains("of 0123 and not of 4567"));
-    for (other, said) in [("mine", "neither a journal"), (&head[..40], "neither"), ("mine\n", "line 1: ")] {
-        assert!(checked(other, "4567").unwrap_err().contains(said), "{other}");
+    assert!(checked(&head, "4567").unwrap_err().contains("belong to 0123, not to 4567"));
+    for (other, expected) in [("mine", "neither a journal"), (&head[..40], "neither"), ("mine\n", "line 1: ")] {
+        assert!(checked(other, "4567").unwrap_err().contains(expected), "{other}");
     }
     let below = path.join("j");
     assert!(matches!(Claim::new(&below), Err(JournalError::Io { .. })));
@@ -401,13 +412,13 @@ fn search_resumes_from_its_own_start() {
     for seed in 0..10 {
         let (space, folder) = (space([3, 3, 4, 6, 2, 5]), folder());
         let path = folder.path().join("j");
-        let mut objective = Invented::new(separable(&space, seed));
+        let mut objective = FakeObjective::new(separable(&space, seed));
         let found = search(&space, &mut objective, &path).unwrap();
         assert!(found.gain > 0.0);
         let mut journal = Journal::open(&path, KEY, &space, &found.best).unwrap();
         let start = journal.start().clone();
         assert_eq!(start, space.first());
-        let mut objective = Invented { lives: Some(0), ..objective };
+        let mut objective = FakeObjective { comparisons_left: Some(0), ..objective };
         let again = descend(&space, &start, &mut objective, &mut journal, &Limits::default(), &mut |_| {}).unwrap();
         assert_eq!((again.best, again.gain, again.measured), (found.best, found.gain, 0));
     }
@@ -422,7 +433,7 @@ fn gains_are_medians_of_rounds() {
     // A single disturbed round changes nothing.
     let disturbed = paired(&[100.0; 5], &[98.0, 98.0, 500.0, 98.0, 98.0]);
     assert!(disturbed.is_gain(0.005) && (disturbed.gain().0 - 0.02).abs() < 1e-12);
-    assert!(!disturbed.is_gain(0.02), "not more than 2 %");
+    assert!(!disturbed.is_gain(0.02), "the gain is not above 2 %");
     // A gain of 2 % with deviations of 1 % may be noise.
     assert!(!paired(&[100.0; 5], &[96.0, 97.0, 98.0, 99.0, 100.0]).is_gain(0.005));
     assert!(!paired(&[], &[]).is_gain(0.0));
@@ -440,10 +451,10 @@ fn invalid_search_spaces_are_rejected() {
     let twice = SpaceError::ChoiceTwice { coordinate: b, choice: "x".to_owned() };
     assert_eq!(Space::new(vec![axis(b, &["x", "x"])]), Err(twice));
     let space = Space::new(vec![axis(a, &["1", "2"]), axis(b, &["on", "off"])]).unwrap();
-    assert_eq!(space.axes()[0].coordinate, b, "the profiles' own come first");
+    assert_eq!(space.axes()[0].coordinate, b, "coordinates of profiles come first");
     assert_eq!(space.names(&space.point(&["off", "1"]).unwrap()), ["off", "1"]);
     assert_eq!(space.point(&["off"]), Err(SpaceError::Count { got: 1, axes: 2 }));
     let error = space.point(&["off", "3"]).unwrap_err().to_string();
-    assert_eq!(error, "consumers cannot be '3'; it can be 1, 2");
+    assert_eq!(error, "consumers cannot be '3'; valid choices are 1, 2");
     assert_eq!(b.to_string(), "easy.up.pipeline");
 }

@@ -41,19 +41,19 @@ impl Units {
             self.owned.remove(page);
             self.lost.remove(page);
         });
-        let different: BTreeSet<u32> = self.free.iter().copied().collect();
-        assert_eq!(different.len(), self.free.len(), "units that are free twice: {:?}", self.free);
+        let distinct: BTreeSet<u32> = self.free.iter().copied().collect();
+        assert_eq!(distinct.len(), self.free.len(), "units that were freed twice: {:?}", self.free);
         let owned: BTreeSet<u32> = self.owned.values().flatten().copied().collect();
-        assert!(owned.is_disjoint(&different), "units of pages that are free");
+        assert!(owned.is_disjoint(&distinct), "a free unit belongs to a page");
     }
 
     /// Returns whether all of the page is kept.
-    fn pack(&mut self, page: u32, need: u32) -> bool {
+    fn pack(&mut self, page: u32, count: u32) -> bool {
         assert!(!self.owned.contains_key(&page), "page {page} is packed over units that were not released");
-        let taken = self.free.split_off(self.free.len().saturating_sub(need as usize));
-        let is_kept = taken.len() == need as usize;
-        if !taken.is_empty() {
-            self.owned.insert(page, taken);
+        let units = self.free.split_off(self.free.len().saturating_sub(count as usize));
+        let is_kept = units.len() == count as usize;
+        if !units.is_empty() {
+            self.owned.insert(page, units);
         }
         match is_kept {
             true => self.lost.remove(&page),
@@ -110,19 +110,19 @@ impl Attack {
         self.plan.limits.kv_cache == KvCache::Packed
     }
 
-    fn tokens(&self, id: SeqId, told: usize) -> Vec<u32> {
-        let prompt = tree_prompt(id, self.clients.asked[&id].prompt, self.plan.limits.chunk);
-        prompt.into_iter().chain((0..told as u32).map(|nth| token_of(id, nth))).collect()
+    fn tokens(&self, id: SeqId, received: usize) -> Vec<u32> {
+        let prompt = tree_prompt(id, self.clients.requested[&id].prompt, self.plan.limits.chunk);
+        prompt.into_iter().chain((0..received as u32).map(|nth| token_of(id, nth))).collect()
     }
 
     /// The number of units of a page that ends with this key.
-    fn need(&self, last_key: u64) -> u32 {
+    fn units_of_key(&self, last_key: u64) -> u32 {
         if last_key >> 20 & 0xffff >= 0x10000 / self.plan.odds.max(1) { 0 } else { 1 + (last_key >> 40 & 1) as u32 }
     }
 
-    fn need_of(&self, tokens: &[u32]) -> u32 {
+    fn units_of_tokens(&self, tokens: &[u32]) -> u32 {
         let keys = keys(tokens);
-        keys.chunks_exact(PAGE_TOKENS as usize).map(|page| self.need(page[PAGE_TOKENS as usize - 1])).sum()
+        keys.chunks_exact(PAGE_TOKENS as usize).map(|page| self.units_of_key(page[PAGE_TOKENS as usize - 1])).sum()
     }
 
     fn release(&mut self) {
@@ -133,8 +133,8 @@ impl Attack {
 
     fn run(&mut self) {
         for _ in 0..100_000 {
-            let left = self.clients.asked.len() < self.plan.sequences;
-            if left && self.random.below(3) == 0 {
+            let has_more = self.clients.requested.len() < self.plan.sequences;
+            if has_more && self.random.below(3) == 0 {
                 self.add();
             }
             if self.plan.cancels > 0 && self.random.below(self.plan.cancels) == 0 {
@@ -145,25 +145,25 @@ impl Attack {
             }
             let events = self.step();
             let is_idle = self.schedule.rows().is_empty() && self.schedule.waiting() == 0;
-            if events.is_empty() && is_idle && !left {
+            if events.is_empty() && is_idle && !has_more {
                 return self.check();
             }
-            events.into_iter().for_each(|event| self.tell(event));
+            events.into_iter().for_each(|event| self.receive(event));
         }
         panic!("still busy: {:?}", self.plan);
     }
 
     fn add(&mut self) {
         let Limits { context, chunk, .. } = self.plan.limits;
-        let id = SeqId(self.clients.asked.len() as u64);
+        let id = SeqId(self.clients.requested.len() as u64);
         // Around the ends of chunks and pages as often as elsewhere.
-        let most = u64::from(context) * 3 / 4;
+        let prompt_max = u64::from(context) * 3 / 4;
         let prompt = match self.random.below(3) {
-            0 => self.random.below(most) + 1,
+            0 => self.random.below(prompt_max) + 1,
             1 => u64::from(chunk) * (1 + self.random.below(3)) + self.random.below(3) - 1,
             _ => u64::from(PAGE_TOKENS) * (1 + self.random.below(5)) + self.random.below(3) - 1,
         };
-        let prompt = prompt.min(most) as usize;
+        let prompt = prompt.min(prompt_max) as usize;
         let new = (self.random.below(220) as u32).min(context - prompt as u32);
         let stops = self.random.below(4) == 0 && new > stop_of(new);
         let stop = if stops { vec![token_of(id, stop_of(new))] } else { Vec::new() };
@@ -171,14 +171,14 @@ impl Attack {
         match self.schedule.add(request) {
             Ok(added) => {
                 assert_eq!(added, id);
-                self.clients.asked.insert(id, Asked { prompt, new, stops });
+                self.clients.requested.insert(id, Requested { prompt, new, stops });
             }
             Err(error) => assert!(matches!(error, AdmissionError::NoRoom { .. }), "{error}"),
         }
     }
 
     fn cancel(&mut self) {
-        let id = SeqId(self.random.below(self.clients.asked.len().max(1) as u64));
+        let id = SeqId(self.random.below(self.clients.requested.len().max(1) as u64));
         let id = match &self.schedule.prefill {
             Some(prefill) if self.plan.cancels_prefills && self.random.below(2) == 0 => prefill.running.id,
             _ => id,
@@ -203,7 +203,7 @@ impl Attack {
         }
         while self.schedule.is_prefilling() {
             let events = self.step();
-            events.into_iter().for_each(|event| self.tell(event));
+            events.into_iter().for_each(|event| self.receive(event));
         }
         let Ok(pages) = self.schedule.lend(&[self.schedule.pages_of(len as u32)]) else { return };
         // Lending may have evicted prefixes with their units.
@@ -247,10 +247,10 @@ impl Attack {
             for index in start / PAGE_TOKENS..end / PAGE_TOKENS {
                 let page = pages[index as usize];
                 if page != u32::MAX {
-                    let need = self.need(keys[((index + 1) * PAGE_TOKENS - 1) as usize]);
-                    is_lost |= !self.units.pack(page, need);
+                    let count = self.units_of_key(keys[((index + 1) * PAGE_TOKENS - 1) as usize]);
+                    is_lost |= !self.units.pack(page, count);
                 } else {
-                    assert_eq!(id, TEXT, "a page of a sequence is not kept");
+                    assert_eq!(id, TEXT, "a page of a sequence is missing");
                 }
             }
         }
@@ -267,8 +267,8 @@ impl Attack {
             let is_open = self.packed() && position / PAGE_TOKENS == open / PAGE_TOKENS;
             let page = if is_open { self.hot_page(hot) } else { pages[(position / PAGE_TOKENS) as usize] };
             assert!(is_open || !self.units.lost.contains(&page), "a lost page is read");
-            let place = (page * PAGE_TOKENS + position % PAGE_TOKENS) as usize;
-            assert_eq!(self.memory[place], *key, "token {position} of {pages:?}");
+            let memory_index = (page * PAGE_TOKENS + position % PAGE_TOKENS) as usize;
+            assert_eq!(self.memory[memory_index], *key, "token {position} of {pages:?}");
         }
     }
 
@@ -307,9 +307,9 @@ impl Attack {
             self.prompt = (running.pages.clone(), running.hot);
             self.prompt_is_lost = false;
         }
-        assert_eq!(self.prompt, (running.pages.clone(), running.hot), "the tables of the first chunk");
-        let told = self.clients.told.get(&id).map_or(0, Vec::len);
-        let all = self.tokens(id, told);
+        assert_eq!(self.prompt, (running.pages.clone(), running.hot), "the tables changed since the first chunk");
+        let received = self.clients.received.get(&id).map_or(0, Vec::len);
+        let all = self.tokens(id, received);
         let end = start + tokens.len() as u32;
         assert_eq!(tokens, all[start as usize..end as usize]);
         assert_eq!(is_last, end as usize == all.len());
@@ -321,7 +321,7 @@ impl Attack {
         }
         assert!(self.in_flight.is_empty());
         self.is_overwritten = true;
-        if self.prompt_is_lost { self.schedule.lost() } else { self.schedule.begun(token_of(id, told as u32)) }
+        if self.prompt_is_lost { self.schedule.lost() } else { self.schedule.begun(token_of(id, received as u32)) }
     }
 
     fn launch(&mut self, changed: bool) {
@@ -330,12 +330,12 @@ impl Attack {
             self.rows = self.schedule.rows().iter().map(|row| self.clients.row(row)).collect();
             self.is_overwritten = false;
         }
-        assert!(!self.is_overwritten, "the first row is not what it was");
+        assert!(!self.is_overwritten, "the first row was overwritten");
         let mut rows = std::mem::take(&mut self.rows);
         assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
         let mut tokens = Vec::new();
         for row in &mut rows {
-            let nth = row.position + 1 - self.clients.asked[&row.id].prompt as u32;
+            let nth = row.position + 1 - self.clients.requested[&row.id].prompt as u32;
             let all = self.tokens(row.id, nth as usize);
             let keys = keys(&all);
             if !row.is_lost {
@@ -354,14 +354,14 @@ impl Attack {
                 let page = if self.packed() { page } else { row.pages[(position / PAGE_TOKENS) as usize] };
                 self.memory[(page * PAGE_TOKENS + position % PAGE_TOKENS) as usize] = keys[position as usize];
                 tokens.push(sampled(row.id, nth, &row.draft, at + 1));
-                assert!(!self.packed() || (position + 1) % PAGE_TOKENS > 0, "a page is packed with a guess");
+                assert!(!self.packed() || (position + 1) % PAGE_TOKENS > 0, "a packed page contains a drafted token");
             }
             if self.packed() && row.position.is_multiple_of(PAGE_TOKENS) {
                 let to = row.pages[(row.position / PAGE_TOKENS - 1) as usize];
                 let (from, at) = (page * PAGE_TOKENS, to * PAGE_TOKENS);
                 self.memory.copy_within(from as usize..(from + PAGE_TOKENS) as usize, at as usize);
-                let need = self.need(keys[row.position as usize - 1]);
-                row.is_lost |= !self.units.pack(to, need);
+                let count = self.units_of_key(keys[row.position as usize - 1]);
+                row.is_lost |= !self.units.pack(to, count);
             }
         }
         let flags = rows.iter().flat_map(|row| vec![u32::from(row.is_lost); 1 + row.draft.len()]).collect();
@@ -372,14 +372,14 @@ impl Attack {
         self.schedule.launched();
     }
 
-    fn tell(&mut self, event: Event) {
-        let Some(finish) = self.clients.tell(&event) else { return };
-        let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
+    fn receive(&mut self, event: Event) {
+        let Some(finish) = self.clients.receive(&event) else { return };
+        let (seq, token, received) = (event.seq, event.token, &self.clients.received[&event.seq]);
         if finish == Finish::CacheFull {
             // Only a sequence that would not fit alone.
-            let count = told.len() - usize::from(token != NO_TOKEN);
-            let need = self.need_of(&self.tokens(seq, count));
-            assert!(need > self.plan.units, "{event:?}: {need} units of {}, {:?}", self.plan.units, self.plan);
+            let count = received.len() - usize::from(token != NO_TOKEN);
+            let needed = self.units_of_tokens(&self.tokens(seq, count));
+            assert!(needed > self.plan.units, "{event:?}: {needed} units of {}, {:?}", self.plan.units, self.plan);
         }
     }
 
@@ -388,7 +388,7 @@ impl Attack {
         self.release();
         assert_eq!((self.schedule.pool.free(), self.schedule.waiting()), (self.plan.pages, 0));
         assert_eq!(self.schedule.hot.free(), self.plan.limits.max_batch);
-        assert_eq!(self.units.free.len() as u32, self.plan.units, "units are gone: {:?}", self.units.owned);
+        assert_eq!(self.units.free.len() as u32, self.plan.units, "units are missing: {:?}", self.units.owned);
         self.clients.check(true, "");
     }
 }
@@ -418,15 +418,15 @@ fn plan(random: &mut Random) -> Plan {
 }
 
 /// The range of seeds; `KV_ATTACK_SEEDS` sets another number.
-fn seeds(usual: u64) -> Range<u64> {
-    let count = std::env::var("KV_ATTACK_SEEDS").ok().and_then(|count| count.parse().ok()).unwrap_or(usual);
+fn seeds(default: u64) -> Range<u64> {
+    let count = std::env::var("KV_ATTACK_SEEDS").ok().and_then(|count| count.parse().ok()).unwrap_or(default);
     0..count
 }
 
 /// Runs random plans of many seeds.
-fn attack(usual: u64, change: impl Fn(&mut Plan)) {
+fn attack(default: u64, change: impl Fn(&mut Plan)) {
     let (mut preempted, mut full, mut shared, mut prefills, mut texts, mut cancelled) = (0, 0, 0, 0, 0, 0);
-    for seed in seeds(usual) {
+    for seed in seeds(default) {
         let mut random = Random::new(seed * 7 + 3);
         let mut plan = plan(&mut random);
         change(&mut plan);
@@ -447,13 +447,13 @@ fn attack(usual: u64, change: impl Fn(&mut Plan)) {
 
 /// Everything but texts and cancellations of running prompts.
 #[test]
-fn no_unit_is_owned_twice_or_gone() {
+fn no_unit_is_owned_twice_or_missing() {
     attack(200, |_| ());
 }
 
 /// A cancelled prompt returns its units, and no other sequence ends because units are missing.
 #[test]
-fn cancelled_prompts_give_their_units_back() {
+fn cancelled_prompts_release_their_units() {
     attack(200, |plan| {
         (plan.cancels_prefills, plan.cancels) = (true, plan.cancels.clamp(3, 20));
     });
@@ -461,14 +461,14 @@ fn cancelled_prompts_give_their_units_back() {
 
 /// Texts take pages of cached prefixes, with their units.
 #[test]
-fn texts_take_the_pages_of_beginnings_with_their_units() {
+fn texts_evict_cached_prefixes_with_their_units() {
     attack(200, |plan| plan.texts = 10);
 }
 
 /// A page is lost while a prompt holds all units. The prompt is cancelled before the step is read, so its units are
 /// free again. The sequence is therefore computed again, and does not end.
 #[test]
-fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
+fn sequence_is_computed_again_after_a_prompt_was_cancelled() {
     let mut schedule = Schedule::new(PACKED, 20);
     schedule.add(request(60, 100)).unwrap();
     let id = join(&mut schedule, 10);
@@ -479,7 +479,7 @@ fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
     assert!(!chunk(&mut schedule));
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
-    assert!(!chunk(&mut schedule), "behind a step");
+    assert!(!chunk(&mut schedule), "the chunk runs after a step");
     // This step fills the page.
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
@@ -488,7 +488,7 @@ fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
     schedule.read(&[12], &[0], &mut events);
     assert!(schedule.cancel(prompt));
     schedule.read(&[13], &[1], &mut events);
-    assert_eq!(events[1], Event { seq: id, token: 13, finish: None, logprobs: None }, "its page fits now");
+    assert_eq!(events[1], Event { seq: id, token: 13, finish: None, logprobs: None }, "the units are free again");
 }
 
 /// The calls of `Engine::logits` if cached prefixes hold the pages.
@@ -502,7 +502,7 @@ fn lent_pages_are_freed_once() {
     schedule.take_freed();
     let pages = schedule.lend(&[6]).unwrap();
     let evicted = schedule.take_freed();
-    assert_eq!(evicted.len(), 3, "to be released before the text is packed");
+    assert_eq!(evicted.len(), 3, "evicted pages must be released first");
     schedule.give(pages);
     assert_eq!(schedule.take_freed().len(), 6);
 }

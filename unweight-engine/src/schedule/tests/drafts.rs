@@ -36,7 +36,7 @@ fn right(schedule: &mut Schedule) -> u32 {
 }
 
 #[test]
-fn right_drafts_make_several_tokens_and_wrong_ones_one() {
+fn accepted_drafts_yield_several_tokens() {
     let mut schedule = drafting(LIMITS, 3);
     let id = repeating(&mut schedule, 200);
     assert_eq!(schedule.due(), Next::Launch { changed: true });
@@ -45,7 +45,7 @@ fn right_drafts_make_several_tokens_and_wrong_ones_one() {
     let expected = if last == 10 { [10, 11, 10, 11] } else { [11, 10, 11, 10] };
     assert!(row.inputs().eq(expected.into_iter().zip(position..)), "{row:?}");
     schedule.launched();
-    assert_eq!((schedule.step_rows(), schedule.due()), (4, Next::Read), "nothing runs behind guesses");
+    assert_eq!((schedule.step_rows(), schedule.due()), (4, Next::Read), "no step runs after a draft");
     let mut events = Vec::new();
     // The second guess is wrong: the token sampled for it is right, and later ones are dropped.
     let [_, first, second, _] = expected;
@@ -54,7 +54,7 @@ fn right_drafts_make_several_tokens_and_wrong_ones_one() {
     let row = &schedule.rows()[0];
     assert_eq!((row.position, row.last, row.launched), (position + 2, 50, row.produced));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
-    assert!(draft(&schedule.rows()[0]).is_empty(), "50 is new");
+    assert!(draft(&schedule.rows()[0]).is_empty(), "50 did not occur before");
     // All guesses are right.
     let before = schedule.draft_counts();
     repeating(&mut drafting(LIMITS, 3), 200);
@@ -68,18 +68,18 @@ fn right_drafts_make_several_tokens_and_wrong_ones_one() {
 }
 
 #[test]
-fn a_draft_ends_with_the_sequence_and_behind_a_stop() {
+fn drafts_end_with_the_sequence_or_a_stop_token() {
     let mut schedule = drafting(LIMITS, 8);
     repeating(&mut schedule, 60);
-    let mut most = 0;
+    let mut rows_max = 0;
     while schedule.due() != Next::Idle {
         let row = &schedule.rows()[0];
-        most = most.max(row.step_rows());
+        rows_max = rows_max.max(row.step_rows());
         // The last token is sampled, but never the input of a row.
         assert!(row.produced + row.step_rows() <= 60, "{row:?}");
         right(&mut schedule);
     }
-    assert_eq!((most, schedule.free_pages()), (9, 100));
+    assert_eq!((rows_max, schedule.free_pages()), (9, 100));
     let mut schedule = drafting(LIMITS, 4);
     let id = schedule.add(request(5, 200).stop(vec![77])).unwrap();
     join(&mut schedule, 10);
@@ -94,7 +94,7 @@ fn a_draft_ends_with_the_sequence_and_behind_a_stop() {
 }
 
 #[test]
-fn a_packed_page_is_filled_by_a_token_that_is_right() {
+fn drafts_do_not_fill_a_packed_page() {
     for (limits, may_cross) in [(LIMITS, true), (PACKED, false)] {
         let mut schedule = drafting(limits, 15);
         repeating(&mut schedule, 300);
@@ -122,30 +122,30 @@ fn wrong_guesses_end_drafts() {
         schedule.add(Request::new(prompt).max_new_tokens(190)).unwrap();
         join(&mut schedule, 10);
         (0..repeats).for_each(|_| _ = right(&mut schedule));
-        let (before, mut told) = (schedule.draft_counts(), 99);
+        let (before, mut token) = (schedule.draft_counts(), 99);
         assert_eq!(before.accepted > 0, repeats > 0);
         loop {
             match schedule.due() {
                 Next::Launch { .. } => schedule.launched(),
                 Next::Idle => break,
                 _ => {
-                    told += 1;
-                    let tokens = [vec![told], vec![9000; schedule.step_rows() as usize - 1]].concat();
+                    token += 1;
+                    let tokens = [vec![token], vec![9000; schedule.step_rows() as usize - 1]].concat();
                     schedule.read(&tokens, &[], &mut Vec::new());
                 }
             }
         }
         let after = schedule.draft_counts();
         assert_eq!(after.accepted, before.accepted);
-        assert!(told > 200 && expected.contains(&(after.drafted - before.drafted)), "{before:?} {after:?}");
+        assert!(token > 200 && expected.contains(&(after.drafted - before.drafted)), "{before:?} {after:?}");
     }
 }
 
 /// The number of rows of a step, depending on what makes rows expensive.
 #[test]
-fn drafts_are_as_long_as_they_pay() {
-    let rows = |sequences: u64, own: Speculation| {
-        let limits = Limits { max_batch: 64, speculation: own, ..LIMITS };
+fn draft_lengths_follow_the_cost_of_rows() {
+    let rows = |sequences: u64, speculation: Speculation| {
+        let limits = Limits { max_batch: 64, speculation, ..LIMITS };
         let mut schedule = Schedule::new(limits, 300);
         for _ in 0..sequences {
             schedule.add(request(1, 200)).unwrap();
@@ -157,13 +157,13 @@ fn drafts_are_as_long_as_they_pay() {
         right(&mut schedule)
     };
     let cheap = speculation(15);
-    assert_eq!([rows(1, cheap), rows(4, cheap)], [16, 64], "as many as there may be");
-    assert_eq!(rows(60, cheap), 60, "four guesses do not pay for a step that verifies");
+    assert_eq!([rows(1, cheap), rows(4, cheap)], [16, 64], "the maximum");
+    assert_eq!(rows(60, cheap), 60, "four drafted tokens do not justify a verification");
     assert_eq!(rows(1, Speculation { rows: 9, ..cheap }), 9);
-    assert_eq!(rows(64, cheap), 64, "none");
-    assert_eq!(rows(1, Speculation { is_mixture: true, ..cheap }), 16, "even so");
+    assert_eq!(rows(64, cheap), 64, "no drafts");
+    assert_eq!(rows(1, Speculation { is_mixture: true, ..cheap }), 16, "a mixture, too");
     // If attention takes most of the time, less likely guesses do not pay.
-    let few = rows(1, Speculation { weight_tokens: 1, ..cheap });
-    assert!((2..16).contains(&few), "{few}");
+    let shorter = rows(1, Speculation { weight_tokens: 1, ..cheap });
+    assert!((2..16).contains(&shorter), "{shorter}");
     assert_eq!(rows(1, Speculation { tokens: 0, ..cheap }), 1);
 }
