@@ -19,7 +19,7 @@ use unweight::{
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [dir, prompt] = arguments.as_slice() else {
-        return Err("usage: generate BUNDLE PROMPT".into());
+        return Err("usage: 04_generate BUNDLE PROMPT".into());
     };
     let bundle = Bundle::open(Path::new(dir))?;
     let file = |name| bundle.copied(name, 64 << 20);

@@ -98,24 +98,24 @@ mod tests {
     /// The dependency that docs/guide/rust.md shows names this version and features that exist.
     #[test]
     fn the_documented_dependency_is_this_crate() {
-        let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("../Cargo.toml"));
+        let (guide, manifest) = (include_str!("../docs/guide/rust.md"), include_str!("../Cargo.toml"));
         let line = guide.lines().find(|line| line.starts_with("unweight = ")).expect("a dependency");
         let version = line.split('"').nth(1).expect("a version");
         assert!(env!("CARGO_PKG_VERSION").starts_with(&format!("{version}.")), "{line}");
         let features = line.rsplit("features ").next().expect("features in the comment");
         let named: Vec<&str> = features.split('"').skip(1).step_by(2).collect();
-        assert!(named.len() == 2 && named.iter().all(|name| own.contains(&format!("\n{name} = ["))), "{named:?}");
+        assert!(named.len() == 2 && named.iter().all(|name| manifest.contains(&format!("\n{name} = ["))), "{named:?}");
     }
 
     /// The first example of the guide equals that of `FirstExample`, which is compiled.
     #[test]
     fn the_first_documented_example_compiles() {
-        let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("lib.rs"));
+        let (guide, source) = (include_str!("../docs/guide/rust.md"), include_str!("lib.rs"));
         let block = guide.split("```rust").nth(1).and_then(|block| block.split("```").next()).expect("an example");
         let lines: Vec<&str> = block.lines().filter(|line| !line.is_empty()).collect();
         assert!(lines.len() >= 3, "{block}");
         for line in lines {
-            assert!(own.contains(&format!("/// {line}")), "`FirstExample` has no line {line:?}");
+            assert!(source.contains(&format!("/// {line}")), "`FirstExample` has no line {line:?}");
         }
     }
 

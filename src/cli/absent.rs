@@ -16,13 +16,14 @@ const COMMANDS: [(&str, &str, bool, &str); 8] = [
 
 /// Returns why a command is unknown, if a build with other features has it.
 pub fn command(name: &str) -> Option<Failure> {
-    let (_, what, _, features) = COMMANDS.into_iter().find(|(command, _, here, _)| *command == name && !here)?;
+    let (_, what, _, features) =
+        COMMANDS.into_iter().find(|(command, _, available, _)| *command == name && !available)?;
     Some(without(&format!("this build has no {what} (`unweight {name}`)"), features))
 }
 
 /// Returns the note for `--help` on commands that this build lacks.
 pub fn commands() -> String {
-    let names: Vec<_> = COMMANDS.into_iter().filter(|(.., here, _)| !here).map(|(name, ..)| name).collect();
+    let names: Vec<_> = COMMANDS.into_iter().filter(|(.., available, _)| !available).map(|(name, ..)| name).collect();
     if names.is_empty() {
         return String::new();
     }
@@ -49,10 +50,10 @@ mod tests {
     fn each_command_is_here_or_named_with_its_feature() {
         let names: Vec<String> =
             Cli::command().get_subcommands().map(|command| command.get_name().to_owned()).collect();
-        for (name, _, here, features) in COMMANDS {
-            assert_eq!(names.iter().any(|known| known == name), here, "{name}");
+        for (name, _, available, features) in COMMANDS {
+            assert_eq!(names.iter().any(|found| found == name), available, "{name}");
             match command(name) {
-                None => assert!(here, "{name}"),
+                None => assert!(available, "{name}"),
                 Some(failure) => {
                     let text = failure.text(false);
                     assert!(text.contains(name) && text.contains(&format!("--features {features}")), "{text}");

@@ -21,7 +21,7 @@ pub fn arch_parser() -> impl TypedValueParser<Value = Arch> {
 }
 
 /// Returns the architecture of this machine's first GPU, if kernels support it.
-pub fn own_arch() -> Option<Arch> {
+pub fn local_arch() -> Option<Arch> {
     Device::arch_of(0).ok()
 }
 

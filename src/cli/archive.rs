@@ -51,12 +51,12 @@ const COMPRESSED: [(&[u8], &str, &str); 4] = [
 ];
 
 /// A reader that records whether the input ended, and rejects extension records that are too large for memory.
-struct Source<R> {
+struct TarReader<R> {
     inner: R,
     ended: bool,
 }
 
-impl<R: Read> Read for Source<R> {
+impl<R: Read> Read for TarReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut read = self.inner.read(buffer)?;
         // The tar crate reads headers, and hardly anything else, in blocks of this size.
@@ -104,30 +104,30 @@ pub fn unpack_stdin(into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
 
 fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
     fs::create_dir(into).map_err(Failure::io(into.display()))?;
-    let broken = || "fetch or make the archive again; it must be an uncompressed tar archive";
-    let not_read = |error: io::Error| Failure::new("archive-invalid", format!("archive on stdin: {error}"), broken());
+    let help = || "fetch or make the archive again; it must be an uncompressed tar archive";
+    let read_error = |error: io::Error| Failure::new("archive-invalid", format!("archive on stdin: {error}"), help());
     let mut first = Vec::new();
-    input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut first).map_err(not_read)?;
+    input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut first).map_err(read_error)?;
     if let Some((_, kind, decoder)) = COMPRESSED.iter().find(|(magic, ..)| first.starts_with(magic)) {
         return Err(Failure::new(
             "archive-invalid",
             format!("archive on stdin: {kind} data, not a tar archive"),
-            format!("decompress it on the way: {decoder} FILE | unweight ..."),
+            format!("decompress it first: {decoder} FILE | unweight ..."),
         ));
     }
-    let mut archive = Archive::new(Source { inner: first.as_slice().chain(input), ended: false });
+    let mut archive = Archive::new(TarReader { inner: first.as_slice().chain(input), ended: false });
     let mut files = 0u64;
-    for entry in archive.entries().map_err(not_read)? {
-        files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
+    for entry in archive.entries().map_err(read_error)? {
+        files += unpack_entry(&mut entry.map_err(read_error)?, into, progress)?;
     }
     let mut source = archive.into_inner();
     // An archive ends with a marker. Without it, the writer did not finish.
     if source.ended || files == 0 {
-        let message = if files == 0 { "no files in it, or no tar archive" } else { "it is cut off" };
-        return Err(Failure::new("archive-invalid", format!("archive on stdin: {message}"), broken()));
+        let message = if files == 0 { "it has no files, or is not a tar archive" } else { "it is truncated" };
+        return Err(Failure::new("archive-invalid", format!("archive on stdin: {message}"), help()));
     }
     // Read the padding of the last record, so that the writer can finish.
-    io::copy(&mut source, &mut io::sink()).map_err(not_read)?;
+    io::copy(&mut source, &mut io::sink()).map_err(read_error)?;
     let mut top = fs::read_dir(into).map_err(Failure::io(into.display()))?.flatten();
     Ok(match (top.next(), top.next()) {
         (Some(only), None) if only.path().is_dir() => only.path(),
@@ -140,51 +140,51 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
 fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Progress) -> Result<u64> {
     let bytes = entry.path_bytes().into_owned();
     let name = String::from_utf8_lossy(&bytes).into_owned();
-    let refusal = |why: &str| {
+    let invalid = |why: &str| {
         let message = format!("archive on stdin: '{name}': {why}");
-        Failure::new("archive-invalid", message, "archive plain files, with relative names")
+        Failure::new("archive-invalid", message, "make an archive of plain files with relative names")
     };
-    let refused = |why: &str| Err(refusal(why));
+    let reject = |why: &str| Err(invalid(why));
     let kind = entry.header().entry_type();
     if kind == EntryType::XGlobalHeader {
         return Ok(0);
     }
     if name.as_bytes() != bytes {
-        return refused("its name is not UTF-8");
+        return reject("its name is not UTF-8");
     }
     let mut path = into.to_path_buf();
     for part in Path::new(&name).components() {
         match part {
             Component::CurDir => {}
             Component::Normal(part) => path.push(part),
-            _ => return refused("leads out of the archive"),
+            _ => return reject("its name leads out of the archive"),
         }
     }
     if !has_sound_size(entry) {
-        return refused("its size or another extended attribute cannot be read");
+        return reject("its size or another extended attribute cannot be read");
     }
-    let not_written = |error: io::Error| match error.kind() {
+    let write_error = |error: io::Error| match error.kind() {
         io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
-            refusal("another entry has this name or is in it")
+            invalid("another entry has this name or is in it")
         }
-        io::ErrorKind::InvalidFilename => refusal("its name is too long for the file system"),
+        io::ErrorKind::InvalidFilename => invalid("its name is too long for the file system"),
         _ => Failure::io(format_args!("archive on stdin: '{name}': cannot unpack it to {}", into.display()))(error),
     };
     match kind {
         EntryType::Directory => {
-            fs::create_dir_all(&path).map_err(not_written)?;
+            fs::create_dir_all(&path).map_err(write_error)?;
             return Ok(0);
         }
         EntryType::Regular | EntryType::Continuous => {}
-        EntryType::Symlink | EntryType::Link => return refused("a link; archive what it leads to (tar -h)"),
-        _ => return refused("neither a file nor a directory"),
+        EntryType::Symlink | EntryType::Link => return reject("it is a link; archive its target instead (tar -h)"),
+        _ => return reject("it is neither a file nor a directory"),
     }
     if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(not_written)?;
+        fs::create_dir_all(folder).map_err(write_error)?;
     }
     let mut file = match File::create_new(&path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return refused("listed twice"),
-        other => other.map_err(not_written)?,
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return reject("it occurs twice in the archive"),
+        other => other.map_err(write_error)?,
     };
     let (mut piece, mut done) = (vec![0; 1 << 20], 0);
     loop {
@@ -201,11 +201,11 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         if read == 0 {
             break;
         }
-        file.write_all(&piece[..read]).map_err(not_written)?;
+        file.write_all(&piece[..read]).map_err(write_error)?;
         done += read as u64;
     }
     if done != entry.size() {
-        return refused("the archive is cut off in it");
+        return reject("the archive ends in this file");
     }
     // Times and modes are kept where the file system allows it; failures are ignored.
     let modified = entry.header().mtime().ok().map(Duration::from_secs);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_unpacked_and_a_single_folder_is_looked_into() {
+    fn single_top_directory_is_the_root() {
         assert_eq!(unpacked(&archive(&["./a", "b"], |_| ())).unwrap(), ["a", "b"]);
         assert_eq!(unpacked(&archive(&["model/a", "model/sub/b"], |_| ())).unwrap(), ["a", "sub"]);
         assert_eq!(unpacked(&archive(&["model/a", "other/b"], |_| ())).unwrap(), ["model", "other"]);

@@ -25,13 +25,13 @@ use unweight::{
 };
 
 use super::{
-    arch::{ArchArg, own_arch},
+    arch::{ArchArg, local_arch},
     common::Threads,
     failure::{Failure, Result},
     output::{self, Output, Table},
     pipelines::{KvCacheArg, sequences},
     scratch, size,
-    source::{Found, Source, quoted},
+    source::{LocatedModel, Source, quoted},
 };
 
 /// Arguments of `budget`.
@@ -126,18 +126,18 @@ impl Budget {
     /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         if let Some(plan) = &self.plan {
-            may_write(plan)?;
+            check_can_write(plan)?;
         }
         let model = self.source.find(None, output)?;
         let config = config(&model.root)?;
         let mut tensors = self.tensors(&model, &config)?;
         let context = self.context.unwrap_or_else(|| {
             if config.max_positions < CONTEXT {
-                output.note(format_args!("a context of {}: the model takes no more", config.max_positions));
+                output.note(format_args!("using a context of {}, the maximum of the model", config.max_positions));
             }
             CONTEXT.min(config.max_positions)
         });
-        let arch = self.arch.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
+        let arch = self.arch.arch.or_else(local_arch).unwrap_or(Arch::Sm90a);
         if !has_compact_gemms(arch) {
             // It would be packed when loaded, and larger.
             tensors
@@ -148,19 +148,19 @@ impl Budget {
         let mut request = BudgetRequest::new(batch, context, arch);
         (request.memory, request.max_slowdown, request.kv_cache) = (memory, max_slowdown, kv_cache.0);
         let fitted = budget::fit(&config, &tensors, &request);
-        let fitted = fitted.map_err(readable)?;
+        let fitted = fitted.map_err(with_units)?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
         if has(&fitted, EncodingId::HUFFMAN) {
             output.note(
-                "remark: what stays Huffman-coded is decoded in every step of `--placement stored`; without it \
-                 `generate` and `serve` pack it, and need more memory",
+                "remark: Huffman-coded weights are decoded in every step of `--placement stored`; without this option, \
+                 `generate` and `serve` pack them and need more memory",
             );
         }
         if has(&fitted, EncodingId::COMPACT) {
             output.note(
-                "remark: what stays compact does so with `--placement compact`, or with `auto` where memory is short",
+                "remark: compact weights stay compact with `--placement compact`, or with `auto` if memory is short",
             );
         }
         let groups = fitted.groups.iter().map(|group| Group {
@@ -197,7 +197,7 @@ impl Budget {
 
     /// Returns every tensor that an engine loads, with the bytes per encoding, predicted from samples as in `plan`.
     /// Fails as an engine would: on missing weights, and on weights that the configuration lacks.
-    fn tensors(&self, model: &Found, config: &ModelConfig) -> Result<Vec<Tensor>> {
+    fn tensors(&self, model: &LocatedModel, config: &ModelConfig) -> Result<Vec<Tensor>> {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
             let options =
@@ -236,15 +236,15 @@ impl Budget {
 }
 
 /// Converts the error; sizes get units.
-fn readable(error: BudgetError) -> Failure {
+fn with_units(error: BudgetError) -> Failure {
     let BudgetError::TooSmall { have, least, weights, cache, working, slots } = error else {
         return Failure::other(error);
     };
     Failure::new(
         "budget-too-small",
         format!(
-            "the smallest plan needs {} ({least} bytes; weights {}, KV cache {}, working memory {}, slots {}), and \
-             --memory gives {}",
+            "the smallest plan needs {} ({least} bytes; weights {}, KV cache {}, working memory {}, slots {}), but \
+             --memory is {}",
             output::bytes(least),
             output::bytes(weights),
             output::bytes(cache),
@@ -277,7 +277,7 @@ fn config(root: &Path) -> Result<ModelConfig> {
 
 /// Checks that a plan can be written to `path`, before sampling takes minutes. Rejects a path to an existing file that
 /// is not a plan file.
-fn may_write(path: &Path) -> Result<()> {
+fn check_can_write(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
         return Err(Failure::new(
             "output-not-replaceable",
@@ -329,12 +329,12 @@ fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn 
     )?;
     writeln!(
         out,
-        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; encodings that {} runs, times by \
-         formulas of an H200's records, sizes predicted from samples",
+        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; encodings that {} runs, times \
+         modelled on measurements of an H200, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;
     if !report.exact {
-        writeln!(out, "another plan may be better by a little: not all were compared")?;
+        writeln!(out, "another plan may be slightly better: not all plans were compared")?;
     }
     let plan = match &report.plan {
         Some(plan) => quoted(plan),
@@ -343,25 +343,25 @@ fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn 
             "plan.json".to_owned()
         }
     };
-    let mut kept = kept(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT)).to_owned();
+    let mut options = placement_option(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT)).to_owned();
     if fitted.kv_cache == KvCache::Packed {
-        kept.push_str("--kv-cache packed ");
+        options.push_str("--kv-cache packed ");
     }
     writeln!(
         out,
-        "compress and run it (`generate` takes the same options; --memory is not needed if {} of GPU memory are free):",
+        "compress and run it (`generate` has the same options; --memory is not needed if {} of GPU memory are free):",
         output::bytes(report.free_bytes)
     )?;
     writeln!(out, "  unweight compress {source} -o bundle --plan {plan}")?;
     writeln!(
         out,
-        "  unweight serve bundle {kept}--max-batch {} --context {} --memory {}",
+        "  unweight serve bundle {options}--max-batch {} --context {} --memory {}",
         report.batch, report.context, report.total_bytes
     )
 }
 
 /// Returns the engine option that keeps the plan's encodings in GPU memory. A plan never has both of them.
-fn kept(huffman: bool, compact: bool) -> &'static str {
+fn placement_option(huffman: bool, compact: bool) -> &'static str {
     match (huffman, compact) {
         (true, _) => "--placement stored ",
         (_, true) => "--placement compact ",
@@ -408,7 +408,7 @@ mod tests {
     #[test]
     fn coded_weights_need_an_engine_option() {
         assert_eq!(
-            [kept(true, false), kept(false, true), kept(false, false)],
+            [placement_option(true, false), placement_option(false, true), placement_option(false, false)],
             ["--placement stored ", "--placement compact ", ""]
         );
     }

@@ -126,7 +126,7 @@ impl Cache {
         let dir = env.cache_dir.as_ref().ok_or_else(|| {
             Failure::new(
                 "kernel-cache-unlocated",
-                "nothing says where the cache is",
+                "the directory of the kernel cache is unknown",
                 "set UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME or HOME",
             )
         })?;
@@ -168,7 +168,7 @@ impl Cache {
                     left => Err(Failure::mismatch(
                         "kernels-damaged",
                         format!("{}: {left} damaged kernels", dir.display()),
-                        "`unweight cache verify --evict` removes them; they are compiled again when they are needed",
+                        "`unweight cache verify --evict` removes them; they are compiled again when needed",
                     )
                     .reported()),
                 }
@@ -187,18 +187,18 @@ impl Cache {
 }
 
 fn ls(store: Option<&Store>) -> std::io::Result<Ls> {
-    let listed = store.map(Store::ls).transpose()?.unwrap_or_default();
-    let entries: Vec<_> = listed
+    let stored = store.map(Store::ls).transpose()?.unwrap_or_default();
+    let entries: Vec<_> = stored
         .into_iter()
-        .map(|listed| {
-            let idle = SystemTime::now().duration_since(listed.last_used).unwrap_or_default();
-            let (meta, damage) = match listed.meta {
+        .map(|stored| {
+            let idle = SystemTime::now().duration_since(stored.last_used).unwrap_or_default();
+            let (meta, damage) = match stored.meta {
                 Ok(meta) => (Some(meta), None),
                 Err(damage) => (None, Some(damage)),
             };
             Entry {
-                folder: listed.folder,
-                bytes: listed.bytes,
+                folder: stored.folder,
+                bytes: stored.bytes,
                 idle_seconds: idle.as_secs(),
                 compiler: meta.as_ref().map(|meta| meta.compiler.to_string()),
                 name: meta.map(|meta| meta.name),
@@ -246,7 +246,7 @@ fn report_removed(command: &str, removed: Removed, dir: &std::path::Path, output
         _ => Err(Failure::new(
             "kernels-not-removed",
             format!("{}: {failed} kernels could not be removed", dir.display()),
-            "check who owns the folder; `unweight cache ls` shows what is left",
+            "check the owner of the directory; `unweight cache ls` lists the remaining kernels",
         )),
     }
 }

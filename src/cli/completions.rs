@@ -15,7 +15,7 @@ use unweight::codegen::spec::{Arch, catalog};
 use unweight::format::bundle::{Bundle, Profile, Scope, manifest::FILE_NAME};
 
 #[cfg(feature = "gpu")]
-use super::arch::{arch_in, own_arch};
+use super::arch::{arch_in, local_arch};
 use super::{
     Cli,
     failure::{Failure, Result},
@@ -49,7 +49,7 @@ impl Completions {
 }
 
 /// Answers a completion request of a shell. Returns true if there was one, and the process can exit.
-pub fn answer() -> std::result::Result<bool, clap::Error> {
+pub fn complete_if_requested() -> std::result::Result<bool, clap::Error> {
     let environment = CompleteEnv::with_factory(Cli::command).var(VARIABLE);
     environment.try_complete(env::args_os(), env::current_dir().ok().as_deref())
 }
@@ -74,7 +74,7 @@ pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
         "" => Arch::of_compiler_name(line.get(at + 1)?),
         value => Arch::of_compiler_name(value.strip_prefix('=')?),
     });
-    let arch = arch_in(&word).or(option).or_else(own_arch).unwrap_or(Arch::Sm90a);
+    let arch = arch_in(&word).or(option).or_else(local_arch).unwrap_or(Arch::Sm90a);
     let names = catalog::all(arch).into_iter().map(|spec| spec.name().to_string());
     names.filter(|name| name.starts_with(&*word)).map(CompletionCandidate::new).collect()
 }
@@ -94,9 +94,9 @@ pub fn files() -> Vec<CompletionCandidate> {
 /// Returns a candidate if a shell can insert the name unquoted. Shells do not quote candidates, so any other name could
 /// be a command or control the terminal.
 fn candidate(name: &str) -> Option<CompletionCandidate> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._/@+:-".contains(&byte);
-    let harmless = name.bytes().all(plain) && !name.starts_with('-');
-    harmless.then(|| CompletionCandidate::new(name))
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._/@+:-".contains(&byte);
+    let is_safe = name.bytes().all(is_plain) && !name.starts_with('-');
+    is_safe.then(|| CompletionCandidate::new(name))
 }
 
 /// Returns the words of the command line that is being completed.

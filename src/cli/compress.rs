@@ -70,13 +70,13 @@ impl Device {
     fn encoder(self, options: &CompressOptions) -> Result<Box<dyn Encoder>> {
         match self {
             Self::Cpu => Ok(Box::new(CpuEncoder)),
-            Self::Cuda => on_gpu(options),
+            Self::Cuda => gpu_encoder(options),
         }
     }
 }
 
 #[cfg(feature = "gpu")]
-fn on_gpu(options: &CompressOptions) -> Result<Box<dyn Encoder>> {
+fn gpu_encoder(options: &CompressOptions) -> Result<Box<dyn Encoder>> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let device = device::Device::open(0)?;
     let kernels = KernelSet::open(&device, env);
@@ -84,7 +84,7 @@ fn on_gpu(options: &CompressOptions) -> Result<Box<dyn Encoder>> {
 }
 
 #[cfg(not(feature = "gpu"))]
-fn on_gpu(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
+fn gpu_encoder(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
     Err(super::absent::option("--device cuda", "gpu"))
 }
 
@@ -95,8 +95,8 @@ impl Compress {
         if to_stdout && (output.json || self.resume.resume || self.force.force || self.shard.is_some()) {
             return Err(Failure::new(
                 "usage",
-                "-o - with --json, --resume, --force or --shard",
-                "stdout takes the bundle; give -o a directory for these",
+                "-o - cannot be combined with --json, --resume, --force or --shard",
+                "with -o -, the bundle goes to stdout; use -o DIR with these options",
             ));
         }
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
@@ -128,7 +128,7 @@ impl Compress {
                 // Finished files are removed with the scratch folder.
                 BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled.into(),
                 error @ (BundleError::NoRoom { .. } | BundleError::DiskFull { .. }) if to_stdout => {
-                    let help = "the bundle is made in the temporary directory first: free some space, or set TMPDIR";
+                    let help = "the bundle is first written to the temporary directory: free some space, or set TMPDIR";
                     Failure::from(error).with_help(help)
                 }
                 other => other.into(),
@@ -140,17 +140,17 @@ impl Compress {
         }
         if report.resumed_tensors > 0 {
             let tensors = report.resumed_tensors;
-            output.note(format_args!("reused from a file that the interrupted run began: {tensors} tensors"));
+            output.note(format_args!("reused from an unfinished file of the interrupted run: {tensors} tensors"));
         }
         // A part without weights has nothing to compress.
         let empty = report.part.is_some() && report.tensors.is_empty();
         if let Some(part) = report.part.as_ref().filter(|_| empty) {
             output.note(format_args!(
-                "remark: part {part} has no weights: a file is never split, and the model has fewer than there are parts"
+                "remark: part {part} has no weights: a file is never split, and the model has fewer files than parts"
             ));
         }
         let remarks = [
-            select::nothing_coded(&report.tensors, "was"),
+            select::nothing_compressed(&report.tensors, "was"),
             select::large_copies(&report.large_copies),
             select::unmarked_configs(&report.unmarked_configs),
         ];

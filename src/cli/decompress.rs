@@ -42,8 +42,8 @@ impl Decompress {
         if to_stdout && (output.json || self.resume.resume || self.force.force) {
             return Err(Failure::new(
                 "usage",
-                "-o - with --json, --resume or --force",
-                "stdout takes the files; give -o a directory for these",
+                "-o - cannot be combined with --json, --resume or --force",
+                "with -o -, the files go to stdout; use -o DIR with these options",
             ));
         }
         // Checked before an archive of several GiB is read.
@@ -64,7 +64,7 @@ impl Decompress {
         if let Some(stdout) = &mut stdout {
             let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;
             bar.finish();
-            output.note(format_args!("{files} files, {}, every digest right", output::bytes(bytes)));
+            output.note(format_args!("{files} files, {}, all digests match", output::bytes(bytes)));
             return Ok(());
         }
         let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
@@ -85,7 +85,7 @@ impl Decompress {
             table.write(out)?;
             writeln!(
                 out,
-                "{}: {} files, {}, every digest right, {} ({})",
+                "{}: {} files, {}, all digests match, {} ({})",
                 self.output.display(),
                 report.files.len(),
                 output::bytes(report.bytes),

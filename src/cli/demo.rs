@@ -68,7 +68,7 @@ impl Demo {
     /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let temporary;
-        check_room(self.dir.as_deref(), self.size)?;
+        check_free_space(self.dir.as_deref(), self.size)?;
         let home = match &self.dir {
             Some(dir) => {
                 fs::create_dir_all(dir).map_err(Failure::io(dir.display()))?;
@@ -83,7 +83,7 @@ impl Demo {
             }
             None => {
                 temporary = Scratch::new(&std::env::temp_dir(), "unweight-demo-")
-                    .map_err(Failure::io("cannot make a temporary directory"))?;
+                    .map_err(Failure::io("cannot create a temporary directory"))?;
                 temporary.path()
             }
         };
@@ -143,7 +143,7 @@ impl Demo {
             return Err(Failure::mismatch(
                 "self-check-failed",
                 problem.message.clone(),
-                "this is a defect of Unweight: please report it",
+                "this is a bug in Unweight: please report it",
             ));
         }
 
@@ -170,7 +170,7 @@ impl Demo {
 }
 
 /// Fails if a demo of this size cannot fit: the model, a bundle of at most the same size, and the restored files.
-fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
+fn check_free_space(dir: Option<&Path>, size: u64) -> Result<()> {
     let home = dir.map_or_else(std::env::temp_dir, Path::to_path_buf);
     let existing = home.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("."));
     // If the system does not report free space, writing decides.
@@ -182,7 +182,7 @@ fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
     Err(Failure::new(
         "disk-full",
         format!(
-            "{}: a demo of {} needs about {}, and {} are free",
+            "{}: a demo of {} needs about {} of disk space, but {} are free",
             existing.display(),
             output::bytes(size),
             output::bytes(needed),
@@ -222,7 +222,7 @@ fn compare(expected: &Path, got: &Path) -> Result<(u64, u64)> {
         return Err(Failure::mismatch(
             "self-check-failed",
             format!("{}: holds {rebuilt:?}, expected {names:?}", got.display()),
-            "this is a defect of Unweight: please report it",
+            "this is a bug in Unweight: please report it",
         ));
     }
     let mut total = 0;
@@ -244,7 +244,7 @@ fn compare_file(expected: &Path, got: &Path) -> Result<u64> {
             return Err(Failure::mismatch(
                 "self-check-failed",
                 format!("{}: differs from {} at byte {}", got.display(), expected.display(), offset + at as u64),
-                "this is a defect of Unweight: please report it",
+                "this is a bug in Unweight: please report it",
             ));
         }
         if read == 0 {
@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn models_have_about_the_size_asked_for() {
+    fn models_have_about_the_requested_size() {
         for bytes in [1 << 20, 16 << 20, 128 << 20, 2u64 << 30, 4 << 30, 16 << 30] {
             let options = shape(bytes, 1);
             let (hidden, layers) = (options.hidden as u64, options.layers as u64);

@@ -155,7 +155,9 @@ impl Doctor {
         // The API key of `serve` is not a variable of the runtime.
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let names = names.filter(|name| name != API_KEY);
-        warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
+        warnings.extend(
+            Env::unknown(names).into_iter().map(|name| format!("{name}: unknown variable; check the spelling")),
+        );
         let devices = devices();
         if let Ok(nvrtc) = &probed.libraries[Library::Nvrtc as usize] {
             warnings.extend(devices.iter().filter_map(|device| old_nvrtc(device, nvrtc.version, &nvrtc.path)));
@@ -239,12 +241,12 @@ impl ModelReport {
 /// Returns model reports for nine tenths of the memory, the default share of an engine that has the GPU to itself.
 fn models(device: &DeviceReport) -> Vec<ModelReport> {
     let DeviceReport::Usable(info) = device else { return Vec::new() };
-    let have = memory::usual_share(info.memory_bytes);
+    let usable_bytes = memory::usual_share(info.memory_bytes);
     let model = |geometry: &Geometry| {
         let config = geometry.config();
         let of = |placement| {
             let bytes = config.weight_bytes(placement);
-            (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
+            (bytes, config.kv_tokens(usable_bytes.saturating_sub(bytes), PAGE_TOKENS))
         };
         let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Placement::Packed), of(Placement::Bf16));
         // Compact weights, plus the slot that holds the largest compact layer when expanded.
@@ -252,8 +254,9 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
         let slot = |[n, k]: [u32; 2]| TileGrid::new(n as usize, k as usize).map_or(0, |grid| SlotPlan::of(grid).bytes);
         let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);
         let compact_bytes = config.weight_bytes(Placement::Compact);
-        let compact_tokens = config.kv_tokens(have.saturating_sub(compact_bytes).saturating_sub(slot), PAGE_TOKENS);
-        let left = have.saturating_sub(packed_bytes);
+        let compact_tokens =
+            config.kv_tokens(usable_bytes.saturating_sub(compact_bytes).saturating_sub(slot), PAGE_TOKENS);
+        let left = usable_bytes.saturating_sub(packed_bytes);
         let (packed_cache_tokens, packed_cache_token_bytes) = memory::tokens_of(&config, KvCache::Packed, left);
         let (_, cache_token_bytes) = memory::tokens_of(&config, KvCache::Bf16, left);
         let (device, geometry) = (info.ordinal, geometry.name());
@@ -327,7 +330,7 @@ fn devices() -> Vec<DeviceReport> {
         return Vec::new();
     }
     match Device::count() {
-        Ok(0) => vec![DeviceReport::Unusable("no GPU: the driver is there and sees none".to_owned())],
+        Ok(0) => vec![DeviceReport::Unusable("no GPU: the driver finds no device".to_owned())],
         Ok(count) => (0..count)
             .map(|ordinal| match Device::open(ordinal) {
                 Ok(device) => DeviceReport::Usable(device.info().clone()),
@@ -371,7 +374,7 @@ mod tests {
     use unweight::codegen::spec::Arch;
 
     #[test]
-    fn a_compiler_from_before_the_gpu_is_a_warning() {
+    fn compiler_older_than_the_gpu_is_a_warning() {
         let device = |arch| {
             let (name, driver) = ("NVIDIA GeForce RTX 5090".to_owned(), "13.0".to_owned());
             let (sms, clock_mhz, memory_mb_per_s, l2_bytes) = (170, 2407, 1_792_000, 96 << 20);

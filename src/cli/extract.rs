@@ -75,7 +75,7 @@ impl Extract {
         if to_stdout && output.json {
             return Err(Failure::new(
                 "usage",
-                "stdout takes the bytes or JSON",
+                "-o - cannot be combined with --json",
                 "write the bytes to a file with -o FILE",
             ));
         }
@@ -132,7 +132,7 @@ impl Extract {
         bar.finish();
         let report = FileJson { file: name, bytes: file.bytes, digest: file.digest, sha256: file.sha256 };
         output.summary("extract", &report, |out| {
-            writeln!(out, "{}: {}, {}, digest right", self.output.display(), report.file, output::bytes(report.bytes))
+            writeln!(out, "{}: {}, {}, digest matches", self.output.display(), report.file, output::bytes(report.bytes))
         })
     }
 
@@ -144,7 +144,7 @@ impl Extract {
         }
         let failed = || Failure::io(self.output.display());
         if self.output.symlink_metadata().is_ok() {
-            let message = format!("{}: exists", self.output.display());
+            let message = format!("{}: already exists", self.output.display());
             return Err(Failure::new("output-exists", message, "choose another name"));
         }
         let folder = scratch::folder_of(&self.output);

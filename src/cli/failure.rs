@@ -63,7 +63,7 @@ pub enum Class {
     /// A signal ended the command: exit status 128 plus its number.
     Interrupted,
     /// The reader closed stdout: exit status 0, without a message.
-    Gone,
+    StdoutClosed,
 }
 
 impl Class {
@@ -73,7 +73,7 @@ impl Class {
             Self::Mismatch => 1,
             Self::Failed => 2,
             Self::Interrupted => 128 + signals::signal().unwrap_or(2),
-            Self::Gone => 0,
+            Self::StdoutClosed => 0,
         }
     }
 }
@@ -108,7 +108,7 @@ impl Failure {
         move |error| Self {
             code: io_code(&error),
             message: what.to_string(),
-            help: advice(&error).map(str::to_owned),
+            help: io_help(&error).map(str::to_owned),
             cause: Some(error.into()),
             class: Class::Failed,
             reported: false,
@@ -123,7 +123,7 @@ impl Failure {
     /// Converts an error with its remedy as the next step.
     #[cfg(feature = "gpu")]
     pub fn remedied(error: impl Coded, remedy: rt::Remedy) -> Self {
-        let Some(help) = words(remedy) else { return Self::other(error) };
+        let Some(help) = runtime_remedy_help(remedy) else { return Self::other(error) };
         // The message stays whole, because the help comes from the remedy.
         Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
@@ -142,9 +142,9 @@ impl Failure {
     /// its output is incomplete.
     pub fn of_stream(self) -> Self {
         match self.class {
-            Class::Gone => {
+            Class::StdoutClosed => {
                 let message = "stdout was closed before all bytes were written";
-                let help = "what the reader got is incomplete; let it read to the end";
+                let help = "discard the incomplete output, and let the reader read to the end";
                 Self { cause: self.cause, ..Failure::new("output-closed", message, help) }
             }
             _ => self,
@@ -172,13 +172,13 @@ impl Failure {
     }
 
     fn from_error(error: impl Coded, class: Class) -> Self {
-        let (message, help) = parted(error.to_string());
-        let system = || error.source()?.downcast_ref::<io::Error>().and_then(advice).map(str::to_owned);
+        let (message, help) = split_help(error.to_string());
+        let source_help = || error.source()?.downcast_ref::<io::Error>().and_then(io_help).map(str::to_owned);
         Self {
             code: error.code(),
             message,
-            help: help.or_else(system),
-            cause: error.source().map(|cause| Box::new(Texts::of(cause)) as _),
+            help: help.or_else(source_help),
+            cause: error.source().map(|cause| Box::new(CauseChain::of(cause)) as _),
             class,
             reported: false,
         }
@@ -198,7 +198,7 @@ impl Failure {
 
 /// Splits a message of the libraries, "what failed; next step", into message and help. Lines with details that follow
 /// stay in the message.
-fn parted(text: String) -> (String, Option<String>) {
+fn split_help(text: String) -> (String, Option<String>) {
     let (first, details) = text.split_once('\n').unwrap_or((&text, ""));
     match (text.rsplit_once("; "), first.rsplit_once("; ")) {
         (Some((message, help)), _) if !help.contains('\n') => (message.to_owned(), Some(help.to_owned())),
@@ -208,11 +208,11 @@ fn parted(text: String) -> (String, Option<String>) {
 }
 
 /// Returns the next step after an I/O error, if there is one.
-fn advice(error: &io::Error) -> Option<&'static str> {
+fn io_help(error: &io::Error) -> Option<&'static str> {
     Some(match error.kind() {
         io::ErrorKind::NotFound => "check the path",
-        io::ErrorKind::PermissionDenied => "ask its owner for access, or choose another place",
-        io::ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
+        io::ErrorKind::PermissionDenied => "ask the owner for access, or choose another location",
+        io::ErrorKind::ReadOnlyFilesystem => "choose a writable location",
         io::ErrorKind::IsADirectory => "give a file",
         io::ErrorKind::NotADirectory => "give a directory",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space, then run it again",
@@ -286,24 +286,24 @@ impl Coded for glob::GlobError {
 
 /// A chain of causes as text, because an error only lends its sources.
 #[derive(Debug)]
-struct Texts {
+struct CauseChain {
     text: String,
-    next: Option<Box<Texts>>,
+    next: Option<Box<CauseChain>>,
 }
 
-impl Texts {
+impl CauseChain {
     fn of(error: &dyn Error) -> Self {
         Self { text: error.to_string(), next: error.source().map(|next| Box::new(Self::of(next))) }
     }
 }
 
-impl fmt::Display for Texts {
+impl fmt::Display for CauseChain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl Error for Texts {
+impl Error for CauseChain {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.next.as_deref().map(|next| next as _)
     }
@@ -329,7 +329,7 @@ impl From<BundleError> for Failure {
         if matches!(&error, BundleError::Output { source, .. } if source.kind() == io::ErrorKind::BrokenPipe) {
             return io::Error::from(io::ErrorKind::BrokenPipe).into();
         }
-        let help = error.remedy().and_then(worded).or_else(|| next_step(error.code()));
+        let help = error.remedy().and_then(bundle_remedy_help).or_else(|| code_help(error.code()));
         let failure = Self::from_error(error, class);
         let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
         // Names in the message come from untrusted files.
@@ -357,7 +357,7 @@ impl From<ConvertError> for Failure {
 }
 
 /// Returns the next step after errors whose message has none.
-fn next_step(code: &str) -> Option<&'static str> {
+fn code_help(code: &str) -> Option<&'static str> {
     Some(match code {
         "tensor-not-found" => "`unweight inspect BUNDLE` lists the tensors of a bundle",
         "tensor-name-reserved" => "a bundle cannot be compressed again: decompress it first",
@@ -373,7 +373,7 @@ fn next_step(code: &str) -> Option<&'static str> {
 }
 
 /// Returns the next step for a remedy, in terms of the command line.
-fn worded(remedy: Remedy) -> Option<&'static str> {
+fn bundle_remedy_help(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with --force",
         Remedy::Resume => "run again with --resume to continue",
@@ -381,7 +381,7 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
         Remedy::FreeAndRepeat => "free some space, then run it again",
         Remedy::FreeAndResume => "free some space, then run again with --resume",
         Remedy::CpuEncoder => "run again with --device cpu",
-        Remedy::FewerThreads => "ask for fewer with --threads, or allow more processes (ulimit -u)",
+        Remedy::FewerThreads => "lower --threads, or raise the limit on processes (ulimit -u)",
         _ => return None,
     })
 }
@@ -389,7 +389,7 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
 /// Converts an error of writing to stdout.
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
-        let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::Gone } else { Class::Failed };
+        let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::StdoutClosed } else { Class::Failed };
         Self {
             code: io_code(&error),
             message: "cannot write to stdout".to_owned(),
@@ -401,7 +401,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Converts errors of the runtime, whose remedies `words` turns into commands.
+/// Converts errors of the runtime, whose remedies `runtime_remedy_help` turns into commands.
 #[cfg(feature = "gpu")]
 macro_rules! from_runtime {
     ($($error:ty),+ $(,)?) => {$(
@@ -421,7 +421,7 @@ from_runtime!(EngineError, rt::Error, DeviceError);
 
 /// Returns the next step for a remedy, in terms of the command line; `None` if the error's message contains it.
 #[cfg(feature = "gpu")]
-fn words(remedy: rt::Remedy) -> Option<&'static str> {
+fn runtime_remedy_help(remedy: rt::Remedy) -> Option<&'static str> {
     Some(match remedy {
         rt::Remedy::ClearKernelCache => "`unweight cache clear` removes the kernels of another version",
         rt::Remedy::CompileKernels => {
@@ -500,7 +500,7 @@ mod tests {
             ("a:\n- b\n- c; d", "a:\n- b\n- c", Some("d")),
             ("a:\n- b; c\n- d", "a:\n- b; c\n- d", None),
         ] {
-            assert_eq!(parted(text.to_owned()), (message.to_owned(), help.map(str::to_owned)), "{text}");
+            assert_eq!(split_help(text.to_owned()), (message.to_owned(), help.map(str::to_owned)), "{text}");
         }
     }
 

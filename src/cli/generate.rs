@@ -156,43 +156,43 @@ struct Sequence {
 }
 
 /// A sequence while it is generated.
-struct Growing {
-    told: Sequence,
+struct SequenceState {
+    report: Sequence,
     stream: Option<TextStream>,
     stops: StopStrings,
     /// Whether a stop string ended the sequence.
     stopped: bool,
 }
 
-impl Growing {
+impl SequenceState {
     /// Appends a token and returns the text to show.
     fn push(&mut self, token: u32) -> Result<String> {
-        self.told.tokens.push(token);
+        self.report.tokens.push(token);
         let Some(stream) = &mut self.stream else { return Ok(String::new()) };
         let piece = stream.push(token).map_err(Failure::other)?;
         let (shown, ended) = self.stops.push(&piece);
         self.stopped |= ended;
-        self.told.text.get_or_insert_default().push_str(&shown);
+        self.report.text.get_or_insert_default().push_str(&shown);
         Ok(shown)
     }
 
     /// Ends the sequence and returns the text that was held back.
     fn finish(&mut self, reason: &'static str) -> Result<String> {
-        self.told.finish = Some(reason);
+        self.report.finish = Some(reason);
         let Some(stream) = self.stream.take() else { return Ok(String::new()) };
         if self.stopped {
             return Ok(String::new());
         }
         let (mut shown, mut stopped) = self.stops.push(&stream.finish().map_err(Failure::other)?);
         if !stopped {
-            let (rest, at_rest) = std::mem::take(&mut self.stops).finish();
+            let (rest, stopped_in_rest) = std::mem::take(&mut self.stops).finish();
             shown += &rest;
-            stopped = at_rest;
+            stopped = stopped_in_rest;
         }
         if stopped {
-            self.told.finish = Some("stop");
+            self.report.finish = Some("stop");
         }
-        self.told.text.get_or_insert_default().push_str(&shown);
+        self.report.text.get_or_insert_default().push_str(&shown);
         Ok(shown)
     }
 }
@@ -203,7 +203,7 @@ impl Generate {
         let bundle = Bundle::open(&self.bundle)?;
         let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
         let texts = self.texts()?;
-        let text = match text_of(&bundle, &self.bundle) {
+        let text = match load_text(&bundle, &self.bundle) {
             Ok(text) => Some(text),
             Err(failure) if self.needs_text() => return Err(failure),
             Err(_) => None,
@@ -214,7 +214,7 @@ impl Generate {
             Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
         })?;
         let mut options = self.options(prompts.len());
-        if self.engine.held.placement.has_pipelines() {
+        if self.engine.placement_args.placement.has_pipelines() {
             options = options.plan(saved_plan(&bundle, output));
         }
         options.check().map_err(|error| {
@@ -227,7 +227,7 @@ impl Generate {
 
         let start = Instant::now();
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
-        note_unused(&options.plan, self.engine.held.placement, &bundle, kernels.device().info(), output);
+        note_unused(&options.plan, self.engine.placement_args.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
@@ -237,7 +237,7 @@ impl Generate {
         }
         if let Some(file) = &self.dump_logits {
             self.dump(&mut engine, &prompts, file)?;
-            output.note(format_args!("{}: written", file.display()));
+            output.note(format_args!("wrote {}", file.display()));
         }
         let mut report = self.generate(&mut engine, &prompts, params, text.as_ref(), output, &cancelled)?;
         report.load_ms = load_ms;
@@ -276,7 +276,7 @@ impl Generate {
             return Err(Failure::new(
                 "no-prompt",
                 "no prompt was given",
-                "say what to continue with --prompt, --prompt-file or --tokens",
+                "give one with --prompt, --prompt-file or --tokens",
             ));
         }
         Ok(texts)
@@ -306,7 +306,7 @@ impl Generate {
                 params = params.top_p(defaults.top_p).min_p(defaults.min_p);
             }
             for ignored in &defaults.ignored {
-                output.note(format_args!("generation_config.json: {ignored} is not done here"));
+                output.note(format_args!("generation_config.json: {ignored} is not supported and is ignored"));
             }
         }
         let samples = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
@@ -327,7 +327,7 @@ impl Generate {
     fn check(&self, config: &ModelConfig, prompts: &[Vec<u32>]) -> Result<()> {
         let (vocab, max_new_tokens) = (config.vocab, self.max_new_tokens());
         let context = self.engine.context.unwrap_or(config.max_positions).min(config.max_positions);
-        if let (Some(resident), None) = (self.engine.held.resident_experts, config.mixture) {
+        if let (Some(resident), None) = (self.engine.placement_args.resident_experts, config.mixture) {
             return Err(Failure::other(EngineError::NoExperts(resident)));
         }
         for prompt in prompts {
@@ -357,9 +357,9 @@ impl Generate {
         let vocab = engine.config().vocab as usize;
         let mut all = Vec::with_capacity(prompts.len());
         if self.by_steps {
-            let batch = engine.options().max_batch as usize;
-            for some in prompts.chunks(batch) {
-                let texts: Vec<&[u32]> = some.iter().map(Vec::as_slice).collect();
+            let batch_size = engine.options().max_batch as usize;
+            for batch_prompts in prompts.chunks(batch_size) {
+                let texts: Vec<&[u32]> = batch_prompts.iter().map(Vec::as_slice).collect();
                 all.extend(engine.logits_by_steps(&texts)?);
             }
         } else {
@@ -379,8 +379,8 @@ impl Generate {
         }
         let header = serde_json::to_vec(&header).map_err(io::Error::from).map_err(Failure::io(file.display()))?;
         let write = || -> io::Result<()> {
-            let mut whole = scratch::unfinished(file)?;
-            let mut out = io::BufWriter::new(whole.as_file_mut());
+            let mut unfinished = scratch::unfinished(file)?;
+            let mut out = io::BufWriter::new(unfinished.as_file_mut());
             out.write_all(&(header.len() as u64).to_le_bytes())?;
             out.write_all(&header)?;
             for logit in all.iter().flatten() {
@@ -388,7 +388,7 @@ impl Generate {
             }
             out.flush()?;
             drop(out);
-            whole.persist(file).map(|_| ()).map_err(|error| error.error)
+            unfinished.persist(file).map(|_| ()).map_err(|error| error.error)
         };
         // The file may have been created meanwhile.
         check_replaceable(file)?;
@@ -405,31 +405,31 @@ impl Generate {
         cancelled: &Arc<AtomicBool>,
     ) -> Result<Report> {
         let stop = if self.ignore_eos { Vec::new() } else { engine.config().eos.clone() };
-        let mut growing = BTreeMap::<SeqId, Growing>::new();
+        let mut states = BTreeMap::<SeqId, SequenceState>::new();
         for prompt in prompts {
             let request = Request::new(prompt.clone()).max_new_tokens(self.max_new_tokens()).stop(stop.clone());
             let sequence = engine.add(request.params(params)).map_err(Failure::other)?;
-            let told = Sequence {
+            let report = Sequence {
                 prompt_tokens: prompt.len(),
                 tokens: Vec::new(),
                 text: text.map(|_| String::new()),
                 finish: (self.max_new_tokens() == 0).then_some("length"),
             };
             let (stream, stops) = (text.map(Text::stream), StopStrings::new(self.stop.clone()));
-            growing.insert(sequence, Growing { told, stream, stops, stopped: false });
+            states.insert(sequence, SequenceState { report, stream, stops, stopped: false });
         }
         // A single sequence is shown while it grows; several are shown at the end.
-        let live = growing.len() == 1 && !output.json;
+        let is_streamed = states.len() == 1 && !output.json;
         let as_ids = !self.tokens.is_empty();
         let show = |piece: &str| -> Result<()> {
             let mut out = io::stdout().lock();
             out.write_all(printable(piece).as_bytes())?;
             Ok(out.flush()?)
         };
-        let (start, mut first, mut after) = (Instant::now(), None, 0u64);
+        let (start, mut first, mut later_tokens) = (Instant::now(), None, 0u64);
         while !engine.is_idle() {
             if cancelled.load(Ordering::Relaxed) {
-                return Err(Failure::interrupted("interrupted: the text ends here"));
+                return Err(Failure::interrupted("interrupted before the text was complete"));
             }
             let events = engine.step()?;
             let is_later = first.is_some();
@@ -437,15 +437,15 @@ impl Generate {
                 first.get_or_insert_with(|| start.elapsed());
             }
             for event in events {
-                let Some(sequence) = growing.get_mut(&event.seq) else { continue };
+                let Some(sequence) = states.get_mut(&event.seq) else { continue };
                 if sequence.stopped {
                     continue;
                 }
-                let is_first = sequence.told.tokens.is_empty();
+                let is_first = sequence.report.tokens.is_empty();
                 let mut shown = match event.finish {
                     // The token that ends a text is not part of the text.
                     Some(Finish::Stop) => {
-                        sequence.told.tokens.push(event.token);
+                        sequence.report.tokens.push(event.token);
                         String::new()
                     }
                     _ if event.token == NO_TOKEN => String::new(),
@@ -455,24 +455,24 @@ impl Generate {
                     engine.cancel(event.seq);
                     shown += &sequence.finish("stop")?;
                 } else if let Some(finish) = event.finish {
-                    note_end(finish, &sequence.told, output);
+                    note_end(finish, &sequence.report, output);
                     shown += &sequence.finish(finish.name())?;
                 }
-                if live {
+                if is_streamed {
                     if as_ids && event.token != NO_TOKEN {
                         shown = format!("{}{}", if is_first { "" } else { "," }, event.token);
                     }
                     show(&shown)?;
                 }
-                after += u64::from(is_later);
+                later_tokens += u64::from(is_later);
             }
         }
         let total = start.elapsed();
-        if live {
+        if is_streamed {
             show("\n")?;
         }
-        let sequences: Vec<Sequence> = growing.into_values().map(|sequence| sequence.told).collect();
-        if !live && !output.json {
+        let sequences: Vec<Sequence> = states.into_values().map(|sequence| sequence.report).collect();
+        if !is_streamed && !output.json {
             for sequence in &sequences {
                 let ids = || sequence.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
                 let text = sequence.text.clone().filter(|_| !as_ids);
@@ -486,7 +486,7 @@ impl Generate {
             sequences,
             load_ms: 0.0,
             prefill_ms: first.as_secs_f64() * 1e3,
-            tokens_per_s: (after > 0 && seconds > 0.0).then(|| after as f64 / seconds),
+            tokens_per_s: (later_tokens > 0 && seconds > 0.0).then(|| later_tokens as f64 / seconds),
             weight_bytes: memory.weights,
             cache_bytes: memory.cache,
             cache_tokens: memory.tokens(),
@@ -504,16 +504,16 @@ impl Generate {
 }
 
 /// Prints a note if a text ended for a reason other than the model's or the limit's.
-fn note_end(finish: Finish, told: &Sequence, output: Output) {
-    let tokens = told.prompt_tokens + told.tokens.len();
+fn note_end(finish: Finish, report: &Sequence, output: Output) {
+    let tokens = report.prompt_tokens + report.tokens.len();
     match finish {
         Finish::NotANumber => {
-            output.note(format_args!("behind {tokens} tokens all logits are NaN: the text ends there"));
+            output.note(format_args!("all logits are NaN after {tokens} tokens: the text ends there"));
         }
         Finish::CacheFull => {
             output.note(format_args!(
-                "behind {tokens} tokens the packed KV cache has no BF16 unit for what cannot be packed: the text ends \
-                 there; use --kv-cache bf16"
+                "the packed KV cache has no free BF16 unit after {tokens} tokens: the text ends there; use --kv-cache \
+                 bf16"
             ));
         }
         _ => {}
@@ -549,14 +549,14 @@ fn check_replaceable(file: &Path) -> Result<()> {
 }
 
 /// Loads the tokenizer of a bundle. Its files are not trusted: text processes read them.
-pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
+pub fn load_text(bundle: &Bundle, dir: &Path) -> Result<Text> {
     /// The maximum file size, bytes. Tokenizers of published models have up to 34 MB.
     const LIMIT: u64 = 128 << 20;
     let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
         Failure::new(
             "tokenizer-missing",
             format!("{}: the bundle has no {}", dir.display(), text::TOKENIZER),
-            "compress a model directory that has its tokenizer; `unweight generate --tokens` takes ids without one",
+            "compress a model directory that has its tokenizer; `unweight generate --tokens` needs no tokenizer",
         )
     })?;
     let (config, template) =

@@ -77,12 +77,13 @@ struct Report<'a> {
 impl Inspect {
     /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
-        plot::may_save(self.svg.as_deref())?;
+        plot::check_can_save(self.svg.as_deref())?;
         let bundle = Bundle::open(&self.bundle)?;
         let manifest = bundle.manifest();
-        let chosen = |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
+        let is_selected =
+            |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
         let tensors: Vec<TensorReport> =
-            bundle.tensors().filter(|tensor| chosen(&tensor.entry().name)).map(|tensor| tensor.report()).collect();
+            bundle.tensors().filter(|tensor| is_selected(&tensor.entry().name)).map(|tensor| tensor.report()).collect();
         if tensors.is_empty() && !self.tensor.is_empty() {
             return Err(Failure::new(
                 "tensor-not-found",
@@ -119,7 +120,7 @@ impl Inspect {
             if let Some(file) = &self.svg {
                 let drawing = histogram.as_ref().map_or(Drawing::Tensors(&report.tensors), Drawing::Exponents);
                 plot::save(file, &drawing)?;
-                output.note(format_args!("{}: drawn", file.display()));
+                output.note(format_args!("wrote {}", file.display()));
             } else if !output.json && !self.csv {
                 let mut drawing = Vec::new();
                 match &histogram {

@@ -39,7 +39,7 @@ use unweight::{
 };
 
 use super::{
-    arch::{ArchArg, arch_in, arch_parser, own_arch},
+    arch::{ArchArg, arch_in, arch_parser, local_arch},
     common, completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
@@ -276,11 +276,12 @@ impl Names {
         let is_pattern = |name: &str| name.contains(['*', '?']);
         let by_arch = self.names.is_empty() || self.names.iter().any(|name| is_pattern(name));
         // Query the GPU only if the architecture matters.
-        let arch = self.arch.arch.or_else(|| if by_arch { own_arch() } else { None });
+        let arch = self.arch.arch.or_else(|| if by_arch { local_arch() } else { None });
         // No note if every pattern names its architecture.
-        let said = !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
-        if by_arch && arch.is_none() && !said {
-            output.note("no GPU here: kernels for sm_90a; --arch names another architecture");
+        let names_arch =
+            !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
+        if by_arch && arch.is_none() && !names_arch {
+            output.note("no GPU found: using kernels for sm_90a; --arch selects another architecture");
         }
         let arch = arch.unwrap_or(Arch::Sm90a);
         let shipped = catalog::all(arch);
@@ -297,10 +298,10 @@ impl Names {
                 specs.push(name.parse().map_err(Failure::other)?);
             }
             if specs.len() == before {
-                let own = arch.compiler_name();
+                let arch_name = arch.compiler_name();
                 let help = match arch_in(name).filter(|other| *other != arch) {
-                    Some(other) => format!("these are kernels for {own}: add `--arch {}`", other.compiler_name()),
-                    None => format!("`unweight kernels list --arch {own}` shows the names"),
+                    Some(other) => format!("these are kernels for {arch_name}: add `--arch {}`", other.compiler_name()),
+                    None => format!("`unweight kernels list --arch {arch_name}` shows the names"),
                 };
                 return Err(Failure::new("kernel-not-found", format!("no kernel matches '{name}'"), help));
             }
@@ -345,7 +346,7 @@ fn emit(arguments: &Emit, output: Output) -> Result<()> {
     if arguments.output.is_none() && specs.len() != 1 && !output.json {
         return Err(Failure::new(
             "usage",
-            format!("{} kernels, and stdout takes one", specs.len()),
+            format!("{} kernels match, but stdout is for a single one", specs.len()),
             "name one (`unweight kernels list`), or write all of them with -o DIR",
         ));
     }
@@ -393,14 +394,14 @@ fn write(path: &Path, text: &str) -> Result<()> {
 }
 
 /// The GPUs that kernels are compiled for.
-enum Cards {
+enum TargetGpus {
     /// Every GPU of an architecture: all kernels that dispatch can choose for any number of SMs and any memory size.
     All(Arch),
     /// A single GPU.
     One(PackedChooser),
 }
 
-impl Cards {
+impl TargetGpus {
     /// Returns all GPUs of a given architecture. Without one: this machine's GPU, with the kernels that it would
     /// choose, or an H200 if there is no GPU, as in an image build.
     fn of(arch: Option<Arch>, env: &Env, output: Output) -> Self {
@@ -412,7 +413,9 @@ impl Cards {
                 Self::One(kernels.chooser().clone())
             }
             (None, Err(_)) => {
-                output.note("no GPU found: kernels for an H200; --arch selects those for every GPU of an architecture");
+                output.note(
+                    "no GPU found: using kernels for an H200; --arch selects those for all GPUs of an architecture",
+                );
                 Self::One(PackedChooser::h200())
             }
         }
@@ -429,26 +432,28 @@ impl Usage {
 }
 
 /// Returns the kernels that loading a bundle and running its model can request.
-fn of_bundle(bundle: &Bundle, usage: &Usage, cards: Cards, output: Output) -> Result<Vec<VariantSpec>> {
+fn bundle_kernels(bundle: &Bundle, usage: &Usage, targets: TargetGpus, output: Output) -> Result<Vec<VariantSpec>> {
     // A model that the engine cannot run is reported below.
     let fused_gate = ModelConfig::of_bundle(bundle).map_or(true, |config| config.act == Activation::Silu);
     let options = usage.load_options().fused_gate(fused_gate);
-    let (machines, mut specs) = match cards {
-        Cards::All(arch) => {
+    let (gpu_models, mut specs) = match targets {
+        TargetGpus::All(arch) => {
             // SM counts are even. The shapes of attention depend on them.
             let any = (2..=256).step_by(2).map(|sms| GpuModel { sms, ..GpuModel::usual(arch) });
             (any.collect(), reachable_on_any(bundle, options, arch))
         }
-        Cards::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
+        TargetGpus::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
     };
     // The other kernels of `generate`, for all batch sizes.
     let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
     engine.placement = usage.placement.0;
     engine.kv_cache = usage.kv_cache.0;
-    match Engine::kernels(bundle, &engine, &machines) {
+    match Engine::kernels(bundle, &engine, &gpu_models) {
         Ok(more) => specs.extend(more),
         // Linear layers of any bundle can be loaded; pipelines need a model.
-        Err(error) if !usage.placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
+        Err(error) if !usage.placement.has_pipelines() => {
+            output.note(format_args!("only kernels of linear layers: {error}"))
+        }
         Err(error) => return Err(error.into()),
     }
     Ok(specs)
@@ -471,7 +476,7 @@ fn note_ready(output: Output, progress: &Progress<'_>) {
     ));
 }
 
-fn word(state: &CacheState) -> &'static str {
+fn state_name(state: &CacheState) -> &'static str {
     if state.is_hit() { "hit" } else { "compiled" }
 }
 
@@ -481,18 +486,18 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     let bundle = Bundle::open(&arguments.bundle)?;
     // Checked before compiling takes minutes. A saved plan stays.
     let path = arguments.bundle.join(ATTACHED_NAME);
-    let is_taken = bundle.attached().map_or(true, |attached| attached.is_some_and(|old| !old.kernels().is_empty()));
-    if !arguments.force && is_taken {
+    let has_kernels = bundle.attached().map_or(true, |attached| attached.is_some_and(|old| !old.kernels().is_empty()));
+    if !arguments.force && has_kernels {
         return Err(BundleError::OutputExists { path }.into());
     }
     format::may_attach(&arguments.bundle)?;
-    let cards = match arguments.arch.as_slice() {
-        [] => vec![Cards::of(None, env, output)],
-        archs => archs.iter().map(|arch| Cards::of(Some(*arch), env, output)).collect(),
+    let targets = match arguments.arch.as_slice() {
+        [] => vec![TargetGpus::of(None, env, output)],
+        archs => archs.iter().map(|arch| TargetGpus::of(Some(*arch), env, output)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
-    for cards in cards {
-        let more = of_bundle(&bundle, &arguments.usage, cards, output)?;
+    for targets in targets {
+        let more = bundle_kernels(&bundle, &arguments.usage, targets, output)?;
         specs.extend(more);
     }
     specs.sort();
@@ -510,15 +515,15 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     let bytes = format::attach(&arguments.bundle, &entries, arguments.force)?;
     if let Some(error) = damaged {
         let plan = match Attached::open(&path)?.is_some_and(|now| now.plan().is_some()) {
-            true => "its plan of `tune` was sound, and stays",
-            false => "a plan of `tune`, if it had one, is gone: `unweight tune --save` measures again",
+            true => "the plan of `tune` was undamaged and is kept",
+            false => "a plan of `tune`, if there was one, is lost; `unweight tune --save` measures a new one",
         };
-        output.note(format_args!("what was attached is replaced ({error}); {plan}"));
+        output.note(format_args!("the damaged attached kernels are replaced ({error}); {plan}"));
     }
     let kernels = entries.iter().zip(&artifacts).map(|((entry, _), artifact)| OneAttached {
         name: entry.name.clone(),
         arch: entry.arch.clone(),
-        state: word(&artifact.state),
+        state: state_name(&artifact.state),
         cubin_bytes: artifact.cubin.len(),
         compiler: artifact.compiler.to_string(),
     });
@@ -530,11 +535,11 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
 }
 
 fn detach(arguments: &Detach, output: Output) -> Result<()> {
-    let gone = format::detach(&arguments.bundle)?;
+    let removed = format::detach(&arguments.bundle)?;
     let report = Detached {
-        detached: gone.is_some(),
-        plan: gone.is_some_and(|gone| gone.had_plan),
-        bytes: gone.map_or(0, |gone| gone.bytes),
+        detached: removed.is_some(),
+        plan: removed.is_some_and(|removed| removed.had_plan),
+        bytes: removed.map_or(0, |removed| removed.bytes),
     };
     output.summary("kernels detach", &report, |out| {
         let path = arguments.bundle.join(ATTACHED_NAME);
@@ -553,15 +558,15 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     if env.jit == JitMode::Off {
         return Err(Failure::new(
             "jit-off",
-            "UNWEIGHT_JIT=off keeps no kernels",
+            "UNWEIGHT_JIT=off disables the kernel cache",
             "unset it, or use `unweight kernels check`",
         ));
     }
     let specs = match &arguments.bundle {
         None => arguments.names.specs(output)?,
         Some(folder) => {
-            let cards = Cards::of(arguments.names.arch.arch, env, output);
-            of_bundle(&Bundle::open(folder)?, &arguments.usage, cards, output)?
+            let targets = TargetGpus::of(arguments.names.arch.arch, env, output);
+            bundle_kernels(&Bundle::open(folder)?, &arguments.usage, targets, output)?
         }
     };
     let requests = render(&specs)?;
@@ -577,7 +582,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
                 CacheState::Compiled { kept: Kept::NotStored(why), .. } => Some(why.clone()),
                 _ => None,
             },
-            state: word(&artifact.state),
+            state: state_name(&artifact.state),
             compile_ms: artifact.elapsed.as_secs_f64() * 1e3,
             cubin_bytes: artifact.cubin.len(),
             compiler: artifact.compiler.to_string(),
@@ -586,19 +591,24 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         .collect();
     let hits = kernels.iter().filter(|kernel| kernel.state == "hit").count();
     let bytes: usize = kernels.iter().map(|kernel| kernel.cubin_bytes).sum();
-    let lost: Vec<String> = kernels.iter().filter_map(|kernel: &Compiled| kernel.not_kept.clone()).collect();
+    let not_kept: Vec<String> = kernels.iter().filter_map(|kernel: &Compiled| kernel.not_kept.clone()).collect();
     let report = Of { kernels };
     output.summary("kernels compile", &report, |out| {
         let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
-        writeln!(out, "{} kernels kept, {} compiled, {hits} from the cache, {bytes}", total - lost.len(), total - hits)
+        writeln!(
+            out,
+            "{} kernels kept, {} compiled, {hits} from the cache, {bytes}",
+            total - not_kept.len(),
+            total - hits
+        )
     })?;
     // The command promises that kernels are in the cache.
-    match lost.first() {
+    match not_kept.first() {
         None => Ok(()),
         Some(why) => Err(Failure::new(
             "kernels-not-kept",
-            format!("{} of {} kernels were compiled and not kept: {why}", lost.len(), report.kernels.len()),
-            "free some space, or set UNWEIGHT_CACHE_DIR to a folder that this user may write to",
+            format!("{} of {} kernels were compiled but not cached: {why}", not_kept.len(), report.kernels.len()),
+            "free some space, or set UNWEIGHT_CACHE_DIR to a writable directory",
         )
         .reported()),
     }
@@ -654,7 +664,7 @@ fn check(names: &Names, output: Output) -> Result<()> {
         0 => Ok(()),
         bad => Err(Failure::mismatch(
             "kernels-defective",
-            format!("{bad} of {} kernels are not as they should be", report.kernels.len()),
+            format!("{bad} of {} kernels are defective", report.kernels.len()),
             "`unweight kernels emit NAME` prints the source",
         )
         .reported()),

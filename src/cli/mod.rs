@@ -215,8 +215,8 @@ impl Program for Cli {
 /// Runs the `unweight` command.
 pub fn main() -> ExitCode {
     #[cfg(all(feature = "gpu", feature = "text"))]
-    if let Some(code) = text_process::answer() {
+    if let Some(code) = text_process::run_if_requested() {
         return code;
     }
-    run::<Cli>(completions::answer)
+    run::<Cli>(completions::complete_if_requested)
 }

@@ -44,7 +44,7 @@ pub struct PlacementArgs {
 #[derive(Args)]
 pub struct EngineArgs {
     #[command(flatten)]
-    pub held: PlacementArgs,
+    pub placement_args: PlacementArgs,
     /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
@@ -60,9 +60,9 @@ pub struct EngineArgs {
 impl EngineArgs {
     /// Applies these options to `options`.
     pub fn set(&self, options: &mut EngineOptions) {
-        options.placement = self.held.placement.0;
-        options.kv_cache = self.held.kv_cache.0;
-        options.resident_experts = self.held.resident_experts;
+        options.placement = self.placement_args.placement.0;
+        options.kv_cache = self.placement_args.kv_cache.0;
+        options.resident_experts = self.placement_args.resident_experts;
         options.context = self.context;
         options.speculate = self.speculate;
         options.memory = self.memory.memory;
@@ -133,7 +133,7 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     let attached = match bundle.attached() {
         Ok(attached) => attached,
         Err(error) => {
-            output.note(format_args!("not used: {error}"));
+            output.note(format_args!("the saved plan is not used: {error}"));
             return Plan::default();
         }
     };
@@ -141,7 +141,7 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     match Plan::parse(text.as_bytes()) {
         Ok(plan) => plan,
         Err(error) => {
-            output.note(format_args!("{ATTACHED_NAME}: not used: {error}"));
+            output.note(format_args!("{ATTACHED_NAME}: the saved plan is not used: {error}"));
             Plan::default()
         }
     }
@@ -154,8 +154,8 @@ pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device
     let fits = |batch| plan.setting(batch, &tuned::key(&model, placement, batch, device)).is_some();
     if !plan.settings().is_empty() && !plan.settings().iter().any(|measured| fits(measured.batch)) {
         output.note(
-            "the saved plan was measured on another device, driver or program, or for another \
-             --placement: best guesses are taken; `unweight tune --save` measures here",
+            "the saved plan is not used: it was measured on another device, driver or program version, or for another \
+             --placement; `unweight tune --save` measures a plan for this device",
         );
     }
 }

@@ -37,7 +37,7 @@ impl Plan {
         }
         let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
         let remarks = [
-            select::nothing_coded(&report.tensors, "would be"),
+            select::nothing_compressed(&report.tensors, "would be"),
             select::large_copies(&report.large_copies),
             select::unmarked_configs(&report.unmarked_configs),
         ];

@@ -62,7 +62,7 @@ pub fn save(path: &Path, drawing: &Drawing<'_>) -> Result<()> {
 }
 
 /// Checks that [`save`] can write to `path`, before a measurement takes minutes.
-pub fn may_save(path: Option<&Path>) -> Result<()> {
+pub fn check_can_save(path: Option<&Path>) -> Result<()> {
     let Some(path) = path else { return Ok(()) };
     if !cfg!(feature = "plots") {
         return Err(super::absent::option("--svg", "plots"));
@@ -103,7 +103,7 @@ struct Exponents {
     /// Shares of the elements, percent.
     shares: Vec<f64>,
     /// Notes next to the plot.
-    beside: Vec<String>,
+    notes: Vec<String>,
 }
 
 impl Exponents {
@@ -122,7 +122,7 @@ impl Exponents {
         let share = |count: u64| count as f64 * 100.0 / total as f64;
         let outside = |range: Range<u16>| range.map(|exponent| histogram.count(exponent as u8)).sum::<u64>();
         let rare = [("below", first, outside(0..u16::from(first))), ("above", last, outside(u16::from(last) + 1..256))];
-        let mut beside = vec![
+        let mut notes = vec![
             format!("{:.3} bits of information", histogram.entropy_bits()),
             "in the 8 of an exponent,".to_owned(),
             format!("{total} elements"),
@@ -130,10 +130,10 @@ impl Exponents {
         for (side, edge, count) in rare.into_iter().filter(|(.., count)| *count > 0) {
             let share = share(count);
             let share = if share < 0.01 { format!("{share:.1e}") } else { format!("{share:.2}") };
-            beside.push(format!("{side} {edge}: {share} %"));
+            notes.push(format!("{side} {edge}: {share} %"));
         }
         let shares = (first..=last).map(|exponent| share(histogram.count(exponent))).collect();
-        Ok(Self { drawn: first..=last, shares, beside })
+        Ok(Self { drawn: first..=last, shares, notes })
     }
 
     fn bars(&self) -> impl Iterator<Item = (u8, f64)> + '_ {
@@ -151,7 +151,7 @@ pub fn exponents_text(histogram: &Histogram, out: &mut dyn Write) -> Result<()> 
     for (exponent, share) in exponents.bars() {
         writeln!(out, "{exponent:>3} {} {share:.2} %", blocks(share / exponents.highest()))?;
     }
-    for line in &exponents.beside {
+    for line in &exponents.notes {
         writeln!(out, "{line}")?;
     }
     Ok(())
@@ -187,18 +187,18 @@ fn arrange(tensors: &[TensorReport]) -> (Vec<Group>, Vec<Stripe>) {
     let single = large.into_iter().map(|role| (role.name(), vec![role]));
     for (label, roles) in single.chain([("other", small)]) {
         let from = at;
-        let mut together: BTreeMap<EncodingId, (u64, u64)> = BTreeMap::new();
+        let mut merged: BTreeMap<EncodingId, (u64, u64)> = BTreeMap::new();
         for tensor in roles.iter().copied().flat_map(of) {
             let TensorReport { original_bytes, stored_bytes, encoding, .. } = *tensor;
             if (original_bytes as f64) < SMALL_TENSOR * total as f64 {
-                let sums = together.entry(encoding).or_default();
+                let sums = merged.entry(encoding).or_default();
                 *sums = (sums.0 + original_bytes, sums.1 + stored_bytes);
                 continue;
             }
             stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, encoding });
             at += original_bytes;
         }
-        for (encoding, (original_bytes, stored_bytes)) in together {
+        for (encoding, (original_bytes, stored_bytes)) in merged {
             stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, encoding });
             at += original_bytes;
         }
@@ -293,7 +293,7 @@ mod tests {
         let bytes: Vec<u8> = bits.into_iter().flat_map(u16::to_le_bytes).collect();
         let exponents = Exponents::of(&Histogram::of(&bytes)).unwrap();
         assert_eq!(exponents.drawn, 120..=122);
-        assert_eq!(exponents.beside[3..], ["below 120: 0.02 %", "above 122: 0.02 %"]);
+        assert_eq!(exponents.notes[3..], ["below 120: 0.02 %", "above 122: 0.02 %"]);
         assert!(Exponents::of(&Histogram::of(&[])).is_err());
         let mut text = Vec::new();
         exponents_text(&Histogram::of(&bytes), &mut text).unwrap();

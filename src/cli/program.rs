@@ -84,7 +84,7 @@ pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> Ex
 /// Prints why a command failed: on stderr, and as a JSON object if `--json` is set and the command printed none.
 fn failed(failure: &Failure, command: &str, json: bool) -> ExitCode {
     let class = failure.class();
-    if class != Class::Gone {
+    if class != Class::StdoutClosed {
         failure.print();
         if json && !failure.is_reported() {
             print(Some(command), &failure.report());

@@ -34,9 +34,9 @@ impl Bar {
         let template = "{prefix} [{bar:30}] {bytes}/{total_bytes}  {bytes_per_sec}  ETA {left}  {wide_msg}";
         // The first files do not predict the rest.
         let left = |state: &ProgressState, text: &mut dyn fmt::Write| {
-            let known = state.elapsed() > Duration::from_secs(2) && state.pos() > 0;
+            let can_estimate = state.elapsed() > Duration::from_secs(2) && state.pos() > 0;
             // A write error means that the bar is not drawn.
-            let _ = if known { write!(text, "{:#}", HumanDuration(state.eta())) } else { text.write_str("-") };
+            let _ = if can_estimate { write!(text, "{:#}", HumanDuration(state.eta())) } else { text.write_str("-") };
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let style = style.with_key("left", left);

@@ -52,13 +52,13 @@ impl Leaf {
     fn describe(&self, common: &Common<'_>, page: &mut String) {
         let Self { name, about, usage, rows } = self;
         let _ = write!(page, "\n### {name}\n\n{about}.\n\n`{usage}`\n");
-        let (linked, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| common.is_elsewhere(row));
-        let (shared, own): (Vec<&Row>, Vec<&Row>) = rest.iter().partition(|row| common.has(row));
-        let mut headings: Vec<_> = own.iter().map(|row| row.heading.as_deref()).collect();
+        let (linked, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| common.is_in_cli_page(row));
+        let (shared, specific): (Vec<&Row>, Vec<&Row>) = rest.iter().partition(|row| common.has(row));
+        let mut headings: Vec<_> = specific.iter().map(|row| row.heading.as_deref()).collect();
         headings.dedup();
         for heading in headings {
             let _ = write!(page, "\n| {} | |\n|---|---|\n", heading.unwrap_or("option"));
-            for row in own.iter().filter(|row| row.heading.as_deref() == heading) {
+            for row in specific.iter().filter(|row| row.heading.as_deref() == heading) {
                 *page += &row.line(!common.has_values(row));
             }
         }
@@ -126,9 +126,9 @@ impl<'a> Common<'a> {
         let count = |row: &Row| all.iter().filter(|other| other.is_same(row)).count();
         let mut rows: Vec<Row> = Vec::new();
         for row in all.iter().filter(|row| count(row) > 1 && !cli.contains(&row.line(true))) {
-            match rows.iter_mut().find(|known| known.name == row.name) {
+            match rows.iter_mut().find(|listed| listed.name == row.name) {
                 None => rows.push((*row).clone()),
-                Some(known) if count(row) > count(known) => *known = (*row).clone(),
+                Some(listed) if count(row) > count(listed) => *listed = (*row).clone(),
                 Some(_) => {}
             }
         }
@@ -136,31 +136,31 @@ impl<'a> Common<'a> {
     }
 
     /// Whether the page of `unweight` has the option.
-    fn is_elsewhere(&self, row: &Row) -> bool {
+    fn is_in_cli_page(&self, row: &Row) -> bool {
         self.cli.contains(&row.line(true))
     }
 
     fn has(&self, row: &Row) -> bool {
-        self.rows.iter().any(|known| known.is_same(row))
+        self.rows.iter().any(|listed| listed.is_same(row))
     }
 
     /// Whether the table lists the values of this option.
     fn has_values(&self, row: &Row) -> bool {
-        self.rows.iter().any(|known| known.name == row.name && known.values == row.values)
+        self.rows.iter().any(|listed| listed.name == row.name && listed.values == row.values)
     }
 }
 
 /// Returns positional arguments, then options by heading.
 fn arguments(command: &Command) -> Vec<&Arg> {
-    let own = |argument: &&Arg| {
+    let is_listed = |argument: &&Arg| {
         let common = argument.get_help_heading() == Some(EVERYWHERE);
         !common && !argument.is_hide_set() && !["help", "version"].contains(&argument.get_id().as_str())
     };
-    let mut found: Vec<&Arg> = command.get_arguments().filter(own).collect();
+    let mut found: Vec<&Arg> = command.get_arguments().filter(is_listed).collect();
     let mut headings = vec![None];
     headings.extend(found.iter().map(|argument| argument.get_help_heading()));
-    let place = |argument: &Arg| headings.iter().position(|&heading| heading == argument.get_help_heading());
-    found.sort_by_key(|argument| (place(argument), !argument.is_positional()));
+    let heading_index = |argument: &Arg| headings.iter().position(|&heading| heading == argument.get_help_heading());
+    found.sort_by_key(|argument| (heading_index(argument), !argument.is_positional()));
     found
 }
 

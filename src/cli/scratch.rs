@@ -65,11 +65,11 @@ fn same(a: &Metadata, b: &Metadata) -> bool {
 
 /// Removes directories that killed runs of this user left. Directories that cannot be read or removed stay.
 fn remove_abandoned(home: &Path, prefix: &str) {
-    let own = rustix::process::geteuid().as_raw();
+    let user = rustix::process::geteuid().as_raw();
     for entry in fs::read_dir(home).into_iter().flatten().flatten() {
-        let ours = entry.file_name().to_string_lossy().starts_with(prefix)
-            && entry.metadata().is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == own);
-        if !ours {
+        let is_ours = entry.file_name().to_string_lossy().starts_with(prefix)
+            && entry.metadata().is_ok_and(|metadata| metadata.is_dir() && metadata.uid() == user);
+        if !is_ours {
             continue;
         }
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
@@ -93,7 +93,7 @@ mod tests {
 
     /// Runs that start at the same time remove leftovers of killed runs, and never each other's directories.
     #[test]
-    fn a_folder_in_use_is_never_removed() {
+    fn directory_in_use_is_never_removed() {
         let home = tempfile::tempdir().unwrap();
         let together = Barrier::new(8);
         thread::scope(|scope| {

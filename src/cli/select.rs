@@ -13,7 +13,7 @@ use super::{
     common::Threads,
     completions,
     output::{self, Remark, Table},
-    source::Found,
+    source::LocatedModel,
 };
 
 /// Options that decide the encoding of each tensor.
@@ -50,7 +50,7 @@ pub struct Select {
 impl Select {
     /// Returns options for every profile and every effective code limit. The scope is `--scope` or the profile's
     /// default.
-    pub fn all_options(&self, model: &Found) -> Vec<CompressOptions> {
+    pub fn all_options(&self, model: &LocatedModel) -> Vec<CompressOptions> {
         let limits = || (0..=32).filter_map(|bits| CodeLimit::new(bits).ok());
         let of = |&profile: &Profile| {
             let options = self.options_for(model).profile(profile);
@@ -65,7 +65,7 @@ impl Select {
     }
 
     /// Returns the library's options for the files of a model.
-    pub fn options_for(&self, model: &Found) -> CompressOptions {
+    pub fn options_for(&self, model: &LocatedModel) -> CompressOptions {
         let options = self.options();
         let selection = model.select(options.selection.clone());
         options.selection(selection)
@@ -103,7 +103,7 @@ fn code_limit(text: &str) -> Result<u32, String> {
 }
 
 /// Returns the warning that no tensor `was` or `would be` compressed: why most bytes are raw, and the next step.
-pub fn nothing_coded(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
+pub fn nothing_compressed(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
     if tensors.iter().any(|tensor| tensor.encoding != EncodingId::RAW) {
         return None;
     }
@@ -112,18 +112,19 @@ pub fn nothing_coded(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
         *bytes.entry(tensor.reason.as_deref().unwrap_or("raw")).or_default() += tensor.original_bytes;
     }
     let all: u64 = bytes.values().sum();
-    let (reason, most) = bytes.into_iter().max_by_key(|(_, bytes)| *bytes)?;
+    let (reason, raw_bytes) = bytes.into_iter().max_by_key(|(_, bytes)| *bytes)?;
     let help = match reason {
         reason if reason.ends_with("is not coded") => {
-            "BF16, F16, F32 and FP8 are compressed: start from such weights of this model, if there are any"
+            "BF16, F16, F32 and FP8 are compressed: use weights of this model in one of these types"
         }
         "not included" => "no tensor that could be compressed matches --include; `unweight plan` lists the names",
         "excluded" => "--exclude matches every tensor that could be compressed; `unweight plan` lists the names",
         "plan file" => "the rules of --plan keep every tensor raw",
         reason if reason.contains("outside scope") => "a wider --scope covers more: linear, or all",
-        _ => "`unweight plan` says why, tensor by tensor",
+        _ => "`unweight plan` lists the reason for each tensor",
     };
-    let text = format!("warning: nothing {verb} compressed: {} of the bytes are raw ({reason})", percent(most, all));
+    let text =
+        format!("warning: nothing {verb} compressed: {} of the bytes are raw ({reason})", percent(raw_bytes, all));
     Some(Remark { text, help: help.to_owned() })
 }
 
@@ -136,7 +137,7 @@ pub fn large_copies(copies: &[LargeCopy]) -> Option<Remark> {
     let pattern = first.name.rsplit_once('.').filter(|(stem, _)| !stem.is_empty());
     let pattern = pattern.map_or_else(|| first.name.clone(), |(_, extension)| format!("*.{extension}"));
     Some(Remark {
-        text: format!("remark: copied as they are: {}{more}", named.join(", ")),
+        text: format!("remark: copied unchanged: {}{more}", named.join(", ")),
         help: format!("--skip '{pattern}' leaves such files out"),
     })
 }
@@ -147,7 +148,7 @@ pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Remark> {
     let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
     Some(Remark {
         text: format!(
-            "remark: {name} is copied as it is ({reason}){more}: it does not say that its weights are those of a bundle"
+            "remark: {name} is copied unchanged ({reason}){more}: it does not mark its weights as those of a bundle"
         ),
         help: "decompress the bundle for readers that do not know bundles; some initialise missing weights at random"
             .to_owned(),

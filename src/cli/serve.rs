@@ -19,7 +19,7 @@ use unweight::{
 use super::{
     API_KEY,
     failure::{Failure, Result},
-    generate::text_of,
+    generate::load_text,
     output::Output,
     pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     progress,
@@ -97,11 +97,11 @@ impl Serve {
     /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
-        let text = text_of(&bundle, &self.bundle)?;
+        let text = load_text(&bundle, &self.bundle)?;
         let options = self.serve_options()?;
         // Fail before the model is loaded if the port is in use.
         let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
-            let message = format!("{}:{} cannot be listened on: {error}", self.host, self.port);
+            let message = format!("cannot listen on {}:{}: {error}", self.host, self.port);
             Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
         })?;
         let start = Instant::now();
@@ -110,12 +110,18 @@ impl Serve {
             return self.serve(&mut model, text, listener, options, start, output);
         }
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
-        let mut options_of_engine = self.engine_options();
-        if self.engine.held.placement.has_pipelines() {
-            options_of_engine = options_of_engine.plan(saved_plan(&bundle, output));
+        let mut engine_options = self.engine_options();
+        if self.engine.placement_args.placement.has_pipelines() {
+            engine_options = engine_options.plan(saved_plan(&bundle, output));
         }
-        note_unused(&options_of_engine.plan, self.engine.held.placement, &bundle, kernels.device().info(), output);
-        let mut engine = Engine::load(&kernels, &bundle, options_of_engine, &|loaded| note_load(output, loaded))?;
+        note_unused(
+            &engine_options.plan,
+            self.engine.placement_args.placement,
+            &bundle,
+            kernels.device().info(),
+            output,
+        );
+        let mut engine = Engine::load(&kernels, &bundle, engine_options, &|loaded| note_load(output, loaded))?;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
@@ -145,7 +151,7 @@ impl Serve {
                         Failure::new(
                             "api-key-invalid",
                             format!("{API_KEY} is not UTF-8 text"),
-                            "choose a key of letters",
+                            "choose a key of letters and digits",
                         )
                     })
                 })
@@ -154,8 +160,8 @@ impl Serve {
         if key.as_deref().is_some_and(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
             return Err(Failure::new(
                 "api-key-invalid",
-                "the API key is empty, or not of printable ASCII",
-                "choose one such as a long word",
+                "the API key is not printable ASCII without spaces, or is empty",
+                "choose a key of letters and digits",
             ));
         }
         let options = ServeOptions::new(name).max_waiting(self.max_waiting as usize).api_key(key);
@@ -194,7 +200,7 @@ impl Serve {
             load_ms: start.elapsed().as_secs_f64() * 1e3,
         };
         if !text.can_chat() {
-            output.note("the model has no chat template: /v1/chat/completions is refused");
+            output.note("the model has no chat template: /v1/chat/completions is not available");
         }
         let stop = progress::cancel_flag()?;
         // Loading is over: return its freed memory to the system. From here on freed memory is returned at once.
@@ -205,7 +211,7 @@ impl Serve {
                 debug_assert!(stop.load(Ordering::Relaxed));
                 Ok(())
             }
-            Ok(Ended::Cut) => Err(Failure::interrupted("requests were cut off that did not end in time")),
+            Ok(Ended::Cut) => Err(Failure::interrupted("requests that did not finish within --grace were cut off")),
             Err(ServeError::Backend(error)) => Err(error.into()),
             Err(error) => Err(Failure::other(error)),
         }

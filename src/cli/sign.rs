@@ -27,7 +27,7 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
         ));
     }
     let key_box = SecretKeyBox::from_string(&text);
-    let refused = |key_box: std::result::Result<_, Box<minisign::PError>>| -> Result<SecretKey> {
+    let decode = |key_box: std::result::Result<_, Box<minisign::PError>>| -> Result<SecretKey> {
         key_box.map_err(|error| {
             let message = format!("{}: not a usable minisign secret key ({error})", key.display());
             Failure::new(
@@ -38,10 +38,10 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
         })
     };
     let secret = match password {
-        None => refused(key_box.and_then(SecretKeyBox::into_unencrypted_secret_key).map_err(Box::new))?,
+        None => decode(key_box.and_then(SecretKeyBox::into_unencrypted_secret_key).map_err(Box::new))?,
         Some(file) => {
             let password = read(file)?.lines().next().unwrap_or_default().to_owned();
-            refused(key_box.and_then(|key| key.into_secret_key(Some(password))).map_err(Box::new))?
+            decode(key_box.and_then(|key| key.into_secret_key(Some(password))).map_err(Box::new))?
         }
     };
     Ok(Signer::new(move |manifest| {
@@ -79,7 +79,7 @@ fn read(path: &Path) -> Result<String> {
         return Err(Failure::new(
             "signing-key-invalid",
             format!("{}: not a key file", path.display()),
-            "give a file that minisign has made",
+            "give a key file made by minisign",
         ));
     }
     fs::read_to_string(path).map_err(Failure::io(path.display()))

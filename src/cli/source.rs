@@ -31,7 +31,7 @@ pub struct Source {
 }
 
 /// A located model.
-pub struct Found {
+pub struct LocatedModel {
     /// The directory that names are relative to.
     pub root: PathBuf,
     /// The selected files in `root`; `None` selects all.
@@ -40,7 +40,7 @@ pub struct Found {
     _scratch: Option<Scratch>,
 }
 
-impl Found {
+impl LocatedModel {
     /// Restricts a selection to the files that were named.
     pub fn select(&self, selection: Selection) -> Selection {
         selection.only(self.only.clone())
@@ -57,16 +57,16 @@ impl Source {
         self.source.iter().map(|source| quoted(source)).collect::<Vec<_>>().join(" ")
     }
 
-    /// Locates the model. An archive is unpacked next to `output`, which needs the space, or to the temporary
+    /// Locates the model. An archive is unpacked next to `destination`, which needs the space, or to the temporary
     /// directory.
-    pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
+    pub fn find(&self, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
             find(&self.source)?
         } else if self.source.len() > 1 {
-            return Err(Failure::new("usage", "stdin and other sources at once", "give - alone"));
+            return Err(Failure::new("usage", "- (stdin) cannot be combined with other sources", "give - alone"));
         } else {
-            let (scratch, root) = unpacked(output, speak)?;
-            Found { root, only: None, _scratch: Some(scratch) }
+            let (scratch, root) = unpacked(destination, output)?;
+            LocatedModel { root, only: None, _scratch: Some(scratch) }
         };
         if let Ok(bundle) = Bundle::open(&found.root) {
             drop(bundle);
@@ -76,7 +76,7 @@ impl Source {
                 "restore the model first: unweight decompress BUNDLE -o DIR",
             ));
         }
-        if found.only.is_some() { Ok(found) } else { as_bf16(found, output, speak) }
+        if found.only.is_some() { Ok(found) } else { as_bf16(found, destination, output) }
     }
 }
 
@@ -94,13 +94,13 @@ pub fn quoted(path: &Path) -> String {
 
 /// Decodes a DFloat11 directory; returns any other source unchanged.
 #[cfg(feature = "dfloat11")]
-fn as_bf16(found: Found, output: Option<&Path>, speak: Output) -> Result<Found> {
-    if dfloat11::is_model(&found.root)? { decoded(&found, output, speak) } else { Ok(found) }
+fn as_bf16(found: LocatedModel, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
+    if dfloat11::is_model(&found.root)? { decoded(&found, destination, output) } else { Ok(found) }
 }
 
 /// Rejects a DFloat11 directory, whose weights would be read as plain bytes.
 #[cfg(not(feature = "dfloat11"))]
-fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
+fn as_bf16(found: LocatedModel, _: Option<&Path>, _: Output) -> Result<LocatedModel> {
     const BYTES_MAX: u64 = 16 << 20;
     let mut text = Vec::new();
     // The command itself reports a file that cannot be read.
@@ -112,48 +112,48 @@ fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
     Ok(found)
 }
 
-/// Decodes a DFloat11 directory to a BF16 model, in a directory next to `output` or in the temporary one.
+/// Decodes a DFloat11 directory to a BF16 model, in a directory next to `destination` or in the temporary one.
 #[cfg(feature = "dfloat11")]
-fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found> {
-    let home = scratch_home(output)?;
+fn decoded(found: &LocatedModel, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
+    let home = scratch_home(destination)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
     let root = scratch.path().join("bf16");
-    let bar = Bar::new(speak, "decoding DFloat11")?;
+    let bar = Bar::new(output, "decoding DFloat11")?;
     let report = dfloat11::restore(&found.root, &root, false, &bar).map_err(|error| match error {
         // Finished files are removed with the scratch folder.
         ConvertError::Bundle(BundleError::Interrupted { .. }) => BundleError::Cancelled.into(),
         other => Failure::from(other),
     })?;
     bar.finish();
-    speak.note(format_args!(
+    output.note(format_args!(
         "a DFloat11 model: {} weights of {} units, decoded to {} of BF16 first",
         report.weights,
         report.units,
         super::output::bytes(report.bytes)
     ));
-    Ok(Found { root, only: None, _scratch: Some(scratch) })
+    Ok(LocatedModel { root, only: None, _scratch: Some(scratch) })
 }
 
-/// Unpacks the archive on stdin to a directory next to `output` or in the temporary one.
-pub fn unpacked(output: Option<&Path>, speak: Output) -> Result<(Scratch, PathBuf)> {
-    let home = scratch_home(output)?;
+/// Unpacks the archive on stdin to a directory next to `destination` or in the temporary one.
+pub fn unpacked(destination: Option<&Path>, output: Output) -> Result<(Scratch, PathBuf)> {
+    let home = scratch_home(destination)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
     // The bar handles signals only; the size of the input is unknown.
-    let bar = Bar::new(speak, "reading stdin")?;
+    let bar = Bar::new(output, "reading stdin")?;
     let root = archive::unpack_stdin(&scratch.path().join("in"), &bar)?;
     Ok((scratch, root))
 }
 
-fn scratch_home(output: Option<&Path>) -> Result<PathBuf> {
-    let Some(output) = output else { return Ok(env::temp_dir()) };
-    let absolute = std::path::absolute(output).map_err(Failure::io(output.display()))?;
+fn scratch_home(destination: Option<&Path>) -> Result<PathBuf> {
+    let Some(destination) = destination else { return Ok(env::temp_dir()) };
+    let absolute = std::path::absolute(destination).map_err(Failure::io(destination.display()))?;
     let home = absolute.parent().unwrap_or(&absolute).to_path_buf();
     fs::create_dir_all(&home).map_err(Failure::io(home.display()))?;
     Ok(home)
 }
 
 /// Locates a model by the names on the command line.
-pub fn find(names: &[PathBuf]) -> Result<Found> {
+pub fn find(names: &[PathBuf]) -> Result<LocatedModel> {
     let mut paths = Vec::new();
     for name in names {
         if name.exists() {
@@ -167,7 +167,7 @@ pub fn find(names: &[PathBuf]) -> Result<Found> {
     if let [only] = &paths[..]
         && only.is_dir()
     {
-        return Ok(Found { root: only.clone(), only: None, _scratch: None });
+        return Ok(LocatedModel { root: only.clone(), only: None, _scratch: None });
     }
     if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
         let message = format!("{}: a directory among several sources", folder.display());
@@ -186,7 +186,7 @@ pub fn find(names: &[PathBuf]) -> Result<Found> {
         name.ok_or_else(|| BundleError::Unstorable { path: path.clone(), reason: "its name is not UTF-8" }.into())
     };
     let only = paths.iter().map(relative).collect::<Result<Vec<_>>>()?;
-    Ok(Found { root, only: Some(only), _scratch: None })
+    Ok(LocatedModel { root, only: Some(only), _scratch: None })
 }
 
 /// Returns the deepest directory that contains all files.
@@ -206,7 +206,7 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
         Failure::new(
             "pattern-invalid",
             format!("{pattern}: not a pattern: {error}"),
-            "*, ? and [abc] are wildcards, ** is any folders",
+            "*, ? and [abc] are wildcards; ** matches any number of directories",
         )
     })?;
     let found = found.collect::<std::result::Result<Vec<_>, _>>().map_err(Failure::other)?;
@@ -214,7 +214,7 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
         return Err(Failure::new(
             "pattern-without-match",
             format!("{pattern}: no file matches"),
-            "look at the names with ls",
+            "check the names with ls, and quote the pattern",
         ));
     }
     Ok(Some(found))
@@ -222,12 +222,12 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
 
 /// Returns the snapshot of a model in the local Hugging Face cache. Never downloads.
 fn in_hub_cache(name: &Path) -> Result<PathBuf> {
-    let missing = || {
+    let not_found = || {
         let message = format!("{}: no such file or directory", name.display());
         Failure::new("source-not-found", message, "give the directory of a model, or a name that `hf cache ls` lists")
     };
-    let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(missing()) };
-    let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(missing()) };
+    let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(not_found()) };
+    let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(not_found()) };
     snapshot(&cache, id, revision)
 }
 
@@ -270,7 +270,10 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     let model = cache.join(format!("models--{}", id.replace('/', "--")));
     if !model.is_dir() {
         let message = format!("{id}: no such file or directory, and no such model in the Hugging Face cache");
-        let help = format!("looked for {}; `hf download {id}` fetches it, HF_HUB_CACHE says where", model.display());
+        let help = format!(
+            "looked for {}; run `hf download {id}`, or set HF_HUB_CACHE to the directory of the cache",
+            model.display()
+        );
         return Err(Failure::new("source-not-found", message, help));
     }
     let reference = model.join("refs").join(revision);
@@ -281,17 +284,20 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     if plain && snapshot.is_dir() {
         return Ok(snapshot);
     }
-    let mut there: Vec<String> = fs::read_dir(model.join("snapshots"))
+    let mut snapshots: Vec<String> = fs::read_dir(model.join("snapshots"))
         .into_iter()
         .flatten()
         .flatten()
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .collect();
-    there.sort();
+    snapshots.sort();
     let message = format!("{id}: revision '{revision}' is not in the Hugging Face cache");
-    let there =
-        if there.is_empty() { "no snapshot is there".to_owned() } else { format!("there: {}", there.join(", ")) };
-    let help = format!("looked for {} and in {}; {there}", reference.display(), model.join("snapshots").display());
+    let snapshots = if snapshots.is_empty() {
+        "the cache has no snapshot of this model".to_owned()
+    } else {
+        format!("cached snapshots: {}", snapshots.join(", "))
+    };
+    let help = format!("looked for {} and in {}; {snapshots}", reference.display(), model.join("snapshots").display());
     Err(Failure::new("hub-revision-not-found", message, help))
 }
 

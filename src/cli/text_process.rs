@@ -25,7 +25,7 @@ pub fn command() -> io::Result<Command> {
 }
 
 /// Runs a text process if the arguments request one.
-pub fn answer() -> Option<ExitCode> {
+pub fn run_if_requested() -> Option<ExitCode> {
     let mut arguments = env::args_os().skip(1);
     if arguments.next()? != ARGUMENT || arguments.next().is_some() {
         return None;

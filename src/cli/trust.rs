@@ -38,7 +38,7 @@ pub struct Table {
 
 impl Table {
     /// Applies the table of `--table`; without one, the table in the cache applies.
-    pub fn followed(&self, kernels: KernelSet, output: Output) -> Result<KernelSet> {
+    pub fn apply(&self, kernels: KernelSet, output: Output) -> Result<KernelSet> {
         note_table(&kernels, output);
         let Some(path) = &self.table else { return Ok(kernels) };
         let info = kernels.device().info();
@@ -52,8 +52,8 @@ impl Table {
 pub fn note_table(kernels: &KernelSet, output: Output) {
     if let Some(error) = kernels.table_error() {
         output.note(format_args!(
-            "not followed: {error}; `unweight-bench matmul --save-table` measures it anew, `unweight cache clear` \
-             removes it"
+            "dispatch table not used: {error}; measure a new one with `unweight-bench matmul --save-table`, or remove \
+             it with `unweight cache clear`"
         ));
     }
 }
@@ -63,7 +63,7 @@ impl Trust {
     pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, output: Output) -> Result<KernelSet> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let cache = self.cache(env, bundle, output);
-        self.table.followed(KernelSet::new(&Device::open(device)?, cache, env.jit_threads), output)
+        self.table.apply(KernelSet::new(&Device::open(device)?, cache, env.jit_threads), output)
     }
 
     fn cache(&self, env: &Env, bundle: Option<&Bundle>, output: Output) -> KernelCache {
@@ -72,9 +72,9 @@ impl Trust {
         match (bundle.attached(), self.trust_attached_kernels) {
             (Ok(Some(attached)), true) => return cache.trust(attached),
             (Ok(None), true) => {
-                output.note("the bundle has no attached kernels: they are compiled where the cache lacks them")
+                output.note("the bundle has no attached kernels: kernels that the cache lacks are compiled")
             }
-            (Err(error), true) => output.note(format_args!("not used: {error}")),
+            (Err(error), true) => output.note(format_args!("attached kernels are not used: {error}")),
             (Ok(None), false) => {}
             // A plan contains no code.
             (Ok(Some(attached)), false) if attached.kernels().is_empty() => {}

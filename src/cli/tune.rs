@@ -99,7 +99,7 @@ pub struct Report {
 
 /// The results of all batches.
 #[derive(Default)]
-struct Found {
+struct TuneResults {
     rows: Vec<Row>,
     plan: Plan,
     skipped: Vec<u32>,
@@ -136,9 +136,9 @@ const STEPS: u32 = 4;
 impl Tune {
     /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let bundle = Bundle::open(&self.bundle)?;
-        self.has_choices(&bundle)?;
+        self.check_has_choices(&bundle)?;
         let mut batches = self.batch.clone();
         batches.sort_unstable();
         batches.dedup();
@@ -157,7 +157,7 @@ impl Tune {
         // Fail before loading, which takes minutes, if a journal belongs to other measurements.
         let subjects = claims.into_iter().map(|(batch, claim)| {
             let key = self.journal_key(&model, &kernels, batch);
-            claim.of.check(&key).map_err(of_journal)?;
+            claim.claim.check(&key).map_err(journal_failure)?;
             Ok((batch, claim, key))
         });
         let subjects = subjects.collect::<Result<Vec<_>>>()?;
@@ -170,10 +170,10 @@ impl Tune {
         });
         let searches = searches.collect::<Result<Vec<_>>>()?;
         let stop = || cancelled.load(Ordering::Relaxed);
-        let mut behind = searches.len();
-        let mut found = Found::of(searches, |batch, search| {
-            behind -= 1;
-            let Some(row) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
+        let mut batches_left = searches.len();
+        let mut found = TuneResults::of(searches, |batch, search| {
+            batches_left -= 1;
+            let Some(row) = self.tune(&mut engine, (batch, search), batches_left, &stop, output)? else {
                 return Ok(None);
             };
             let (of, found) = ((model.as_str(), self.placement), (row.step_us, row.gain));
@@ -189,32 +189,34 @@ impl Tune {
         }
         if let Some(file) = &self.svg {
             match plot::save(file, &drawing(&found.rows)) {
-                Ok(()) => output.note(format_args!("{}: drawn", file.display())),
+                Ok(()) => output.note(format_args!("wrote {}", file.display())),
                 Err(failure) => found.fail(failure, output),
             }
         }
-        let lost = (self.save && !saved && !found.rows.is_empty()).then(|| found.plan.text());
-        let (report, failed) = found.report(self, saved, lost.as_deref(), begun.elapsed().as_secs_f64());
-        output.result("tune", &report, |out| report.write(lost.as_deref(), out))?;
+        let unsaved_plan = (self.save && !saved && !found.rows.is_empty()).then(|| found.plan.text());
+        let (report, failed) = found.report(self, saved, unsaved_plan.as_deref(), started.elapsed().as_secs_f64());
+        output.result("tune", &report, |out| report.write(unsaved_plan.as_deref(), out))?;
         failed.map_or(Ok(()), |failure| Err(failure.reported()))
     }
 
     /// Returns the locked journals, after checking that all other output can be written, so that an hour of measuring
     /// is not lost to a wrong name.
-    fn claim(&self, batches: &[u32]) -> Result<Vec<(u32, Claimed)>> {
+    fn claim(&self, batches: &[u32]) -> Result<Vec<(u32, ClaimedJournal)>> {
         if self.save {
             let saved = format::may_attach_plan(&self.bundle)?;
-            self.to_add_to(saved.as_deref(), batches.len())?;
+            self.plan_to_extend(saved.as_deref(), batches.len())?;
         }
-        plot::may_save(self.svg.as_deref())?;
+        plot::check_can_save(self.svg.as_deref())?;
         let claim = |batch: &u32| {
             let folder = match &self.journal {
                 Some(_) => None,
-                None => Some(tempfile::tempdir().map_err(Failure::io("a folder for measurements"))?),
+                None => Some(
+                    tempfile::tempdir().map_err(Failure::io("cannot create a temporary directory for measurements"))?,
+                ),
             };
-            let own = folder.as_ref().map(|folder| folder.path().join("journal"));
-            let path = self.journal.as_deref().map(|file| numbered(file, *batch)).or(own).unwrap_or_default();
-            Ok((*batch, Claimed { of: Claim::new(&path).map_err(of_journal)?, folder }))
+            let temporary = folder.as_ref().map(|folder| folder.path().join("journal"));
+            let path = self.journal.as_deref().map(|file| journal_path(file, *batch)).or(temporary).unwrap_or_default();
+            Ok((*batch, ClaimedJournal { claim: Claim::new(&path).map_err(journal_failure)?, folder }))
         };
         batches.iter().map(claim).collect()
     }
@@ -222,7 +224,7 @@ impl Tune {
     /// Saves the settings in the bundle, merged with those that another `tune` may have saved meanwhile.
     fn attach(&self, found: &Plan) -> Result<()> {
         format::attach_plan(&self.bundle, |old| {
-            let mut plan = self.to_add_to(old, found.settings().len())?;
+            let mut plan = self.plan_to_extend(old, found.settings().len())?;
             found.settings().iter().for_each(|measured| plan.insert(measured.clone()));
             Ok::<_, Failure>(plan.text())
         })?;
@@ -230,13 +232,13 @@ impl Tune {
     }
 
     /// Returns the saved plan, to add settings to. An unreadable plan is replaced, but not the plan of a newer program.
-    fn to_add_to(&self, saved: Option<&str>, more: usize) -> Result<Plan> {
+    fn plan_to_extend(&self, saved: Option<&str>, more: usize) -> Result<Plan> {
         Plan::to_add_to(saved, more).map_err(|error| {
             let message = format!("{}: {error}", self.bundle.join(ATTACHED_NAME).display());
             Failure::new(
                 error.code(),
                 message,
-                "or remove it, and the kernels beside it, with `unweight kernels detach`",
+                "or remove the plan and the attached kernels with `unweight kernels detach`",
             )
         })
     }
@@ -261,27 +263,27 @@ impl Tune {
 
     /// Rejects a bundle whose MLPs have only one pipeline each, and sequences beyond the model's limit, before anything
     /// is loaded.
-    fn has_choices(&self, bundle: &Bundle) -> Result<()> {
+    fn check_has_choices(&self, bundle: &Bundle) -> Result<()> {
         let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
         let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
         if config.mixture.is_some() {
             return Err(Failure::new(
                 "experts-run-packed-only",
-                "the MLPs of this bundle are experts, which run from packed weights alone: there is nothing to choose",
-                "`generate` and `serve` run it as it is",
+                "nothing to tune: the MLPs of this bundle are experts, which run only from packed weights",
+                "`generate` and `serve` run this bundle without a plan",
             ));
         }
-        let most = config.max_positions;
-        if self.tokens() > most {
+        let max_positions = config.max_positions;
+        if self.tokens() > max_positions {
             let message = format!(
-                "--context {}, and {} tokens that are measured behind it: the model takes {most}",
+                "--context {} and the {} tokens of the measurement exceed the model's limit of {max_positions} tokens",
                 self.context,
                 STEPS + 1
             );
             return Err(Failure::new(
                 "context-above-model-limit",
                 message,
-                format!("give {} at most", most.saturating_sub(STEPS + 1)),
+                format!("use --context {} or less", max_positions.saturating_sub(STEPS + 1)),
             ));
         }
         for layer in &names.layers {
@@ -304,7 +306,7 @@ impl Tune {
         &self,
         engine: &mut Engine,
         (batch, search): (u32, Search),
-        behind: usize,
+        batches_left: usize,
         stop: &dyn Fn() -> bool,
         output: Output,
     ) -> Result<Option<Row>> {
@@ -312,16 +314,16 @@ impl Tune {
         let mut objective = match StepObjective::new(engine, &space, (batch, self.context), self.rounds(), &start, stop)
         {
             Err(EngineError::AdmissionError(why)) => {
-                output.note(format_args!("batch {batch} is left out: {why}"));
+                output.note(format_args!("batch {batch} is skipped: {why}"));
                 return Ok(None);
             }
             objective => objective?,
         };
-        let mut watch = Watch::new(batch, behind, output);
+        let mut printer = ProgressPrinter::new(batch, batches_left, output);
         let tuned = descend(space.space(), &start, &mut objective, &mut journal, &Limits::default(), &mut |progress| {
-            watch.told(&progress, &space.space().names(progress.incumbent).join(" "));
+            printer.print(&progress, &space.space().names(progress.incumbent).join(" "));
         });
-        let tuned = tuned.map_err(|error| ended(error, self.journal.as_deref()))?;
+        let tuned = tuned.map_err(|error| search_failure(error, self.journal.as_deref()))?;
         let (start_us, step_us) = (objective.step_us(&start)?, objective.step_us(&tuned.best)?);
         let Tuned { best, gain, measured, replayed, rejected, .. } = tuned;
         Ok(Some(Row {
@@ -339,8 +341,8 @@ impl Tune {
 }
 
 /// A locked journal, before the model is loaded.
-struct Claimed {
-    of: Claim,
+struct ClaimedJournal {
+    claim: Claim,
     /// The directory of the journal if `--journal` is not given.
     folder: Option<tempfile::TempDir>,
 }
@@ -350,44 +352,48 @@ struct Search {
     space: SettingSpace,
     start: Point,
     journal: Journal,
-    /// Keeps the directory of [`Claimed`].
+    /// Keeps the directory of [`ClaimedJournal`].
     _folder: Option<tempfile::TempDir>,
 }
 
 /// Prepares the search for a batch size, with a journal of this key.
-fn search(engine: &mut Engine, (batch, claimed, key): (u32, Claimed, &str), from: Option<&Setting>) -> Result<Search> {
+fn search(
+    engine: &mut Engine,
+    (batch, claimed, key): (u32, ClaimedJournal, &str),
+    from: Option<&Setting>,
+) -> Result<Search> {
     let space = engine.tune_pipelines()?.space(batch)?;
     if space.is_trivial() {
         return Err(nothing_to_choose());
     }
     let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
-    let journal = claimed.of.begin(key, space.space(), &start).map_err(of_journal)?;
+    let journal = claimed.claim.begin(key, space.space(), &start).map_err(journal_failure)?;
     // `from` may be a setting that this search saved earlier. The journal has the original start.
     let start = journal.start().clone();
     Ok(Search { space, start, journal, _folder: claimed.folder })
 }
 
 /// Returns `FILE.64`.
-fn numbered(file: &Path, batch: u32) -> PathBuf {
+fn journal_path(file: &Path, batch: u32) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(format!(".{batch}"));
     name.into()
 }
 
-fn ended(error: TuneError, journal: Option<&Path>) -> Failure {
+fn search_failure(error: TuneError, journal: Option<&Path>) -> Failure {
     match error {
         TuneError::Objective(error) if error.0.downcast_ref::<Interrupted>().is_some() => {
             Failure::interrupted(match journal {
-                Some(_) => "interrupted; the same command goes on from its journal",
-                None => "interrupted; with --journal FILE the same command would go on from there",
+                Some(_) => "interrupted; the same command continues from its journal",
+                None => "interrupted; a run with --journal FILE can be continued",
             })
         }
-        TuneError::Journal(error) => of_journal(error),
+        TuneError::Journal(error) => journal_failure(error),
         error => Failure::other(error),
     }
 }
 
-fn of_journal(error: JournalError) -> Failure {
+fn journal_failure(error: JournalError) -> Failure {
     match error {
         JournalError::Io { path, source } => Failure::io(path.display())(source),
         error => Failure::other(error),
@@ -397,17 +403,17 @@ fn of_journal(error: JournalError) -> Failure {
 fn nothing_to_choose() -> Failure {
     Failure::new(
         "nothing-to-tune",
-        "the MLPs of this bundle leave nothing to choose: none of their weights is Huffman-coded or a palette",
+        "nothing to tune: no MLP weight of this bundle is Huffman-coded or a palette",
         "compress the model with --profile inference or distribution; packed weights are fastest as they are",
     )
 }
 
 /// Parses a batch size that steps are recorded for.
 fn batch(text: &str) -> std::result::Result<u32, String> {
-    let known = || BUCKETS.map(|batch| batch.to_string()).join(", ");
+    let allowed = || BUCKETS.map(|batch| batch.to_string()).join(", ");
     match text.parse() {
         Ok(batch) if BUCKETS.contains(&batch) => Ok(batch),
-        _ => Err(format!("'{text}' is not a batch size of recorded steps; choose from {}", known())),
+        _ => Err(format!("'{text}' is not a supported batch size; choose from {}", allowed())),
     }
 }
 
@@ -423,56 +429,57 @@ fn stored(text: &str) -> std::result::Result<Placement, String> {
 fn drawing(rows: &[Row]) -> Drawing<'static> {
     let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
     Drawing::Ratios(Ratios {
-        caption: "A decode step: times the best guess of paths",
+        caption: "Decode step: speedup of the tuned pipelines",
         x_name: "batch",
-        ratio_name: "times the start",
+        ratio_name: "speedup",
         lines: vec![("tuned".to_owned(), line)],
     })
 }
 
 /// Prints progress during a search.
-struct Watch {
+struct ProgressPrinter {
     batch: u32,
     /// The number of batches that follow.
-    behind: usize,
+    batches_left: usize,
     output: Output,
-    begun: Instant,
+    started: Instant,
     measured: u32,
-    said: Option<Instant>,
+    last_printed: Option<Instant>,
 }
 
-impl Watch {
-    fn new(batch: u32, behind: usize, output: Output) -> Self {
-        Self { batch, behind, output, begun: Instant::now(), measured: 0, said: None }
+impl ProgressPrinter {
+    fn new(batch: u32, batches_left: usize, output: Output) -> Self {
+        Self { batch, batches_left, output, started: Instant::now(), measured: 0, last_printed: None }
     }
 
-    fn told(&mut self, progress: &Progress<'_>, best: &str) {
+    fn print(&mut self, progress: &Progress<'_>, best: &str) {
         let Progress { compared, expected, measured, .. } = *progress;
         self.measured += u32::from(measured);
-        if self.said.is_some_and(|said| said.elapsed() < Duration::from_secs(2)) {
+        if self.last_printed.is_some_and(|last| last.elapsed() < Duration::from_secs(2)) {
             return;
         }
-        self.said = Some(Instant::now());
-        let left = left(self.begun.elapsed(), self.measured, expected.saturating_sub(compared));
-        let left =
-            left.map_or_else(String::new, |left| format!(", {} left if nothing more is gained", output::seconds(left)));
-        let behind = match self.behind {
+        self.last_printed = Some(Instant::now());
+        let seconds = remaining_seconds(self.started.elapsed(), self.measured, expected.saturating_sub(compared));
+        let remaining =
+            seconds.map_or_else(String::new, |seconds| format!("; about {} left", output::seconds(seconds)));
+        let batches_left = match self.batches_left {
             0 => String::new(),
             1 => ", then one more batch".to_owned(),
-            behind => format!(", then {behind} more batches"),
+            batches_left => format!(", then {batches_left} more batches"),
         };
         let batch = self.batch;
-        let line = format!("batch {batch}: {compared} of {expected} comparisons{left}{behind}; best: {best}");
+        let line =
+            format!("batch {batch}: {compared} of {expected} comparisons{remaining}{batches_left}; best: {best}");
         self.output.note(line);
     }
 }
 
 /// Estimates the seconds for `more` comparisons from those that were measured.
-fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
+fn remaining_seconds(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
     (measured > 0).then(|| elapsed.as_secs_f64() / f64::from(measured) * f64::from(more))
 }
 
-impl Found {
+impl TuneResults {
     /// Tunes one batch after the other until one fails. The results of earlier batches are still saved and reported.
     fn of<S>(searches: Vec<(u32, S)>, mut tune: impl FnMut(u32, S) -> Result<Option<(Row, Measured)>>) -> Result<Self> {
         let mut found = Self::default();
@@ -491,7 +498,7 @@ impl Found {
             }
         }
         if found.rows.is_empty() {
-            let message = "no batch was tuned: the memory holds none of them";
+            let message = "no batch was tuned: none of them fits in the memory";
             let help = "give smaller batches with --batch, or more memory with --memory";
             found.failed = Some(Failure::new("engine-memory-insufficient", message, help));
         }
@@ -502,21 +509,21 @@ impl Found {
     fn fail(&mut self, failure: Failure, output: Output) {
         match self.failed {
             None => self.failed = Some(failure),
-            Some(_) => output.note(format_args!("and {failure}")),
+            Some(_) => output.note(format_args!("also failed: {failure}")),
         }
     }
 
-    fn report(self, of: &Tune, saved: bool, lost: Option<&str>, seconds: f64) -> (Report, Option<Failure>) {
+    fn report(self, of: &Tune, saved: bool, unsaved_plan: Option<&str>, seconds: f64) -> (Report, Option<Failure>) {
         let Self { rows, skipped, failed, .. } = self;
-        let plan = lost.and_then(|text| serde_json::from_str(text).ok());
+        let plan = unsaved_plan.and_then(|text| serde_json::from_str(text).ok());
         let error = failed.as_ref().map(Failure::report);
         (Report { placement: of.placement, context: of.context, rows, skipped, saved, plan, error, seconds }, failed)
     }
 }
 
 impl Report {
-    /// `lost` is the text of a plan that could not be saved.
-    fn write(&self, lost: Option<&str>, out: &mut dyn Write) -> io::Result<()> {
+    /// `unsaved_plan` is the text of a plan that could not be saved.
+    fn write(&self, unsaved_plan: Option<&str>, out: &mut dyn Write) -> io::Result<()> {
         let headings =
             [">batch", ">start us", ">step us", ">gain", ">tokens/s", "hard", "easy", ">decode SMs", ">streams"];
         let mut table = Table::new(&headings);
@@ -535,7 +542,7 @@ impl Report {
             ]);
         }
         table.write(out)?;
-        if let Some(plan) = lost {
+        if let Some(plan) = unsaved_plan {
             write!(out, "\nthe plan, which could not be saved:\n{plan}")?;
         }
         if self.saved {
@@ -577,17 +584,17 @@ mod tests {
     fn settings_are_printed_by_name() {
         let variants = |names: [&str; 3]| names.map(|variant| variant.parse().unwrap());
         let (hard, easy) = (variants(["raw", "exponents/n2p4", "palette/n1p6s2"]), variants(["raw"; 3]));
-        let told = serde_json::to_string(&row(64, Setting { hard, easy, decode_sms: 22, consumers: 2 })).unwrap();
+        let json = serde_json::to_string(&row(64, Setting { hard, easy, decode_sms: 22, consumers: 2 })).unwrap();
         let hard = r#""hard":["raw","exponents/n2p4","palette/n1p6s2"]"#;
         let rest = r#""easy":["raw","raw","raw"],"decode_sms":22,"consumers":2}"#;
-        assert!(told.ends_with(&format!("{hard},{rest}")), "{told}");
+        assert!(json.ends_with(&format!("{hard},{rest}")), "{json}");
     }
 
     #[test]
     fn journal_on_a_full_disk_names_the_next_step() {
         let source = io::ErrorKind::StorageFull.into();
         let error = JournalError::Io { path: "some/journal.1".into(), source };
-        let text = serde_json::to_string(&ended(error.into(), None).report()).unwrap();
+        let text = serde_json::to_string(&search_failure(error.into(), None).report()).unwrap();
         assert!(text.contains(r#""message":"some/journal.1""#) && text.contains("free some space"), "{text}");
     }
 
@@ -597,7 +604,7 @@ mod tests {
         let variants: [PipelineVariant; 3] = ["raw"; 3].map(|variant| variant.parse().unwrap());
         let setting = Setting { hard: variants, easy: variants, decode_sms: 22, consumers: 2 };
         let found = |last: u32| {
-            Found::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
+            TuneResults::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
                 64 => Ok(None),
                 batch if batch == last => {
                     Err(Failure::new("engine-failed", "the device is lost", "look at its cables"))
@@ -612,7 +619,7 @@ mod tests {
         };
         let arguments = Tune::augment_args(clap::Command::new("tune")).get_matches_from(["tune", "b"]);
         let tune = Tune::from_arg_matches(&arguments).unwrap();
-        let report = |found: Found| {
+        let report = |found: TuneResults| {
             let (report, failed) = found.report(&tune, false, None, 1.0);
             (serde_json::to_value(report).unwrap(), failed)
         };
@@ -626,8 +633,8 @@ mod tests {
         let (json, failed) = report(found(0).unwrap());
         assert!(json["error"].is_null() && failed.is_none() && json["rows"].as_array().unwrap().len() == 3);
         assert_eq!(found(1).err().unwrap().to_string(), "the device is lost");
-        let none = Found::of(vec![(1, ())], |_, ()| Ok(None)).unwrap();
-        assert!(report(none).0["error"]["message"].as_str().unwrap().contains("holds none of them"));
+        let none = TuneResults::of(vec![(1, ())], |_, ()| Ok(None)).unwrap();
+        assert!(report(none).0["error"]["message"].as_str().unwrap().contains("none of them fits"));
         // A later failure does not hide the first one.
         let mut both = found(256).unwrap();
         both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
@@ -643,8 +650,8 @@ mod tests {
 
     #[test]
     fn remaining_time_follows_measurements() {
-        assert_eq!(left(Duration::from_secs(10), 5, 20), Some(40.0));
-        assert_eq!(left(Duration::from_secs(10), 0, 20), None);
-        assert_eq!(numbered(Path::new("a/j"), 64), Path::new("a/j.64"));
+        assert_eq!(remaining_seconds(Duration::from_secs(10), 5, 20), Some(40.0));
+        assert_eq!(remaining_seconds(Duration::from_secs(10), 0, 20), None);
+        assert_eq!(journal_path(Path::new("a/j"), 64), Path::new("a/j.64"));
     }
 }

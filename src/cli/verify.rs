@@ -97,11 +97,11 @@ impl Verify {
 fn next_step(problems: &[Problem]) -> &'static str {
     let all = |of: fn(&Problem) -> bool| problems.iter().filter(|problem| !problem.in_source).all(of);
     if all(|problem| problem.is_extra) {
-        "nothing that the bundle lists is damaged: move away the files named above, or finish the run that left them"
+        "the files of the bundle are undamaged: move the extra files named above, or finish the run that left them"
     } else if all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {
-        "nothing that the bundle lists is damaged: `unweight kernels detach` removes what is attached"
+        "the files of the bundle are undamaged: `unweight kernels detach` removes the attached kernels"
     } else if all(|problem| problem.is_extra || problem.file == SIGNATURE_NAME) {
-        "the bytes are sound, but their publisher is not proven: check --key, or fetch unweight.json and \
+        "the bytes are undamaged, but their publisher is not proven: check --key, or fetch unweight.json and \
          unweight.json.minisig again"
     } else {
         "fetch the files named above again, or make the bundle again from its source"

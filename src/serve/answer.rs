@@ -20,22 +20,22 @@ use unweight_engine::{Finish, Logprobs, NO_TOKEN};
 
 use super::{
     api::Call,
-    bodies::Room,
+    bodies::BodyPermit,
     calls::Calls,
     error::ApiError,
     frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
     prepare::Preparer,
-    worker::{Lost, Sequences, Told},
+    worker::{SequenceEvent, Sequences, Unavailable},
 };
 use crate::text::{StopStrings, Text, TextError, TextStream};
 
 /// The maximum silence of a stream, because proxies close silent connections.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 /// The maximum size of an answer that is sent as a whole, bytes of text.
-const ANSWER_LIMIT: usize = 64 << 20;
+const ANSWER_BYTES_MAX: usize = 64 << 20;
 
 /// A text of an answer while it is generated.
-struct Growing {
+struct ChoiceState {
     stream: Option<TextStream>,
     stops: StopStrings,
     /// The number of tokens before which no stop string ends the text.
@@ -48,12 +48,12 @@ struct Growing {
     /// Finds tool calls in the text, if the request has tools.
     calls: Option<Calls>,
     /// The finish reason of an answer with tool calls.
-    called: &'static str,
+    call_finish_reason: &'static str,
     /// Special tokens that mark tool calls, with their texts.
     marks: Arc<[(u32, &'static str)]>,
 }
 
-impl Growing {
+impl ChoiceState {
     fn new(text: &Text, call: &Call, marks: &Arc<[(u32, &'static str)]>) -> Self {
         Self {
             stream: Some(text.stream()),
@@ -64,14 +64,18 @@ impl Growing {
             offset: 0,
             calls: None,
             // OpenAI's API returns `tool_calls` only if the model chose to call.
-            called: if call.tools.as_ref().is_some_and(|tools| tools.named) { "stop" } else { "tool_calls" },
+            call_finish_reason: if call.tools.as_ref().is_some_and(|tools| tools.named) {
+                "stop"
+            } else {
+                "tool_calls"
+            },
             marks: Arc::clone(marks),
         }
     }
 
     /// Adds a token and returns the new text, tool calls, and the finish reason if the text ends.
-    fn grow(&mut self, token: u32, finish: Option<Finish>) -> Result<AnswerChoice, TextError> {
-        let (text, finish) = self.push(token, finish)?;
+    fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<AnswerChoice, TextError> {
+        let (text, finish) = self.push_text(token, finish)?;
         let Some(calls) = &mut self.calls else {
             return Ok(AnswerChoice { text, finish, ..AnswerChoice::default() });
         };
@@ -81,13 +85,13 @@ impl Growing {
             text += &rest;
             found.extend(more);
         }
-        let called = self.called;
-        let finish = finish.map(|reason| if reason == "stop" && calls.count > 0 { called } else { reason });
+        let call_finish_reason = self.call_finish_reason;
+        let finish = finish.map(|reason| if reason == "stop" && calls.count > 0 { call_finish_reason } else { reason });
         Ok(AnswerChoice { text, finish, calls: found, ..AnswerChoice::default() })
     }
 
     /// Adds a token and returns the new text, and the finish reason if the text ends.
-    fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
+    fn push_text(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         self.tokens += 1;
         let mark = self.marks.iter().find(|(id, _)| self.calls.is_some() && *id == token);
@@ -114,10 +118,10 @@ impl Growing {
         if let Some(stream) = self.stream.take() {
             let (more, stopped) = self.stops.push(&stream.finish()?);
             shown += &more;
-            let (rest, at_rest) =
+            let (rest, stopped_in_rest) =
                 if stopped { (String::new(), true) } else { std::mem::take(&mut self.stops).finish() };
             shown += &rest;
-            if at_rest {
+            if stopped_in_rest {
                 reason = "stop";
             }
         }
@@ -125,14 +129,15 @@ impl Growing {
     }
 
     /// Stores the log probabilities of a token until its text is shown.
-    fn note(&mut self, text: &Text, token: u32, logprobs: &Logprobs) -> Result<(), TextError> {
+    fn add_logprobs(&mut self, text: &Text, token: u32, logprobs: &Logprobs) -> Result<(), TextError> {
         let Some(held) = self.logprobs.as_mut().filter(|_| token != NO_TOKEN) else { return Ok(()) };
-        let one = |token: u32, logprob: f32| -> Result<TokenLogprob, TextError> {
+        let token_logprob = |token: u32, logprob: f32| -> Result<TokenLogprob, TextError> {
             let (text, bytes) = text.token(token)?;
             Ok(TokenLogprob { text, bytes, logprob })
         };
-        let sampled = one(token, logprobs.sampled)?;
-        let top = logprobs.top.iter().map(|(token, logprob)| one(*token, *logprob)).collect::<Result<_, _>>()?;
+        let sampled = token_logprob(token, logprobs.sampled)?;
+        let top =
+            logprobs.top.iter().map(|(token, logprob)| token_logprob(*token, *logprob)).collect::<Result<_, _>>()?;
         let offset = self.offset;
         self.offset += sampled.text.chars().count();
         held.push(SampledLogprobs { token: sampled, top, offset });
@@ -150,56 +155,56 @@ struct Piece {
 pub(super) struct Texts {
     sequences: Sequences,
     text: Text,
-    growing: Vec<Growing>,
-    /// Prompts to echo before the texts, with the index of the text; `_room` holds their memory.
+    choices: Vec<ChoiceState>,
+    /// Prompts to echo before the texts, with the index of the text; `_permit` holds their memory.
     echoes: VecDeque<(usize, Arc<str>)>,
-    _room: Option<Room>,
+    _permit: Option<BodyPermit>,
     /// The number of texts that have not ended.
-    open: usize,
+    unfinished: usize,
     usage: Usage,
     deadline: Instant,
-    late: u64,
+    timeout_s: u64,
 }
 
 impl Texts {
-    /// Creates the texts for the sequences of a call with `prompt_tokens` tokens in total. The request has `late`
+    /// Creates the texts for the sequences of a call with `prompt_tokens` tokens in total. The request has `timeout_s`
     /// seconds, until `deadline`.
     pub fn new(
         preparer: &Preparer,
         call: &Call,
         sequences: Sequences,
         prompt_tokens: u64,
-        (deadline, late): (Instant, u64),
+        (deadline, timeout_s): (Instant, u64),
     ) -> Self {
         let Preparer { text, marks, .. } = preparer;
-        let growing = sequences.enough.iter().map(|_| Growing::new(text, call, marks)).collect();
+        let choices = sequences.cancel_flags.iter().map(|_| ChoiceState::new(text, call, marks)).collect();
         Self {
-            open: sequences.enough.len(),
+            unfinished: sequences.cancel_flags.len(),
             sequences,
             text: text.clone(),
-            growing,
+            choices,
             echoes: VecDeque::new(),
-            _room: None,
+            _permit: None,
             usage: Usage { prompt: prompt_tokens, completion: 0 },
             deadline,
-            late,
+            timeout_s,
         }
     }
 
     /// Finds tool calls in the texts. The identifiers of calls contain that of the answer.
     pub fn calls(mut self, call: &Call, id: &str) -> Self {
         if let (Some(tools), Some(format)) = (&call.tools, self.text.tool_format()) {
-            for (index, growing) in self.growing.iter_mut().enumerate() {
-                growing.calls = Some(Calls::new(format, tools.names(), format!("call-{id}-{index}-")));
+            for (index, choice) in self.choices.iter_mut().enumerate() {
+                choice.calls = Some(Calls::new(format, tools.names(), format!("call-{id}-{index}-")));
             }
         }
         self
     }
 
     /// Sets the prompts that the texts start with.
-    pub fn echo(self, echo: Option<(Vec<Arc<str>>, Room)>) -> Self {
-        let (texts, room) = echo.unzip();
-        Self { echoes: texts.into_iter().flatten().enumerate().collect(), _room: room, ..self }
+    pub fn echo(self, echo: Option<(Vec<Arc<str>>, BodyPermit)>) -> Self {
+        let (texts, permit) = echo.unzip();
+        Self { echoes: texts.into_iter().flatten().enumerate().collect(), _permit: permit, ..self }
     }
 
     /// Returns the next piece with content; `None` when all texts have ended. Cancel-safe.
@@ -210,33 +215,33 @@ impl Texts {
                 choice: AnswerChoice { text: text.to_string(), ..AnswerChoice::default() },
             }));
         }
-        while self.open > 0 {
-            let told = match timeout_at(self.deadline.into(), self.sequences.told.recv()).await {
-                Err(_) => return Err(ApiError::timeout("the request", self.late)),
-                Ok(told) => told,
+        while self.unfinished > 0 {
+            let event = match timeout_at(self.deadline.into(), self.sequences.events.recv()).await {
+                Err(_) => return Err(ApiError::timeout("the request", self.timeout_s)),
+                Ok(event) => event,
             };
-            let (index, token, finish, logprobs) = match told {
-                Some((index, Told::Token(token, finish, logprobs))) => (index, token, finish, logprobs),
-                Some((_, Told::Lost(lost))) => return Err(lost.into()),
-                None => return Err(Lost::Failed.into()),
+            let (index, token, finish, logprobs) = match event {
+                Some((index, SequenceEvent::Token(token, finish, logprobs))) => (index, token, finish, logprobs),
+                Some((_, SequenceEvent::Lost(reason))) => return Err(reason.into()),
+                None => return Err(Unavailable::Failed.into()),
             };
-            let Some(growing) = self.growing.get_mut(index).filter(|growing| growing.stream.is_some()) else {
+            let Some(state) = self.choices.get_mut(index).filter(|state| state.stream.is_some()) else {
                 // Generated after a stop string.
                 continue;
             };
-            let mut choice = growing.grow(token, finish)?;
+            let mut choice = state.push(token, finish)?;
             if let Some(logprobs) = logprobs {
-                growing.note(&self.text, token, &logprobs)?;
+                state.add_logprobs(&self.text, token, &logprobs)?;
             }
             self.usage.completion += 1;
             if choice.finish.is_some() {
-                self.open -= 1;
-                if let Some(enough) = self.sequences.enough.get(index) {
-                    enough.store(true, Relaxed);
+                self.unfinished -= 1;
+                if let Some(cancel_flag) = self.sequences.cancel_flags.get(index) {
+                    cancel_flag.store(true, Relaxed);
                 }
             }
             if !choice.is_empty() || choice.finish.is_some() {
-                choice.logprobs = growing.logprobs.as_mut().map(std::mem::take);
+                choice.logprobs = state.logprobs.as_mut().map(std::mem::take);
                 return Ok(Some(Piece { index, choice }));
             }
         }
@@ -244,26 +249,27 @@ impl Texts {
     }
 
     /// Waits for all texts and returns the whole answer.
-    pub async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
-        let mut choices = vec![AnswerChoice::default(); self.growing.len()];
+    pub async fn complete(mut self, frame: &Frame) -> Result<Value, ApiError> {
+        let mut choices = vec![AnswerChoice::default(); self.choices.len()];
         let mut bytes = 0;
         while let Some(Piece { index, choice }) = self.next().await? {
             bytes += choice.text.len() + choice.calls.iter().map(|call| call.arguments.len()).sum::<usize>();
             bytes += choice.logprobs.iter().flatten().map(SampledLogprobs::bytes).sum::<usize>();
-            if bytes > ANSWER_LIMIT {
-                let message = format!("the answer has more than {ANSWER_LIMIT} bytes; ask for a stream, or for less");
+            if bytes > ANSWER_BYTES_MAX {
+                let message =
+                    format!("the answer has more than {ANSWER_BYTES_MAX} bytes; request a stream or fewer tokens");
                 return Err(ApiError::limit(message));
             }
-            if let Some(whole) = choices.get_mut(index) {
-                whole.text.push_str(&choice.text);
-                whole.calls.extend(choice.calls);
-                whole.finish = choice.finish.or(whole.finish);
+            if let Some(collected) = choices.get_mut(index) {
+                collected.text.push_str(&choice.text);
+                collected.calls.extend(choice.calls);
+                collected.finish = choice.finish.or(collected.finish);
                 if let Some(logprobs) = choice.logprobs {
-                    whole.logprobs.get_or_insert_default().extend(logprobs);
+                    collected.logprobs.get_or_insert_default().extend(logprobs);
                 }
             }
         }
-        Ok(frame.whole(&choices, self.usage))
+        Ok(frame.complete(&choices, self.usage))
     }
 
     /// Sends pieces as they are generated, until all texts have ended or the client has disconnected.
@@ -276,18 +282,18 @@ impl Texts {
         };
         let event = |value: &Value| format!("data: {value}\n\n");
         let role: String =
-            (0..self.growing.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
+            (0..self.choices.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
         if !role.is_empty() && !send(role).await {
             return;
         }
         let end = loop {
             let next = tokio::select! {
-                next = timeout(KEEP_ALIVE, self.next()) => next,
+                next = timeout(KEEP_ALIVE_INTERVAL, self.next()) => next,
                 () = pieces.closed() => return,
             };
             let data = match next {
                 // A comment of the event stream.
-                Err(_) => ": still here\n\n".to_owned(),
+                Err(_) => ": keep-alive\n\n".to_owned(),
                 Ok(Ok(Some(Piece { index, choice }))) => {
                     let mut data = String::new();
                     let mut last = AnswerChoice { finish: choice.finish, ..AnswerChoice::default() };

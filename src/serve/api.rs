@@ -15,16 +15,16 @@ use super::{
 use crate::text::{self, Conversation, Grammar, Message};
 
 /// The maximum number of texts per prompt (`n`).
-const MOST_CHOICES: u64 = 8;
+const CHOICES_MAX: u64 = 8;
 /// The maximum number of stop strings of a request.
-const MOST_STOPS: usize = 4;
+const STOPS_MAX: usize = 4;
 /// The maximum size of a stop string, bytes, because every token searches the text for it.
-const STOP_BYTES: usize = 1024;
+const STOP_BYTES_MAX: usize = 1024;
 /// The default of `max_tokens` for `/v1/completions`, as in OpenAI's API.
-const COMPLETION_TOKENS: u32 = 16;
+const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
 /// Supported fields of requests.
-const DONE: &[&str] = &[
+const SUPPORTED: &[&str] = &[
     "model",
     "prompt",
     "messages",
@@ -39,8 +39,8 @@ const DONE: &[&str] = &[
 ];
 /// All fields that are parsed; other fields are skipped.
 static FIELDS: LazyLock<Vec<&str>> = LazyLock::new(|| {
-    let done = DONE.iter().chain(sampling::FIELDS).chain(structure::FIELDS).chain(tools::FIELDS).copied();
-    done.chain(NOT_DONE.iter().map(|(name, _)| *name)).collect()
+    let supported = SUPPORTED.iter().chain(sampling::FIELDS).chain(structure::FIELDS).chain(tools::FIELDS).copied();
+    supported.chain(UNSUPPORTED.iter().map(|(name, _)| *name)).collect()
 });
 /// The fields of a message that are parsed.
 const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "tool_call_id", "function_call"];
@@ -49,7 +49,7 @@ const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "tool
 type Neutral = fn(&Value) -> bool;
 
 /// Unsupported fields that would change the answer, with the values that have no effect. `null` never has an effect.
-const NOT_DONE: &[(&str, Neutral)] = &[
+const UNSUPPORTED: &[(&str, Neutral)] = &[
     ("functions", empty),
     ("function_call", |value| matches!(value.as_str(), Some("none" | "auto"))),
     ("modalities", |value| *value == json!(["text"])),
@@ -93,33 +93,34 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// Parses a body. `model` is the served model, and `most` the maximum number of prompts that can run and wait.
-    pub fn read(endpoint: Endpoint, body: &[u8], model: &str, most: usize) -> Result<Self, ApiError> {
+    /// Parses a body. `model` is the served model, and `prompts_max` the maximum number of prompts that can run and
+    /// wait.
+    pub fn read(endpoint: Endpoint, body: &[u8], model: &str, prompts_max: usize) -> Result<Self, ApiError> {
         let fields = Fields::read(body, &FIELDS);
-        let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
+        let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is not a JSON object: {error}")))?;
         check_model(&mut fields, model)?;
         let tools = match endpoint {
             Endpoint::Completions => no_tools(&mut fields)?,
             Endpoint::Chat => Tools::read(&mut fields)?,
         };
         let prompts = match endpoint {
-            Endpoint::Completions => prompts(fields.take("prompt"), most)?,
+            Endpoint::Completions => prompts(fields.take("prompt"), prompts_max)?,
             Endpoint::Chat => {
                 let messages = messages(fields.take("messages"))?;
                 let tools = tools.as_ref().map(|tools| tools.definitions.clone());
                 vec![Prompt::Text(text::Prompt::Chat(Conversation { messages, tools }))]
             }
         };
-        let n = fields.whole("n", 1, MOST_CHOICES)?.unwrap_or(1) as u32;
-        if let Some(best_of) = fields.whole("best_of", 1, u64::MAX)?
+        let n = fields.integer("n", 1, CHOICES_MAX)?.unwrap_or(1) as u32;
+        if let Some(best_of) = fields.integer("best_of", 1, u64::MAX)?
             && best_of != u64::from(n)
         {
             return Err(ApiError::of("best_of", "best_of other than n is not supported; leave it out"));
         }
         let sampling = Sampling::read(&mut fields, endpoint)?;
-        let most = u64::from(u32::MAX);
-        let (older, newer) = (fields.whole("max_tokens", 1, most)?, fields.whole("max_completion_tokens", 1, most)?);
-        let default = (endpoint == Endpoint::Completions).then_some(COMPLETION_TOKENS);
+        let max = u64::from(u32::MAX);
+        let (older, newer) = (fields.integer("max_tokens", 1, max)?, fields.integer("max_completion_tokens", 1, max)?);
+        let default = (endpoint == Endpoint::Completions).then_some(COMPLETION_TOKENS_DEFAULT);
         let max_tokens = newer.or(older).map(|tokens| tokens as u32).or(default);
         let min_tokens = sampling.adjustments.min_new_tokens;
         if let Some(max_tokens) = max_tokens.filter(|max_tokens| min_tokens > *max_tokens) {
@@ -142,12 +143,12 @@ impl Call {
                 None => false,
                 Some(options) => match Fields::read(options.get().as_bytes(), &["include_usage"]) {
                     Ok(mut options) => options.flag("include_usage")?,
-                    Err(_) => return Err(ApiError::of("stream_options", "stream_options is no object")),
+                    Err(_) => return Err(ApiError::of("stream_options", "stream_options is not an object")),
                 },
             },
         };
-        for (name, neutral) in NOT_DONE {
-            if !fields.asks_nothing(name, neutral) {
+        for (name, neutral) in UNSUPPORTED {
+            if !fields.is_neutral(name, neutral) {
                 let message = format!("{name} is not supported here; leave it out");
                 return Err(ApiError::of(name, message).code("unsupported_parameter"));
             }
@@ -159,8 +160,8 @@ impl Call {
 /// Rejects tools in a completion, which does not support them.
 fn no_tools(fields: &mut Fields) -> Result<Option<Tools>, ApiError> {
     for name in ["tools", "tool_choice"] {
-        if !fields.asks_nothing(name, |value| empty(value) || matches!(value.as_str(), Some("none" | "auto"))) {
-            let message = format!("{name} is a field of conversations; ask /v1/chat/completions");
+        if !fields.is_neutral(name, |value| empty(value) || matches!(value.as_str(), Some("none" | "auto"))) {
+            let message = format!("{name} is a field of conversations; use /v1/chat/completions");
             return Err(ApiError::of(name, message).code("unsupported_parameter"));
         }
     }
@@ -180,7 +181,7 @@ fn check_grammar(
     }
     match grammar {
         Some((name, _)) if forced => {
-            let message = format!("{name} contradicts tool_choice, which asks for a tool call; leave one out");
+            let message = format!("{name} contradicts tool_choice, which requires a tool call; leave one out");
             Err(ApiError::of("tool_choice", message))
         }
         Some((name, Grammar::Regex(_) | Grammar::Lark(_))) if tools.is_some() => {
@@ -196,60 +197,61 @@ pub(super) fn check_model(fields: &mut Fields, model: &str) -> Result<(), ApiErr
     match fields.value("model")? {
         None => Ok(()),
         Some(Value::String(name)) if name == model => Ok(()),
-        Some(other) => Err(ApiError::model(format!("the model {other} is not served here; ask for \"{model}\""))),
+        Some(other) => Err(ApiError::model(format!("the model {other} is not served here; use \"{model}\""))),
     }
 }
 
 fn echo(fields: &mut Fields, endpoint: Endpoint, sampling: &Sampling) -> Result<bool, ApiError> {
-    let refused = |message: &str| Err(ApiError::of("echo", message).code("unsupported_parameter"));
+    let unsupported = |message: &str| Err(ApiError::of("echo", message).code("unsupported_parameter"));
     match fields.flag("echo")? {
-        true if endpoint == Endpoint::Chat => refused("echo is not supported for conversations; leave it out"),
+        true if endpoint == Endpoint::Chat => unsupported("echo is not supported for conversations; leave it out"),
         true if sampling.logprobs.is_some() => {
-            refused("echo with logprobs is not supported: prompts have no log probabilities here; leave one out")
+            unsupported("echo with logprobs is not supported: prompts have no log probabilities here; leave one out")
         }
         echo => Ok(echo),
     }
 }
 
 fn stop(value: Option<Value>) -> Result<Vec<String>, ApiError> {
-    let wrong = || ApiError::of("stop", format!("stop is neither text nor a list of up to {MOST_STOPS} texts"));
+    let wrong = || ApiError::of("stop", format!("stop is neither text nor a list of up to {STOPS_MAX} texts"));
     let stops = match value {
         None => Vec::new(),
         Some(Value::String(text)) => vec![text],
-        Some(Value::Array(texts)) if texts.len() <= MOST_STOPS => {
+        Some(Value::Array(texts)) if texts.len() <= STOPS_MAX => {
             let text = |text: &Value| text.as_str().map(str::to_owned).ok_or_else(wrong);
             texts.iter().map(text).collect::<Result<Vec<_>, _>>()?
         }
         Some(_) => return Err(wrong()),
     };
-    match stops.iter().map(String::len).find(|length| *length > STOP_BYTES) {
+    match stops.iter().map(String::len).find(|length| *length > STOP_BYTES_MAX) {
         None => Ok(stops),
         Some(length) => {
-            Err(ApiError::of("stop", format!("a text of stop has {length} bytes; the limit is {STOP_BYTES}")))
+            Err(ApiError::of("stop", format!("a text of stop has {length} bytes; the limit is {STOP_BYTES_MAX}")))
         }
     }
 }
 
 /// Parses one text, several texts, the ids of one prompt, or a list of id lists.
-fn prompts(raw: Option<&RawValue>, most: usize) -> Result<Vec<Prompt>, ApiError> {
+fn prompts(raw: Option<&RawValue>, prompts_max: usize) -> Result<Vec<Prompt>, ApiError> {
     let wrong = || ApiError::of("prompt", "prompt is neither text, texts, token ids nor lists of them; give one");
     let raw = raw.ok_or_else(wrong)?;
-    let one = |raw: &RawValue| {
+    let parse_one = |raw: &RawValue| {
         let of_text = || text(raw).map(|text| Prompt::Text(text::Prompt::Text(text)));
         of_text().or_else(|| ids(raw).map(Prompt::Ids)).ok_or_else(wrong)
     };
     // A list of numbers is one prompt.
     let first = raw.get().strip_prefix('[').map(str::trim_start);
     if first.is_none_or(|rest| rest.starts_with(|c: char| c.is_ascii_digit() || c == '-')) {
-        return Ok(vec![one(raw)?]);
+        return Ok(vec![parse_one(raw)?]);
     }
     let mut prompts = Vec::new();
     let listed = each(raw, |at, raw| {
-        if at >= most {
-            let message = format!("the request has more than {most} prompts, which is all that may run and wait here");
-            return Err(ApiError::of("prompt", format!("{message}; split it")));
+        if at >= prompts_max {
+            let message =
+                format!("the request has more than {prompts_max} prompts, the limit of running and waiting ones");
+            return Err(ApiError::of("prompt", format!("{message}; split the request")));
         }
-        prompts.push(one(raw)?);
+        prompts.push(parse_one(raw)?);
         Ok(())
     });
     listed.unwrap_or_else(|| Err(wrong()))?;
@@ -257,7 +259,7 @@ fn prompts(raw: Option<&RawValue>, most: usize) -> Result<Vec<Prompt>, ApiError>
 }
 
 pub(super) fn messages(raw: Option<&RawValue>) -> Result<Vec<Message>, ApiError> {
-    let wrong = |what: &str| ApiError::of("messages", format!("messages {what}; give one message at least"));
+    let wrong = |what: &str| ApiError::of("messages", format!("messages {what}; send at least one message"));
     let mut messages = Vec::new();
     let listed = raw.and_then(|raw| {
         each(raw, |index, raw| {
@@ -265,23 +267,23 @@ pub(super) fn messages(raw: Option<&RawValue>) -> Result<Vec<Message>, ApiError>
             Ok(())
         })
     });
-    listed.ok_or_else(|| wrong("is no list"))??;
+    listed.ok_or_else(|| wrong("is not a list"))??;
     if messages.is_empty() { Err(wrong("is empty")) } else { Ok(messages) }
 }
 
 fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     let wrong = |what: &str| ApiError::of(&format!("messages[{index}]"), format!("messages[{index}]: {what}"));
-    let mut fields = Fields::read(raw.get().as_bytes(), MESSAGE_FIELDS).map_err(|_| wrong("no object"))?;
+    let mut fields = Fields::read(raw.get().as_bytes(), MESSAGE_FIELDS).map_err(|_| wrong("it is not an object"))?;
     let role = fields.take("role").and_then(text).ok_or_else(|| wrong("it has no role"))?;
     let role = match role.as_str() {
         // `developer` is the newer name; templates know only `system`.
         "developer" => "system",
         "system" | "user" | "assistant" | "tool" => role.as_str(),
         other => {
-            return Err(wrong(&format!("the role '{other}' is not supported; take system, user, assistant or tool")));
+            return Err(wrong(&format!("the role '{other}' is not supported; use system, user, assistant or tool")));
         }
     };
-    if !fields.asks_nothing("function_call", empty) {
+    if !fields.is_neutral("function_call", empty) {
         return Err(wrong("function_call is not supported; use tool_calls"));
     }
     let calls = fields.take("tool_calls").map(|raw| tools::earlier_calls(raw, &wrong)).transpose()?;
@@ -318,7 +320,7 @@ fn parts(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Option<Result<Stri
             let is_text = part.take("type").and_then(text)? == "text";
             part.take("text").and_then(text).filter(|_| is_text)
         };
-        let part = part().ok_or_else(|| wrong("a part of the content is no text"))?;
+        let part = part().ok_or_else(|| wrong("a part of the content is not text"))?;
         if at > 0 {
             content.push('\n');
         }
@@ -424,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_keep_their_bits() {
+    fn integers_are_read() {
         let call = |fields: Value| read(Endpoint::Completions, &with(fields)).unwrap();
         assert_eq!(call(json!({ "seed": -1 })).sampling.seed, Some(u64::MAX));
         assert_eq!(call(json!({ "seed": u64::MAX })).sampling.seed, Some(u64::MAX));
@@ -460,9 +462,9 @@ mod tests {
             ),
             (json!({ "content": "x" }), "no role"),
             (json!({ "role": "user" }), "content"),
-            (json!({ "role": "user", "content": [{ "type": "image_url", "image_url": {} }] }), "no text"),
+            (json!({ "role": "user", "content": [{ "type": "image_url", "image_url": {} }] }), "not text"),
             (json!({ "role": "assistant", "content": "", "tool_calls": [{}] }), "no function"),
-            (json!("hi"), "no object"),
+            (json!("hi"), "not an object"),
         ] {
             let error = of(wrong).unwrap_err();
             assert!(error.message.contains(says) && error.param.as_deref() == Some("messages[0]"), "{error:?}");
@@ -479,7 +481,7 @@ mod tests {
         let json = error.json();
         assert_eq!((&json["error"]["code"], &json["error"]["param"]), (&json!("model_not_found"), &json!("model")));
         assert_eq!(json["error"]["type"], "invalid_request_error");
-        assert!(Call::read(Endpoint::Chat, b"{", "m", 8).unwrap_err().message.contains("no JSON"));
+        assert!(Call::read(Endpoint::Chat, b"{", "m", 8).unwrap_err().message.contains("not a JSON object"));
         assert_eq!(ApiError::from(SubmitError::Full).retry_after, Some(1));
         let long = AdmissionError::TooLong { prompt: 9, max_new_tokens: 9, context: 10 };
         assert_eq!(ApiError::from(SubmitError::Admission(long)).json()["error"]["code"], "context_length_exceeded");

@@ -16,13 +16,13 @@ use super::error::ApiError;
 pub const BODY_LIMIT: usize = 8 << 20;
 /// The maximum size of all bodies together, bytes.
 const BODIES_LIMIT: usize = 64 << 20;
-/// The part of [`BODIES_LIMIT`] that is reserved for the first [`SMALL`] bytes of each body, so that large bodies leave
-/// room for small ones.
-const SMALL_LIMIT: usize = 16 << 20;
+/// The part of [`BODIES_LIMIT`] that is reserved for the first [`SMALL_BYTES`] bytes of each body, so that large bodies
+/// leave memory for small ones.
+const SMALL_BYTES_LIMIT: usize = 16 << 20;
 /// The size of a small body, and of the part of a large one that counts as small; bytes.
-pub(super) const SMALL: usize = 64 << 10;
+pub(super) const SMALL_BYTES: usize = 64 << 10;
 /// Bytes per permit.
-const UNIT: usize = 1 << 10;
+const BYTES_PER_PERMIT: usize = 1 << 10;
 
 /// The memory budget of request bodies.
 #[derive(Clone)]
@@ -32,7 +32,7 @@ pub(super) struct Bodies {
 }
 
 /// The memory that a body holds; dropping it releases the memory.
-pub(super) struct Room {
+pub(super) struct BodyPermit {
     bodies: Bodies,
     small: Option<OwnedSemaphorePermit>,
     large: Option<OwnedSemaphorePermit>,
@@ -42,30 +42,30 @@ pub(super) struct Room {
 impl Bodies {
     pub fn new() -> Self {
         Self {
-            small: Arc::new(Semaphore::new(SMALL_LIMIT / UNIT)),
-            large: Arc::new(Semaphore::new((BODIES_LIMIT - SMALL_LIMIT) / UNIT)),
+            small: Arc::new(Semaphore::new(SMALL_BYTES_LIMIT / BYTES_PER_PERMIT)),
+            large: Arc::new(Semaphore::new((BODIES_LIMIT - SMALL_BYTES_LIMIT) / BYTES_PER_PERMIT)),
         }
     }
 
     /// Returns the bytes that bodies hold.
     pub fn held(&self) -> u64 {
         let free = self.small.available_permits() + self.large.available_permits();
-        (BODIES_LIMIT / UNIT).saturating_sub(free) as u64 * UNIT as u64
+        (BODIES_LIMIT / BYTES_PER_PERMIT).saturating_sub(free) as u64 * BYTES_PER_PERMIT as u64
     }
 
-    fn no_room(&self) -> Room {
-        Room { bodies: self.clone(), small: None, large: None, bytes: 0 }
+    fn empty_permit(&self) -> BodyPermit {
+        BodyPermit { bodies: self.clone(), small: None, large: None, bytes: 0 }
     }
 
     /// Reads a body. Memory is reserved as data arrives, not by the announced length. Without room, the rest of the
     /// body is discarded, so that the client reads the error.
-    pub async fn read(&self, request: Request) -> Result<(Vec<u8>, Room), ApiError> {
+    pub async fn read(&self, request: Request) -> Result<(Vec<u8>, BodyPermit), ApiError> {
         let declared = request.headers().get(header::CONTENT_LENGTH);
         let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
         if declared.is_some_and(|length| length > BODY_LIMIT as u64) {
             return Err(ApiError::body(BODY_LIMIT));
         }
-        let mut room = self.no_room();
+        let mut permit = self.empty_permit();
         let (mut body, mut bytes, mut length) = (request.into_body(), Vec::new(), 0);
         let mut full = None;
         while let Some(data) = next(&mut body).await? {
@@ -80,17 +80,18 @@ impl Bodies {
                 let hint = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
                 // Reserve a quarter more, so that a body of many pieces is not copied often, but not more than the rest
                 // of the body.
-                let capacity = (length + length / 4 + UNIT).min(length.saturating_add(hint)).min(BODY_LIMIT);
-                if let Err(error) = room.grow(capacity) {
+                let capacity =
+                    (length + length / 4 + BYTES_PER_PERMIT).min(length.saturating_add(hint)).min(BODY_LIMIT);
+                if let Err(error) = permit.grow(capacity) {
                     full = Some(error);
-                    (bytes, room) = (Vec::new(), self.no_room());
+                    (bytes, permit) = (Vec::new(), self.empty_permit());
                     continue;
                 }
                 bytes.reserve_exact(capacity - bytes.len());
             }
             bytes.extend_from_slice(&data);
         }
-        full.map_or(Ok((bytes, room)), Err)
+        full.map_or(Ok((bytes, permit)), Err)
     }
 }
 
@@ -112,23 +113,23 @@ async fn next(body: &mut Body) -> Result<Option<axum::body::Bytes>, ApiError> {
     }
 }
 
-impl Room {
+impl BodyPermit {
     /// Reserves memory for a body of `bytes` bytes in total.
     fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
-        let units = |bytes: usize| bytes.div_ceil(UNIT);
-        let (had, has) = (self.bytes, bytes);
-        let taken = |semaphore: &Arc<Semaphore>, own: &mut Option<OwnedSemaphorePermit>, more: usize| {
+        let units = |bytes: usize| bytes.div_ceil(BYTES_PER_PERMIT);
+        let (before, after) = (self.bytes, bytes);
+        let acquire = |semaphore: &Arc<Semaphore>, held: &mut Option<OwnedSemaphorePermit>, more: usize| {
             let permit = Arc::clone(semaphore).try_acquire_many_owned(more as u32).ok()?;
-            match own {
-                Some(own) => own.merge(permit),
-                None => *own = Some(permit),
+            match held {
+                Some(held) => held.merge(permit),
+                None => *held = Some(permit),
             }
             Some(())
         };
-        let small = units(has.min(SMALL)) - units(had.min(SMALL));
-        let large = units(has.saturating_sub(SMALL)) - units(had.saturating_sub(SMALL));
-        let both = taken(&self.bodies.small, &mut self.small, small)
-            .and_then(|()| taken(&self.bodies.large, &mut self.large, large));
+        let small = units(after.min(SMALL_BYTES)) - units(before.min(SMALL_BYTES));
+        let large = units(after.saturating_sub(SMALL_BYTES)) - units(before.saturating_sub(SMALL_BYTES));
+        let both = acquire(&self.bodies.small, &mut self.small, small)
+            .and_then(|()| acquire(&self.bodies.large, &mut self.large, large));
         both.ok_or_else(|| ApiError::bodies(BODIES_LIMIT))?;
         self.bytes = bytes;
         Ok(())
@@ -139,28 +140,28 @@ impl Room {
 mod tests {
     use super::*;
 
-    fn room(bodies: &Bodies, bytes: usize) -> Result<Room, ApiError> {
-        let mut room = bodies.no_room();
+    fn permit(bodies: &Bodies, bytes: usize) -> Result<BodyPermit, ApiError> {
+        let mut permit = bodies.empty_permit();
         // Grow in four parts, as a body arrives.
         for part in 1..=4 {
-            room.grow(bytes * part / 4)?;
+            permit.grow(bytes * part / 4)?;
         }
-        Ok(room)
+        Ok(permit)
     }
 
     #[test]
     fn all_bodies_together_have_a_limit() {
         let bodies = Bodies::new();
-        let large: Vec<Room> = std::iter::from_fn(|| room(&bodies, BODY_LIMIT).ok()).collect();
-        assert_eq!(large.len(), 6, "48 MiB and what the beginnings take");
+        let large: Vec<BodyPermit> = std::iter::from_fn(|| permit(&bodies, BODY_LIMIT).ok()).collect();
+        assert_eq!(large.len(), 6, "48 MiB for large bodies, besides their first bytes");
         assert!(bodies.held() <= BODIES_LIMIT as u64);
-        let full = room(&bodies, BODY_LIMIT).err().unwrap();
+        let full = permit(&bodies, BODY_LIMIT).err().unwrap();
         assert_eq!((full.status.as_u16(), full.retry_after), (503, Some(1)));
-        let small: Vec<Room> = std::iter::from_fn(|| room(&bodies, SMALL).ok()).collect();
-        assert_eq!(small.len(), (SMALL_LIMIT / SMALL) - 6, "large bodies leave room for small ones");
-        assert!(room(&bodies, 1).is_err() && bodies.held() > 60 << 20);
+        let small: Vec<BodyPermit> = std::iter::from_fn(|| permit(&bodies, SMALL_BYTES).ok()).collect();
+        assert_eq!(small.len(), (SMALL_BYTES_LIMIT / SMALL_BYTES) - 6, "large bodies leave memory for small ones");
+        assert!(permit(&bodies, 1).is_err() && bodies.held() > 60 << 20);
         drop((large, small));
         assert_eq!(bodies.held(), 0);
-        assert_eq!(room(&bodies, 1).unwrap().bodies.held(), UNIT as u64);
+        assert_eq!(permit(&bodies, 1).unwrap().bodies.held(), BYTES_PER_PERMIT as u64);
     }
 }

@@ -6,7 +6,7 @@ use hyper::StatusCode;
 use serde_json::{Value, json};
 use unweight_engine::AdmissionError;
 
-use super::worker::{Lost, SubmitError};
+use super::worker::{SubmitError, Unavailable};
 use crate::text::TextError;
 
 /// An error in the format of OpenAI's API.
@@ -58,24 +58,24 @@ impl ApiError {
 
     /// A method that the route does not support, status 405.
     pub fn method() -> Self {
-        Self { status: StatusCode::METHOD_NOT_ALLOWED, ..Self::bad("this route does not take this method") }
+        Self { status: StatusCode::METHOD_NOT_ALLOWED, ..Self::bad("this route does not support this method") }
     }
 
     /// A missing or wrong API key, status 401.
     pub fn key() -> Self {
-        let message = "the API key is missing or wrong; send the server's as `Authorization: Bearer KEY`";
+        let message = "the API key is missing or wrong; send the key of the server as `Authorization: Bearer KEY`";
         Self { status: StatusCode::UNAUTHORIZED, ..Self::bad(message) }.code("invalid_api_key")
     }
 
     /// A body above the size limit, status 413.
     pub fn body(limit: usize) -> Self {
-        let message = format!("the body exceeds {limit} bytes; send less at a time");
+        let message = format!("the body exceeds the limit of {limit} bytes; send a smaller request");
         Self { status: StatusCode::PAYLOAD_TOO_LARGE, ..Self::bad(message) }
     }
 
     /// All bodies together reached their memory limit, status 503.
     pub fn bodies(limit: usize) -> Self {
-        let message = format!("the requests being read hold {} MiB, the limit; try again later", limit >> 20);
+        let message = format!("request bodies in memory reached the limit of {} MiB; try again later", limit >> 20);
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
         Self { retry_after: Some(1), ..error.code("bodies_full") }
     }
@@ -87,7 +87,7 @@ impl ApiError {
 
     /// The answer for a request that took too long, status 408.
     pub fn timeout(what: &str, seconds: u64) -> Self {
-        let message = format!("{what} took more than the {seconds} s that it may; ask for less at a time");
+        let message = format!("{what} took longer than the limit of {seconds} s; send a smaller request");
         Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", message).code("timeout")
     }
 
@@ -103,19 +103,19 @@ impl ApiError {
     }
 }
 
-impl From<Lost> for ApiError {
-    fn from(lost: Lost) -> Self {
-        let (code, message) = match lost {
-            Lost::Failed => ("engine_failed", "the engine has failed; the server must be started again"),
-            Lost::Stopping => ("shutting_down", "the server is shutting down"),
+impl From<Unavailable> for ApiError {
+    fn from(reason: Unavailable) -> Self {
+        let (code, message) = match reason {
+            Unavailable::Failed => ("engine_failed", "the engine has failed; restart the server"),
+            Unavailable::Stopping => ("shutting_down", "the server is shutting down"),
         };
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message).code(code)
     }
 }
 
 impl From<SubmitError> for ApiError {
-    fn from(refused: SubmitError) -> Self {
-        match refused {
+    fn from(error: SubmitError) -> Self {
+        match error {
             SubmitError::Admission(rejected @ (AdmissionError::TooLong { .. } | AdmissionError::NoRoom { .. })) => {
                 Self::bad(rejected).code("context_length_exceeded")
             }
@@ -124,14 +124,14 @@ impl From<SubmitError> for ApiError {
             }
             SubmitError::Admission(rejected) => Self::bad(rejected),
             SubmitError::Full => {
-                let message = "as many requests wait as may; try again later";
+                let message = "the queue of waiting requests is full; try again later";
                 let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
                 Self { retry_after: Some(1), ..error.code("queue_full") }
             }
-            SubmitError::TooMany { asked, capacity } => Self::bad(format!(
-                "the request is for {asked} texts, and at most {capacity} may run and wait here; split it"
+            SubmitError::TooMany { requested, capacity } => Self::bad(format!(
+                "the request needs {requested} texts; at most {capacity} can run and wait here; split the request"
             )),
-            SubmitError::Lost(lost) => lost.into(),
+            SubmitError::Unavailable(reason) => reason.into(),
         }
     }
 }

@@ -8,16 +8,16 @@ use serde_json::{Value, value::RawValue};
 use super::error::ApiError;
 
 /// The maximum size of a field other than prompts and messages, bytes of JSON.
-const FIELD_MOST: usize = 64 << 10;
+const FIELD_BYTES_MAX: usize = 64 << 10;
 
 /// The known fields of an object, as raw JSON. `null` means unset.
 pub(super) struct Fields<'a>(BTreeMap<&'static str, &'a RawValue>);
 
 impl<'a> Fields<'a> {
-    /// Parses an object and keeps the fields in `known`. Of duplicate fields, the last counts.
-    pub fn read(json: &'a [u8], known: &'static [&'static str]) -> serde_json::Result<Self> {
+    /// Parses an object and keeps the fields in `names`. Of duplicate fields, the last counts.
+    pub fn read(json: &'a [u8], names: &'static [&'static str]) -> serde_json::Result<Self> {
         let mut deserializer = serde_json::Deserializer::from_slice(json);
-        let fields = Known(known).deserialize(&mut deserializer)?;
+        let fields = FieldNames(names).deserialize(&mut deserializer)?;
         deserializer.end()?;
         Ok(Self(fields))
     }
@@ -27,35 +27,35 @@ impl<'a> Fields<'a> {
         self.0.remove(name).filter(|raw| raw.get() != "null")
     }
 
-    /// Removes and parses a field of at most [`FIELD_MOST`] bytes.
+    /// Removes and parses a field of at most [`FIELD_BYTES_MAX`] bytes.
     pub fn value(&mut self, name: &str) -> Result<Option<Value>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
-        if raw.get().len() > FIELD_MOST {
-            let message = format!("{name} has {} bytes; the limit is {FIELD_MOST}", raw.get().len());
+        if raw.get().len() > FIELD_BYTES_MAX {
+            let message = format!("{name} has {} bytes; the limit is {FIELD_BYTES_MAX}", raw.get().len());
             return Err(ApiError::of(name, message));
         }
         let value = serde_json::from_str(raw.get());
-        value.map(Some).map_err(|error| ApiError::of(name, format!("{name} cannot be read: {error}")))
+        value.map(Some).map_err(|error| ApiError::of(name, format!("{name} cannot be parsed: {error}")))
     }
 
     /// Whether a field is unset or has a neutral value, which has no effect. An unparsable value is not neutral.
-    pub fn asks_nothing(&mut self, name: &str, neutral: impl FnOnce(&Value) -> bool) -> bool {
+    pub fn is_neutral(&mut self, name: &str, neutral: impl FnOnce(&Value) -> bool) -> bool {
         self.value(name).is_ok_and(|value| value.is_none_or(|value| neutral(&value)))
     }
 
     /// Removes and parses a number.
     pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
         let Some(value) = self.value(name)? else { return Ok(None) };
-        let number = value.as_f64().ok_or_else(|| ApiError::of(name, format!("{name} is no number")))?;
+        let number = value.as_f64().ok_or_else(|| ApiError::of(name, format!("{name} is not a number")))?;
         Ok(Some(number as f32))
     }
 
-    /// Removes and parses an integer from `least` to `most`.
-    pub fn whole(&mut self, name: &str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
+    /// Removes and parses an integer from `min` to `max`.
+    pub fn integer(&mut self, name: &str, min: u64, max: u64) -> Result<Option<u64>, ApiError> {
         let Some(value) = self.value(name)? else { return Ok(None) };
-        let number = value.as_u64().filter(|number| (least..=most).contains(number));
-        let upper = if most == u64::MAX { String::new() } else { format!(" to {most}") };
-        number.map(Some).ok_or_else(|| ApiError::of(name, format!("{name} is no whole number from {least}{upper}")))
+        let number = value.as_u64().filter(|number| (min..=max).contains(number));
+        let upper = if max == u64::MAX { String::new() } else { format!(" to {max}") };
+        number.map(Some).ok_or_else(|| ApiError::of(name, format!("{name} is not a whole number from {min}{upper}")))
     }
 
     /// Whether a field is `false`, without removing it.
@@ -124,9 +124,9 @@ impl<'de, F: FnMut(usize, &'de RawValue) -> Result<(), ApiError>> Visitor<'de> f
 }
 
 /// Deserializes the fields of an object that have these names.
-struct Known(&'static [&'static str]);
+struct FieldNames(&'static [&'static str]);
 
-impl<'de> DeserializeSeed<'de> for Known {
+impl<'de> DeserializeSeed<'de> for FieldNames {
     type Value = BTreeMap<&'static str, &'de RawValue>;
 
     fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
@@ -134,7 +134,7 @@ impl<'de> DeserializeSeed<'de> for Known {
     }
 }
 
-impl<'de> Visitor<'de> for Known {
+impl<'de> Visitor<'de> for FieldNames {
     type Value = BTreeMap<&'static str, &'de RawValue>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -158,12 +158,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn known_fields_are_taken_and_others_skipped() {
+    fn known_fields_are_kept_and_others_skipped() {
         let json = br#" {"a": [1, {"b": 2}], "other": [[[["x"]]]], "\u0062": null, "c": 1, "c": 2} "#;
         let mut fields = Fields::read(json, &["a", "b", "c"]).unwrap();
         assert_eq!(fields.take("a").unwrap().get(), r#"[1, {"b": 2}]"#);
         assert!(fields.take("b").is_none(), "null is unset");
-        assert_eq!(fields.whole("c", 0, 9).unwrap(), Some(2), "the last counts");
+        assert_eq!(fields.integer("c", 0, 9).unwrap(), Some(2), "the last counts");
         // Deep nesting is skipped in an unknown field, and an error in a known one.
         let deep = format!(r#"{{"x": {0}, "a": {0}}}"#, ["[".repeat(200_000), "]".repeat(200_000)].concat());
         let error = Fields::read(deep.as_bytes(), &["a"]).unwrap().value("a").unwrap_err();
@@ -179,14 +179,14 @@ mod tests {
     #[test]
     fn lists_end_at_the_first_wrong_element() {
         let raw = |text: &str| RawValue::from_string(text.to_owned()).unwrap();
-        let mut seen = Vec::new();
+        let mut visited = Vec::new();
         let list = raw("[1, 2, 3]");
         let ended = each(&list, |at, raw| {
-            seen.push((at, raw.get().to_owned()));
+            visited.push((at, raw.get().to_owned()));
             if at == 1 { Err(ApiError::bad("two")) } else { Ok(()) }
         });
         assert_eq!(ended.unwrap().unwrap_err().message, "two");
-        assert_eq!(seen, [(0, "1".to_owned()), (1, "2".to_owned())]);
+        assert_eq!(visited, [(0, "1".to_owned()), (1, "2".to_owned())]);
         assert!(each(&raw("[]"), |_, _| Err(ApiError::bad("none"))).unwrap().is_ok());
         assert!(each(&raw("{}"), |_, _| Ok(())).is_none() && each(&raw("1"), |_, _| Ok(())).is_none());
         assert_eq!((text(&raw(r#""a\n""#)), text(&raw("7"))), (Some("a\n".into()), None));

@@ -12,7 +12,7 @@ pub(super) enum Endpoint {
 }
 
 /// The smallest log probability in an answer, because JSON has no infinity.
-const LEAST_LOGPROB: f32 = -9999.0;
+const LOGPROB_MIN: f32 = -9999.0;
 
 /// A token with its log probability.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +25,7 @@ pub(super) struct TokenLogprob {
 
 impl TokenLogprob {
     fn value(&self) -> f32 {
-        if self.logprob >= LEAST_LOGPROB { self.logprob } else { LEAST_LOGPROB }
+        if self.logprob >= LOGPROB_MIN { self.logprob } else { LOGPROB_MIN }
     }
 
     fn json(&self) -> Value {
@@ -71,16 +71,16 @@ impl AnswerChoice {
 
     /// Returns the JSON of the calls; in a stream, with their indices.
     fn calls(&self, numbered: bool) -> Value {
-        let one = |call: &ToolCall| {
+        let to_json = |call: &ToolCall| {
             let ToolCall { index, id, name, arguments } = call;
             let function = json!({ "name": name, "arguments": arguments });
-            let mut own = json!({ "id": id, "type": "function", "function": function });
+            let mut json = json!({ "id": id, "type": "function", "function": function });
             if numbered {
-                own["index"] = json!(index);
+                json["index"] = json!(index);
             }
-            own
+            json
         };
-        self.calls.iter().map(one).collect()
+        self.calls.iter().map(to_json).collect()
     }
 }
 
@@ -140,18 +140,18 @@ impl Frame {
                 })
             }
             Endpoint::Chat => {
-                let one = |sampled: &SampledLogprobs| {
+                let entry = |sampled: &SampledLogprobs| {
                     let mut token = sampled.token.json();
                     token["top_logprobs"] = sampled.top.iter().map(TokenLogprob::json).collect();
                     token
                 };
-                json!({ "content": tokens.iter().map(one).collect::<Value>(), "refusal": null })
+                json!({ "content": tokens.iter().map(entry).collect::<Value>(), "refusal": null })
             }
         }
     }
 
     /// Returns a whole answer.
-    pub fn whole(&self, choices: &[AnswerChoice], usage: Usage) -> Value {
+    pub fn complete(&self, choices: &[AnswerChoice], usage: Usage) -> Value {
         let choice = |(index, choice): (usize, &AnswerChoice)| {
             let AnswerChoice { text, finish, logprobs, .. } = choice;
             let logprobs = self.logprobs(logprobs.as_deref());
@@ -238,15 +238,15 @@ mod tests {
             logprobs: Some(vec![sampled]),
             ..AnswerChoice::default()
         };
-        let of = |endpoint| Frame::new(endpoint, 1, 2, "m").whole(std::slice::from_ref(&choice), Usage::default());
-        let own = &of(Endpoint::Completions)["choices"][0]["logprobs"];
+        let of = |endpoint| Frame::new(endpoint, 1, 2, "m").complete(std::slice::from_ref(&choice), Usage::default());
+        let logprobs = &of(Endpoint::Completions)["choices"][0]["logprobs"];
         let expected = json!({ "tokens": ["b"], "token_logprobs": [-1.5], "text_offset": [3],
             "top_logprobs": [{ "a": -0.5, "b": -1.5, "c": -9999.0 }] });
-        assert_eq!(*own, expected);
-        let own = &of(Endpoint::Chat)["choices"][0]["logprobs"]["content"][0];
+        assert_eq!(*logprobs, expected);
+        let logprobs = &of(Endpoint::Chat)["choices"][0]["logprobs"]["content"][0];
         let expected = json!({ "token": "b", "logprob": -1.5, "bytes": [98], "top_logprobs": [
             { "token": "a", "logprob": -0.5, "bytes": [97] }, { "token": "c", "logprob": -9999.0, "bytes": [99] }] });
-        assert_eq!(*own, expected);
+        assert_eq!(*logprobs, expected);
         let piece = Frame::new(Endpoint::Chat, 1, 2, "m").piece(0, &AnswerChoice::default());
         assert_eq!((&piece["choices"][0]["logprobs"], &piece["choices"][0]["delta"]), (&Value::Null, &json!({})));
     }

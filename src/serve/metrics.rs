@@ -16,9 +16,10 @@ use std::{
 use super::backend::{Limits, Load};
 
 /// Upper bounds of the buckets for the time to the first token, seconds.
-const FIRST_TOKEN: [f64; 13] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+const FIRST_TOKEN_BOUNDS: [f64; 13] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
 /// Upper bounds of the buckets for the duration of a step, which may include the prefill of a long prompt; seconds.
-const STEP: [f64; 15] = [0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5];
+const STEP_BOUNDS: [f64; 15] =
+    [0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5];
 
 /// A histogram of durations.
 #[derive(Debug)]
@@ -38,7 +39,7 @@ impl Histogram {
     }
 
     /// Adds a duration.
-    pub fn note(&self, duration: Duration) {
+    pub fn observe(&self, duration: Duration) {
         let seconds = duration.as_secs_f64();
         if let Some((_, bucket)) = self.bounds.iter().zip(&self.buckets).find(|(bound, _)| seconds <= **bound) {
             bucket.fetch_add(1, Relaxed);
@@ -102,8 +103,8 @@ impl Metrics {
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
-            first_token: Histogram::new(&FIRST_TOKEN),
-            step: Histogram::new(&STEP),
+            first_token: Histogram::new(&FIRST_TOKEN_BOUNDS),
+            step: Histogram::new(&STEP_BOUNDS),
         }
     }
 
@@ -140,15 +141,20 @@ impl Metrics {
         line(&mut out, format_args!("{name}{{kv_cache=\"{}\"}} 1", limits.kv_cache.tag()));
         let (pages, units) = (u64::from(limits.pages), u64::from(limits.units));
         for (name, kind, help, value) in [
-            ("sequences_running", "gauge", "Sequences that have a row.", self.running.load(Acquire)),
-            ("sequences_waiting", "gauge", "Sequences that wait for a row.", self.waiting.load(Acquire)),
-            ("body_bytes", "gauge", "Bytes that bodies of requests hold.", body_bytes),
+            ("sequences_running", "gauge", "Running sequences.", self.running.load(Acquire)),
+            ("sequences_waiting", "gauge", "Waiting sequences.", self.waiting.load(Acquire)),
+            ("body_bytes", "gauge", "Bytes held by request bodies.", body_bytes),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),
-            ("kv_units_free", "gauge", "Free BF16 units when rows changed last.", self.free_units.load(Acquire)),
-            ("preempted_total", "counter", "Sequences computed again: KV cache full.", self.preempted.load(Acquire)),
-            ("prompt_tokens_total", "counter", "Tokens of prompts taken.", self.prompt_tokens.load(Relaxed)),
+            (
+                "kv_units_free",
+                "gauge",
+                "Free BF16 units at the last change of running sequences.",
+                self.free_units.load(Acquire),
+            ),
+            ("preempted_total", "counter", "Preemptions because the KV cache was full.", self.preempted.load(Acquire)),
+            ("prompt_tokens_total", "counter", "Tokens of accepted prompts.", self.prompt_tokens.load(Relaxed)),
             (
                 "prompt_tokens_shared_total",
                 "counter",
@@ -164,11 +170,11 @@ impl Metrics {
             (
                 "spec_decode_num_accepted_tokens_total",
                 "counter",
-                "Drafted tokens that were right.",
+                "Drafted tokens that were accepted.",
                 self.accepted.load(Acquire),
             ),
-            ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
-            ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),
+            ("generated_tokens_total", "counter", "Generated tokens.", self.generated_tokens.load(Relaxed)),
+            ("cancelled_total", "counter", "Sequences cancelled before their end.", self.cancelled.load(Relaxed)),
         ] {
             let name = format!("unweight_{name}");
             head(&mut out, &name, help, kind);
@@ -230,16 +236,16 @@ mod tests {
             "unweight_spec_decode_num_draft_tokens_total 70",
             "unweight_spec_decode_num_accepted_tokens_total 50",
         ] {
-            assert!(packed.lines().any(|own| own == line), "no {line} in {packed}");
+            assert!(packed.lines().any(|found| found == line), "no {line} in {packed}");
         }
         assert!(text(KvCache::Bf16, 0).contains("\nunweight_kv_cache_info{kv_cache=\"bf16\"} 1\n"));
     }
 
     #[test]
     fn buckets_add_up() {
-        let histogram = Histogram::new(&FIRST_TOKEN);
+        let histogram = Histogram::new(&FIRST_TOKEN_BOUNDS);
         for millis in [1, 5, 6, 100, 90_000] {
-            histogram.note(Duration::from_millis(millis));
+            histogram.observe(Duration::from_millis(millis));
         }
         let mut text = String::new();
         histogram.write(&mut text, "t", "Help.");

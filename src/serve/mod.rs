@@ -11,12 +11,12 @@ mod api;
 mod backend;
 mod bodies;
 mod calls;
+mod cpu;
 mod error;
 mod fields;
 mod frame;
 mod metrics;
 mod prepare;
-mod reference;
 mod sampling;
 mod structure;
 mod tokenize;
@@ -63,29 +63,29 @@ use answer::{Pieces, Texts};
 use error::ApiError;
 use frame::{Endpoint, Frame};
 use metrics::Metrics;
-use prepare::{Accepted, Preparer, SEND_TIME};
+use prepare::{Accepted, Preparer, SEND_TIMEOUT};
 use tokenize::Tokenize;
-use worker::{Handle, Lost, Shared, Worker};
+use worker::{Handle, Shared, Unavailable, Worker};
 
 pub use backend::{Backend, Limits, Load};
 pub use bodies::BODY_LIMIT;
-pub use reference::{CpuError, CpuReference};
+pub use cpu::{CpuError, CpuReference};
 
 /// The maximum number of open connections; further ones wait to be accepted.
-const CONNECTIONS: usize = 2048;
+const CONNECTIONS_MAX: usize = 2048;
 /// How long a client may leave sent data unread.
-const READ_TIME: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of pieces of a stream that wait for the connection.
-const PIECES: usize = 32;
+const QUEUED_PIECES_MAX: usize = 32;
 /// The number of threads that parse large bodies and wait for text processes. They use the processor time that the
 /// engine and the connections leave.
 const BLOCKING_THREADS: usize = 4;
 /// The maximum receive buffer of a connection, bytes; also the maximum size of a request head.
-const CONNECTION_BUFFER: usize = 64 << 10;
+const CONNECTION_BUFFER_BYTES_MAX: usize = 64 << 10;
 /// How often the server checks whether to stop.
-const LOOK: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long connections may flush their data after all sequences have ended.
-const FLUSH: Duration = Duration::from_secs(2);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The options of a server.
 ///
@@ -212,7 +212,7 @@ where
         metrics: Metrics::new(),
         failed: AtomicBool::new(false),
         stopping: AtomicBool::new(false),
-        cut: AtomicBool::new(false),
+        abort: AtomicBool::new(false),
     });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -221,12 +221,12 @@ where
         .enable_all()
         .build()?;
     let server = runtime.spawn(listen(listener, handle, text, options, stop));
-    let worked = worker.run(backend);
+    let run_result = worker.run(backend);
     // The worker ends when all handles are gone, so `listen` ends as well.
-    let listened = runtime.block_on(server);
-    runtime.shutdown_timeout(FLUSH);
-    worked.map_err(ServeError::Backend)?;
-    Ok(listened.unwrap_or_else(|error| Err(std::io::Error::other(error)))?)
+    let listen_result = runtime.block_on(server);
+    runtime.shutdown_timeout(FLUSH_TIMEOUT);
+    run_result.map_err(ServeError::Backend)?;
+    Ok(listen_result.unwrap_or_else(|error| Err(std::io::Error::other(error)))?)
 }
 
 /// The state that all handlers share.
@@ -236,7 +236,7 @@ struct Server {
     options: Arc<ServeOptions>,
     started: u64,
     /// True when unanswered requests are to be cut off.
-    cut: watch::Receiver<bool>,
+    abort: watch::Receiver<bool>,
 }
 
 impl Server {
@@ -245,11 +245,11 @@ impl Server {
     }
 
     /// Returns why the server accepts no requests, if so.
-    fn lost(&self) -> Option<Lost> {
+    fn unavailable(&self) -> Option<Unavailable> {
         let shared = self.shared();
         match (shared.failed.load(Relaxed), shared.stopping.load(Relaxed)) {
-            (true, _) => Some(Lost::Failed),
-            (_, true) => Some(Lost::Stopping),
+            (true, _) => Some(Unavailable::Failed),
+            (_, true) => Some(Unavailable::Stopping),
             _ => None,
         }
     }
@@ -266,21 +266,21 @@ async fn listen(
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let shared = Arc::clone(&handle.shared);
     let grace = options.grace;
-    let (cutting, cut) = watch::channel(false);
+    let (abort_sender, abort) = watch::channel(false);
     let preparer = Preparer::new(text.clone(), handle, &options.model);
-    let app = router(Server { preparer, options: Arc::new(options), started: now(), cut });
+    let app = router(Server { preparer, options: Arc::new(options), started: now(), abort });
     let (closing, closed) = watch::channel(false);
-    let room = Arc::new(Semaphore::new(CONNECTIONS));
+    let connection_permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
     let stopped = async {
         while !stop.load(Relaxed) {
-            sleep(LOOK).await;
+            sleep(POLL_INTERVAL).await;
         }
     };
     let mut stopped = pin!(stopped);
     loop {
         let accept = async {
-            let permit = Arc::clone(&room).acquire_owned().await;
+            let permit = Arc::clone(&connection_permits).acquire_owned().await;
             (permit, listener.accept().await)
         };
         let (permit, accepted) = tokio::select! {
@@ -296,7 +296,7 @@ async fn listen(
                 });
             }
             // Out of file descriptors, or a client that has already disconnected: continue with others.
-            Err(_) => sleep(LOOK).await,
+            Err(_) => sleep(POLL_INTERVAL).await,
         }
         while connections.try_join_next().is_some() {}
     }
@@ -306,13 +306,13 @@ async fn listen(
     let _ = closing.send(true);
     let mut ended = Ended::Done;
     // Connections without a request need a moment, too.
-    if timeout(grace.max(LOOK), all(&mut connections)).await.is_err() {
+    if timeout(grace.max(POLL_INTERVAL), join_all(&mut connections)).await.is_err() {
         ended = Ended::Cut;
-        shared.cut.store(true, Relaxed);
+        shared.abort.store(true, Relaxed);
         // Requests in preparation are answered now, and the text processes end.
-        let _ = cutting.send(true);
+        let _ = abort_sender.send(true);
         text.stop();
-        let _ = timeout(FLUSH, all(&mut connections)).await;
+        let _ = timeout(FLUSH_TIMEOUT, join_all(&mut connections)).await;
     }
     // Drops clients that still do not read, together with their handles.
     connections.shutdown().await;
@@ -320,7 +320,7 @@ async fn listen(
     Ok(ended)
 }
 
-async fn all(connections: &mut JoinSet<()>) {
+async fn join_all(connections: &mut JoinSet<()>) {
     while connections.join_next().await.is_some() {}
 }
 
@@ -328,9 +328,9 @@ async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<
     // Send tokens at once, because they are small. If the socket refuses the option, it is only slower.
     let _ = stream.set_nodelay(true);
     #[cfg(target_os = "linux")]
-    let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIME.as_millis() as u32);
+    let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIMEOUT.as_millis() as u32);
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIME).max_buf_size(CONNECTION_BUFFER);
+    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIMEOUT).max_buf_size(CONNECTION_BUFFER_BYTES_MAX);
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app)));
     let closing = async {
         // The sender exists as long as there are connections.
@@ -356,7 +356,7 @@ fn router(server: Server) -> Router {
         .route("/v1/models/{*name}", get(model))
         .route("/health", get(health))
         .route("/metrics", get(metrics_text))
-        .fallback(|| async { ApiError::not_found("there is no such route; ask for one under /v1") })
+        .fallback(|| async { ApiError::not_found("no such route; the routes of the API start with /v1") })
         .method_not_allowed_fallback(|| async { ApiError::method() })
         .layer(middleware::from_fn_with_state(server.clone(), gate))
         .with_state(server)
@@ -386,19 +386,19 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
 
 /// Compares the key in constant time.
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
-    let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
+    let sent = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
     // The scheme is case-insensitive (RFC 9110, 11.1).
-    let given = match given.split_at_checked(b"Bearer ".len()) {
+    let sent = match sent.split_at_checked(b"Bearer ".len()) {
         Some((scheme, key)) if scheme.eq_ignore_ascii_case(b"Bearer ") => key,
         _ => b"",
     };
-    given.ct_eq(key.as_bytes()).into()
+    sent.ct_eq(key.as_bytes()).into()
 }
 
 async fn health(State(server): State<Server>) -> Response {
-    match server.lost() {
+    match server.unavailable() {
         None => json_response(StatusCode::OK, &json!({ "status": "ok" })),
-        Some(lost) => ApiError::from(lost).into_response(),
+        Some(unavailable) => ApiError::from(unavailable).into_response(),
     }
 }
 
@@ -408,7 +408,7 @@ async fn metrics_text(State(server): State<Server>) -> Response {
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
-fn served(server: &Server) -> Value {
+fn model_json(server: &Server) -> Value {
     json!({
         "id": server.options.model,
         "object": "model",
@@ -419,7 +419,7 @@ fn served(server: &Server) -> Value {
 }
 
 async fn models(State(server): State<Server>) -> Response {
-    json_response(StatusCode::OK, &json!({ "object": "list", "data": [served(&server)] }))
+    json_response(StatusCode::OK, &json!({ "object": "list", "data": [model_json(&server)] }))
 }
 
 async fn model(State(server): State<Server>, name: Result<Path<String>, PathRejection>) -> Response {
@@ -428,9 +428,10 @@ async fn model(State(server): State<Server>, name: Result<Path<String>, PathReje
             .into_response();
     };
     if name == server.options.model {
-        return json_response(StatusCode::OK, &served(&server));
+        return json_response(StatusCode::OK, &model_json(&server));
     }
-    ApiError::not_found(format!("the model '{name}' is not served here")).into_response()
+    ApiError::not_found(format!("the model '{name}' is not served here; GET /v1/models lists the models"))
+        .into_response()
 }
 
 fn json_response(status: StatusCode, value: &Value) -> Response {
@@ -453,42 +454,42 @@ fn now() -> u64 {
 }
 
 fn random() -> Result<u64, ApiError> {
-    getrandom::u64().map_err(|error| ApiError::server(format!("the system gives no random numbers: {error}")))
+    getrandom::u64().map_err(|error| ApiError::server(format!("cannot get random numbers from the system: {error}")))
 }
 
 /// Handles `/v1/completions` and `/v1/chat/completions`.
 async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     let arrived = Instant::now();
-    if let Some(lost) = server.lost() {
-        return Err(lost.into());
+    if let Some(unavailable) = server.unavailable() {
+        return Err(unavailable.into());
     }
     let deadline = arrived + server.options.timeout;
-    let mut cut = server.cut.clone();
+    let mut abort = server.abort.clone();
     let accepted = tokio::select! {
         accepted = timeout_at(deadline.into(), server.preparer.accept(endpoint, request, arrived)) => accepted,
         // The sender exists as long as there are connections.
-        _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
+        _ = abort.wait_for(|abort| *abort) => return Err(Unavailable::Stopping.into()),
     };
-    let late = server.options.timeout.as_secs();
+    let timeout_s = server.options.timeout.as_secs();
     let Accepted { call, sequences, prompt_tokens, echo } =
-        accepted.map_err(|_| ApiError::timeout("the request", late))??;
+        accepted.map_err(|_| ApiError::timeout("the request", timeout_s))??;
     let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
-    let texts = Texts::new(&server.preparer, &call, sequences, prompt_tokens, (deadline, late));
+    let texts = Texts::new(&server.preparer, &call, sequences, prompt_tokens, (deadline, timeout_s));
     let texts = texts.calls(&call, &frame.id).echo(echo);
     if call.stream {
-        let (pieces, receiver) = mpsc::channel(PIECES);
+        let (pieces, receiver) = mpsc::channel(QUEUED_PIECES_MAX);
         tokio::spawn(texts.stream(frame, call.include_usage, pieces));
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
         return Ok((headers, Body::new(Pieces(receiver))).into_response());
     }
-    let whole = texts.whole(&frame).await?;
-    Ok(json_response(StatusCode::OK, &whole))
+    let answer = texts.complete(&frame).await?;
+    Ok(json_response(StatusCode::OK, &answer))
 }
 
 /// Handles `/tokenize`: returns the token ids of a text or a conversation.
 async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
-        let (body, _room) = server.preparer.body(request).await?;
+        let (body, _permit) = server.preparer.body(request).await?;
         let Tokenize { prompt, strings } = Tokenize::read(&body, &server.options.model)?;
         drop(body);
         let (tokens, strings) = server.preparer.tokens(prompt, strings).await?;
@@ -505,7 +506,7 @@ async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<
 /// Handles `/detokenize`: returns the text of token ids.
 async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
-        let (body, _room) = server.preparer.body(request).await?;
+        let (body, _permit) = server.preparer.body(request).await?;
         let tokens = tokenize::read_tokens(&body, &server.options.model)?;
         let text = server.preparer.decode(tokens, BODY_LIMIT as u64, "tokens").await?;
         Ok(json!({ "prompt": text }))
@@ -515,14 +516,14 @@ async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Resul
 
 /// Returns the result of `work`, or an error if it takes too long or the server stops.
 async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiError>>) -> Result<Response, ApiError> {
-    if let Some(lost) = server.lost() {
-        return Err(lost.into());
+    if let Some(unavailable) = server.unavailable() {
+        return Err(unavailable.into());
     }
-    let mut cut = server.cut.clone();
+    let mut abort = server.abort.clone();
     let answer = tokio::select! {
         answer = timeout(server.options.timeout, work) => answer,
         // The sender exists as long as there are connections.
-        _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
+        _ = abort.wait_for(|abort| *abort) => return Err(Unavailable::Stopping.into()),
     };
     let answer = answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))??;
     Ok(json_response(StatusCode::OK, &answer))

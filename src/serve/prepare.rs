@@ -14,7 +14,7 @@ use unweight_engine::{Constraint, Request};
 
 use super::{
     api::{Call, Prompt},
-    bodies::{BODY_LIMIT, Bodies, Room, SMALL},
+    bodies::{BODY_LIMIT, Bodies, BodyPermit, SMALL_BYTES},
     calls::MARKS,
     error::ApiError,
     frame::Endpoint,
@@ -24,20 +24,20 @@ use super::{
 use crate::text::{self, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request, or its body.
-pub(super) const SEND_TIME: Duration = Duration::from_secs(60);
+pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// Requests with more than this many bytes of text need an additional permit, so that they never occupy all text
 /// processes.
-const LARGE: usize = SMALL;
+const LARGE_BYTES: usize = SMALL_BYTES;
 /// The maximum number of compiled grammars of waiting and running requests, with about 100 MiB each at most.
-const GRAMMARS: usize = 64;
+const GRAMMARS_MAX: usize = 64;
 /// The maximum number of prompt tokens of a request, over all its texts.
-const TOKENS: u64 = 8 << 20;
+const PROMPT_TOKENS_MAX: u64 = 8 << 20;
 /// The maximum number of prompt tokens of all requests in preparation.
-const TOKENS_ON_THE_WAY: u64 = 16 << 20;
+const PENDING_TOKENS_MAX: u64 = 16 << 20;
 /// The maximum number of tokens of a `/tokenize` request.
-const TOKENIZE_TOKENS: u64 = 1 << 20;
+const TOKENIZE_TOKENS_MAX: u64 = 1 << 20;
 /// Tokens per permit.
-const TOKEN_UNIT: u64 = 256;
+const TOKENS_PER_PERMIT: u64 = 256;
 
 /// Prepares requests: parses and encodes them, and submits them to the engine.
 #[derive(Clone)]
@@ -62,7 +62,7 @@ pub(super) struct Accepted {
     pub sequences: Sequences,
     pub prompt_tokens: u64,
     /// The prompt to echo for each sequence, and the memory that the prompts hold.
-    pub echo: Option<(Vec<Arc<str>>, Room)>,
+    pub echo: Option<(Vec<Arc<str>>, BodyPermit)>,
 }
 
 impl Preparer {
@@ -80,8 +80,8 @@ impl Preparer {
             model: model.into(),
             calls: Arc::new(Semaphore::new(PROCESSES)),
             large_calls: Arc::new(Semaphore::new(PROCESSES - 1)),
-            grammars: Arc::new(Semaphore::new(GRAMMARS)),
-            tokens: Arc::new(Semaphore::new((TOKENS_ON_THE_WAY / TOKEN_UNIT) as usize)),
+            grammars: Arc::new(Semaphore::new(GRAMMARS_MAX)),
+            tokens: Arc::new(Semaphore::new((PENDING_TOKENS_MAX / TOKENS_PER_PERMIT) as usize)),
         }
     }
 
@@ -94,33 +94,33 @@ impl Preparer {
         arrived: Instant,
     ) -> Result<Accepted, ApiError> {
         // The body's memory counts for its prompts, too, until the engine has them.
-        let (body, room) = self.body(request).await?;
+        let (body, body_permit) = self.body(request).await?;
         let mut call = self.read(endpoint, body).await?;
         let capacity = self.handle.shared.capacity();
-        let asked = call.prompts.len().saturating_mul(call.n as usize);
-        if asked > capacity {
-            return Err(SubmitError::TooMany { asked, capacity }.into());
+        let requested = call.prompts.len().saturating_mul(call.n as usize);
+        if requested > capacity {
+            return Err(SubmitError::TooMany { requested, capacity }.into());
         }
         call.sampling.check(self.handle.shared.limits.vocab)?;
         let seed = match call.sampling.seed {
             Some(seed) => seed,
             None => super::random()?,
         };
-        let echoed = call.echo.then(|| call.prompts.iter().map(text_of).collect::<Vec<_>>());
+        let echoed = call.echo.then(|| call.prompts.iter().map(plain_text).collect::<Vec<_>>());
         let constraint = self.constraint(&call).await?;
-        let (prompts, tokens, _on_the_way) = self.encode(&mut call).await?;
+        let (prompts, tokens, _token_permit) = self.encode(&mut call).await?;
         let echo = match echoed {
             Some(texts) => Some(self.echo(texts, &prompts, call.n).await?),
             None => None,
         };
         let limits = &self.handle.shared.limits;
         let ends = call.sampling.ends(&limits.eos);
-        let mut requests = Vec::with_capacity(asked);
+        let mut requests = Vec::with_capacity(requested);
         for ids in prompts {
             // Without `max_tokens`, the rest of the context; at least one token, so that the engine reports a full
             // context.
-            let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
-            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
+            let context_left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
+            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(context_left).unwrap_or(u32::MAX));
             let request = Request::new(ids)
                 .max_new_tokens(max_new_tokens)
                 .stop(ends.clone())
@@ -132,7 +132,7 @@ impl Preparer {
             requests.extend(seeds.map(|seed| request.clone().params(call.sampling.params.seed(seed))));
         }
         let sequences = self.handle.submit(requests, arrived).await?;
-        Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, room)) })
+        Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, body_permit)) })
     }
 
     /// Compiles the grammar that the answer must match, if any.
@@ -143,22 +143,22 @@ impl Preparer {
             (None, Some((field, grammar))) => (*field, grammar.clone()),
             (Some(tools), grammar) => {
                 let format = self.text.tool_format().ok_or_else(|| {
-                    let message = "the model's chat template shows no format of tool calls that is known here";
+                    let message = "the chat template of the model has no supported format of tool calls";
                     ApiError::of("tools", format!("{message}; leave tools out")).code("unsupported_parameter")
                 })?;
                 let schema = grammar.as_ref().and_then(|(_, grammar)| match grammar {
                     Grammar::Schema(schema) => Some(schema.as_str()),
                     Grammar::Regex(_) | Grammar::Lark(_) => None,
                 });
-                let Some(own) = tools.grammar(format, &self.marks, schema) else { return Ok(None) };
-                ("tools", own)
+                let Some(grammar) = tools.grammar(format, &self.marks, schema) else { return Ok(None) };
+                ("tools", grammar)
             }
         };
         let limits = &self.handle.shared.limits;
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
         // A grammar needs the permit of large prompts, because it may take as long as one.
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
-        let place = permit(&self.grammars).await.map_err(ApiError::server)?;
+        let grammar_permit = permit(&self.grammars).await.map_err(ApiError::server)?;
         let large = permit(&self.large_calls).await.map_err(ApiError::server)?;
         let call = permit(&self.calls).await.map_err(ApiError::server)?;
         let text = self.text.clone();
@@ -166,7 +166,7 @@ impl Preparer {
         let compile = move || (text.compile(&grammar, &sampled), call, large);
         let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
-        Ok(Some(Compiled::constraint(answer, place)))
+        Ok(Some(Compiled::constraint(answer, grammar_permit)))
     }
 
     /// Returns the texts of prompts, each `n` times. Prompts of token ids are decoded.
@@ -177,14 +177,14 @@ impl Preparer {
         n: u32,
     ) -> Result<Vec<Arc<str>>, ApiError> {
         let mut all = Vec::with_capacity(texts.len() * n as usize);
-        let mut left = BODY_LIMIT as u64;
+        let mut bytes_left = BODY_LIMIT as u64;
         for (text, ids) in texts.into_iter().zip(prompts) {
             let text = match text {
                 Some(text) => text,
                 None => {
                     // The decoder may make the text up to four times as long.
-                    let text = self.decode(ids.clone(), left / 4, "prompt").await?;
-                    left = left.saturating_sub(text.len() as u64);
+                    let text = self.decode(ids.clone(), bytes_left / 4, "prompt").await?;
+                    bytes_left = bytes_left.saturating_sub(text.len() as u64);
                     text.into()
                 }
             };
@@ -193,8 +193,8 @@ impl Preparer {
         Ok(all)
     }
 
-    /// Decodes the tokens in a request's field on a blocking thread, to at most `most` bytes.
-    pub async fn decode(&self, ids: Vec<u32>, most: u64, field: &'static str) -> Result<String, ApiError> {
+    /// Decodes the tokens in a request's field on a blocking thread, to at most `bytes_max` bytes.
+    pub async fn decode(&self, ids: Vec<u32>, bytes_max: u64, field: &'static str) -> Result<String, ApiError> {
         let (tokens, context) = (ids.len(), self.handle.shared.limits.context);
         if tokens > context as usize {
             let message = format!("{field} has {tokens} tokens; the limit is {context}");
@@ -202,8 +202,9 @@ impl Preparer {
         }
         let text = self.text.clone();
         let decoded =
-            tokio::task::spawn_blocking(move || text.decode_all(&ids, most)).await.map_err(ApiError::server)?;
-        let message = || format!("{field}: an unknown token, or a text of more than {most} bytes; send less at a time");
+            tokio::task::spawn_blocking(move || text.decode_all(&ids, bytes_max)).await.map_err(ApiError::server)?;
+        let message =
+            || format!("{field} has an unknown token, or decodes to more than {bytes_max} bytes; send fewer tokens");
         decoded?.ok_or_else(|| ApiError::of(field, message()))
     }
 
@@ -213,12 +214,14 @@ impl Preparer {
         prompt: text::Prompt,
         strings: bool,
     ) -> Result<(Vec<u32>, Option<Vec<String>>), ApiError> {
-        let limits = EncodeLimits { bytes: self.text_bytes, tokens: TOKENIZE_TOKENS, all_tokens: TOKENIZE_TOKENS };
+        let limits =
+            EncodeLimits { bytes: self.text_bytes, tokens: TOKENIZE_TOKENS_MAX, all_tokens: TOKENIZE_TOKENS_MAX };
         let (encoded, _call_permit) = self.encode_texts(vec![prompt], limits).await?;
         let ids = match encoded.into_iter().next() {
             Some(Encoded::Ids(ids)) => ids,
             Some(Encoded::TooMany(tokens)) => {
-                let message = format!("the text has {tokens} tokens; the limit is {TOKENIZE_TOKENS}; split it");
+                let message =
+                    format!("the text has {tokens} tokens; the limit is {TOKENIZE_TOKENS_MAX}; split the text");
                 return Err(ApiError::limit(message));
             }
             None => return Err(ApiError::server("the text process returned too few prompts")),
@@ -235,18 +238,18 @@ impl Preparer {
     }
 
     /// Reads a body, and returns the memory that it holds, too.
-    pub async fn body(&self, request: HttpRequest) -> Result<(Vec<u8>, Room), ApiError> {
-        let read = timeout(SEND_TIME, self.bodies.read(request)).await;
-        read.map_err(|_| ApiError::timeout("sending the body", SEND_TIME.as_secs()))?
+    pub async fn body(&self, request: HttpRequest) -> Result<(Vec<u8>, BodyPermit), ApiError> {
+        let read = timeout(SEND_TIMEOUT, self.bodies.read(request)).await;
+        read.map_err(|_| ApiError::timeout("sending the body", SEND_TIMEOUT.as_secs()))?
     }
 
     /// Parses a body: here if it is small, else on a blocking thread.
     async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<Call, ApiError> {
-        let (model, most) = (Arc::clone(&self.model), self.handle.shared.capacity());
-        if body.len() <= SMALL {
-            return Call::read(endpoint, &body, &model, most);
+        let (model, prompts_max) = (Arc::clone(&self.model), self.handle.shared.capacity());
+        if body.len() <= SMALL_BYTES {
+            return Call::read(endpoint, &body, &model, prompts_max);
         }
-        let read = tokio::task::spawn_blocking(move || Call::read(endpoint, &body, &model, most));
+        let read = tokio::task::spawn_blocking(move || Call::read(endpoint, &body, &model, prompts_max));
         read.await.map_err(ApiError::server)?
     }
 
@@ -254,8 +257,11 @@ impl Preparer {
     async fn encode(&self, call: &mut Call) -> Result<(Vec<Vec<u32>>, u64, OwnedSemaphorePermit), ApiError> {
         let limits = &self.handle.shared.limits;
         let context = u64::from(limits.context);
-        let limits_of_call =
-            EncodeLimits { bytes: self.text_bytes, tokens: context, all_tokens: TOKENS / u64::from(call.n.max(1)) };
+        let limits_of_call = EncodeLimits {
+            bytes: self.text_bytes,
+            tokens: context,
+            all_tokens: PROMPT_TOKENS_MAX / u64::from(call.n.max(1)),
+        };
         let (mut prompts, mut texts) = (Vec::with_capacity(call.prompts.len()), Vec::new());
         for prompt in std::mem::take(&mut call.prompts) {
             prompts.push(match prompt {
@@ -285,13 +291,13 @@ impl Preparer {
             });
         }
         let tokens: u64 = all.iter().map(|ids| ids.len() as u64).sum();
-        let of_texts = tokens.saturating_mul(call.n.into());
-        if of_texts > TOKENS {
+        let total_tokens = tokens.saturating_mul(call.n.into());
+        if total_tokens > PROMPT_TOKENS_MAX {
             let message =
-                format!("the prompts of the request have {of_texts} tokens, n counted; the limit is {TOKENS}");
-            return Err(ApiError::limit(format!("{message}; split it")));
+                format!("the texts of the request have {total_tokens} prompt tokens; the limit is {PROMPT_TOKENS_MAX}");
+            return Err(ApiError::limit(format!("{message}; split the request")));
         }
-        let units = of_texts.div_ceil(TOKEN_UNIT) as u32;
+        let units = total_tokens.div_ceil(TOKENS_PER_PERMIT) as u32;
         let permit = Arc::clone(&self.tokens).acquire_many_owned(units).await.map_err(ApiError::server)?;
         Ok((all, tokens, permit))
     }
@@ -307,7 +313,8 @@ impl Preparer {
         }
         let bytes: usize = texts.iter().map(text::Prompt::bytes).sum();
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
-        let large = if bytes > LARGE { Some(permit(&self.large_calls).await.map_err(ApiError::server)?) } else { None };
+        let large =
+            if bytes > LARGE_BYTES { Some(permit(&self.large_calls).await.map_err(ApiError::server)?) } else { None };
         let call = permit(&self.calls).await.map_err(ApiError::server)?;
         let text = self.text.clone();
         // Runs as its own task, which owns the permits: a client that disconnects does not wait for it.
@@ -324,7 +331,7 @@ impl Preparer {
 }
 
 /// Returns the text of a prompt, unless it is token ids or a conversation.
-fn text_of(prompt: &Prompt) -> Option<Arc<str>> {
+fn plain_text(prompt: &Prompt) -> Option<Arc<str>> {
     match prompt {
         Prompt::Text(text::Prompt::Text(text)) => Some(text.as_str().into()),
         _ => None,

@@ -6,10 +6,10 @@ use unweight_engine::{Adjustments, SampleParams};
 use super::{error::ApiError, fields::Fields, frame::Endpoint};
 
 /// The maximum number of top log probabilities of a completion, and of a conversation.
-const COMPLETION_LOGPROBS: u64 = 5;
-const CHAT_LOGPROBS: u64 = 20;
+const COMPLETION_LOGPROBS_MAX: u64 = 5;
+const CHAT_LOGPROBS_MAX: u64 = 20;
 /// The maximum length of `stop_token_ids`.
-const STOP_TOKENS: usize = 256;
+const STOP_TOKENS_MAX: usize = 256;
 
 /// The fields that this module reads.
 pub(super) const FIELDS: &[&str] = &[
@@ -53,7 +53,7 @@ impl Sampling {
             .min_p(fields.number("min_p")?.unwrap_or(defaults.min_p));
         params.check().map_err(|error| ApiError::of(error.name, error))?;
         let none = Adjustments::default();
-        let min_tokens = fields.whole("min_tokens", 0, u32::MAX.into())?.unwrap_or(0);
+        let min_tokens = fields.integer("min_tokens", 0, u32::MAX.into())?.unwrap_or(0);
         let adjustments = Adjustments::default()
             .bias(logit_bias(fields.value("logit_bias")?)?)
             .repetition_penalty(fields.number("repetition_penalty")?.unwrap_or(none.repetition_penalty))
@@ -77,7 +77,7 @@ impl Sampling {
         match self.stop_token_ids.iter().find(|token| **token >= vocab) {
             None => Ok(()),
             Some(token) => {
-                Err(ApiError::of("stop_token_ids", format!("token {token}: the vocabulary ends at {vocab}")))
+                Err(ApiError::of("stop_token_ids", format!("token {token} is not in the vocabulary of {vocab} tokens")))
             }
         }
     }
@@ -96,10 +96,10 @@ fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
     if value.as_ref().is_some_and(|value| value.as_i64() == Some(-1)) {
         return Ok(0);
     }
-    let most = u64::from(u32::MAX);
-    let number = value.map(|value| value.as_u64().filter(|number| *number <= most));
+    let max = u64::from(u32::MAX);
+    let number = value.map(|value| value.as_u64().filter(|number| *number <= max));
     let number = number.map(|number| {
-        number.ok_or_else(|| ApiError::of("top_k", format!("top_k is no whole number from 0 to {most}, nor -1")))
+        number.ok_or_else(|| ApiError::of("top_k", format!("top_k is neither -1 nor a whole number from 0 to {max}")))
     });
     Ok(number.transpose()?.unwrap_or(0) as u32)
 }
@@ -108,7 +108,7 @@ fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
 fn seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
     let Some(value) = fields.value("seed")? else { return Ok(None) };
     let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
-    bits.map(Some).ok_or_else(|| ApiError::of("seed", "seed is no whole number of 64 bits"))
+    bits.map(Some).ok_or_else(|| ApiError::of("seed", "seed is not a 64-bit integer"))
 }
 
 /// Parses an object of token ids and biases.
@@ -119,30 +119,31 @@ fn logit_bias(value: Option<Value>) -> Result<Vec<(u32, f32)>, ApiError> {
         Some(Value::Object(map)) => map,
         Some(_) => return Err(wrong("is not an object of token ids and numbers")),
     };
-    let one = |(key, bias): (String, Value)| {
+    let parse_bias = |(key, bias): (String, Value)| {
         // `parse` accepts a plus sign, too.
         let is_number = key.bytes().all(|byte| byte.is_ascii_digit());
         let token: Option<u32> = key.parse().ok().filter(|_| is_number);
-        let token = token.ok_or_else(|| wrong(&format!("has the key '{}', which is not a token id", short(&key))))?;
+        let token =
+            token.ok_or_else(|| wrong(&format!("has the key '{}', which is not a token id", truncated(&key))))?;
         let bias = bias.as_f64().ok_or_else(|| wrong(&format!("of token {token} is not a number")))?;
         Ok((token, bias as f32))
     };
-    map.into_iter().map(one).collect()
+    map.into_iter().map(parse_bias).collect()
 }
 
 /// Returns the first characters of a client's text.
-fn short(text: &str) -> String {
+fn truncated(text: &str) -> String {
     text.chars().take(40).collect()
 }
 
 fn stop_token_ids(value: Option<Value>) -> Result<Vec<u32>, ApiError> {
     let wrong = || {
-        let message = format!("stop_token_ids is not a list of up to {STOP_TOKENS} token ids");
+        let message = format!("stop_token_ids is not a list of up to {STOP_TOKENS_MAX} token ids");
         ApiError::of("stop_token_ids", message)
     };
     let list = match value {
         None => return Ok(Vec::new()),
-        Some(Value::Array(list)) if list.len() <= STOP_TOKENS => list,
+        Some(Value::Array(list)) if list.len() <= STOP_TOKENS_MAX => list,
         Some(_) => return Err(wrong()),
     };
     let token = |value: &Value| value.as_u64().and_then(|token| u32::try_from(token).ok()).ok_or_else(wrong);
@@ -161,15 +162,15 @@ fn logprobs(fields: &mut Fields, endpoint: Endpoint) -> Result<Option<u32>, ApiE
             if fields.is_false("logprobs") {
                 return Ok(None);
             }
-            Ok(fields.whole("logprobs", 0, COMPLETION_LOGPROBS)?.map(|number| number as u32))
+            Ok(fields.integer("logprobs", 0, COMPLETION_LOGPROBS_MAX)?.map(|number| number as u32))
         }
         Endpoint::Chat => {
-            let wanted = fields.flag("logprobs")?;
-            let number = fields.whole("top_logprobs", 0, CHAT_LOGPROBS)?.unwrap_or(0);
-            if number > 0 && !wanted {
+            let enabled = fields.flag("logprobs")?;
+            let number = fields.integer("top_logprobs", 0, CHAT_LOGPROBS_MAX)?.unwrap_or(0);
+            if number > 0 && !enabled {
                 return Err(top("top_logprobs needs logprobs; set logprobs to true"));
             }
-            Ok(wanted.then_some(number as u32))
+            Ok(enabled.then_some(number as u32))
         }
     }
 }
@@ -189,22 +190,22 @@ mod tests {
 
     #[test]
     fn values_are_read() {
-        let own = json!({ "logit_bias": { "5": -100, "7": 1.5 }, "frequency_penalty": -2, "presence_penalty": 0.5,
+        let sampling = json!({ "logit_bias": { "5": -100, "7": 1.5 }, "frequency_penalty": -2, "presence_penalty": 0.5,
             "repetition_penalty": 1.1, "min_tokens": 3, "stop_token_ids": [4, 9], "logprobs": 5 });
-        let own = read(Endpoint::Completions, &own).unwrap();
-        assert_eq!(own.adjustments.bias, [(5, -100.0), (7, 1.5)]);
+        let sampling = read(Endpoint::Completions, &sampling).unwrap();
+        assert_eq!(sampling.adjustments.bias, [(5, -100.0), (7, 1.5)]);
         let Adjustments { frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens, .. } =
-            own.adjustments;
+            sampling.adjustments;
         assert_eq!((frequency_penalty, presence_penalty, repetition_penalty, min_new_tokens), (-2.0, 0.5, 1.1, 3));
-        assert_eq!((own.ends(&[2]), own.logprobs), (vec![2, 4, 9], Some(5)));
+        assert_eq!((sampling.ends(&[2]), sampling.logprobs), (vec![2, 4, 9], Some(5)));
         let ignoring = read(Endpoint::Chat, &json!({ "ignore_eos": true, "logprobs": true })).unwrap();
         assert_eq!((ignoring.ends(&[2]), ignoring.logprobs), (vec![], Some(0)));
         let chat = read(Endpoint::Chat, &json!({ "logprobs": true, "top_logprobs": 20 })).unwrap();
         assert_eq!(chat.logprobs, Some(20));
         for none in [json!({}), json!({ "logprobs": null }), json!({ "logprobs": false, "logit_bias": {} })] {
             for endpoint in [Endpoint::Chat, Endpoint::Completions] {
-                let own = read(endpoint, &none).unwrap();
-                assert!(own.logprobs.is_none() && own.adjustments.is_none(), "{none}");
+                let sampling = read(endpoint, &none).unwrap();
+                assert!(sampling.logprobs.is_none() && sampling.adjustments.is_none(), "{none}");
             }
         }
     }

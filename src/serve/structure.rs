@@ -14,9 +14,9 @@ use super::{
 use crate::text::{Answer, Grammar};
 
 /// The maximum size of a grammar, bytes of JSON.
-const GRAMMAR_MOST: usize = 64 << 10;
+const GRAMMAR_BYTES_MAX: usize = 64 << 10;
 /// The maximum number of texts of a choice.
-const CHOICES: usize = 1024;
+const CHOICES_MAX: usize = 1024;
 
 /// The fields that this module reads.
 pub(super) const FIELDS: &[&str] =
@@ -32,30 +32,31 @@ pub(super) fn read(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)
         found.extend(response_format(raw)?.map(|grammar| ("response_format", grammar)));
     }
     if let Some(raw) = fields.take("structured_outputs") {
-        let known = &["json", "regex", "choice", "grammar", "json_object", "structural_tag"];
-        let own = Fields::read(raw.get().as_bytes(), known);
-        let mut own = own.map_err(|_| ApiError::of("structured_outputs", "structured_outputs is not an object"))?;
+        let names = &["json", "regex", "choice", "grammar", "json_object", "structural_tag"];
+        let outputs = Fields::read(raw.get().as_bytes(), names);
+        let mut outputs =
+            outputs.map_err(|_| ApiError::of("structured_outputs", "structured_outputs is not an object"))?;
         for (kind, _) in KINDS {
-            let grammar = own.take(kind).map(|raw| of_kind("structured_outputs", kind, raw)).transpose()?;
+            let grammar = outputs.take(kind).map(|raw| parse_grammar("structured_outputs", kind, raw)).transpose()?;
             found.extend(grammar.map(|grammar| ("structured_outputs", grammar)));
         }
-        if own.flag("json_object")? {
+        if outputs.flag("json_object")? {
             found.push(("structured_outputs", any_object()));
         }
-        if own.take("structural_tag").is_some() {
+        if outputs.take("structural_tag").is_some() {
             let message = "structural_tag is not supported; use json, regex, choice or grammar";
             return Err(ApiError::of("structured_outputs", message).code("unsupported_parameter"));
         }
     }
     for (kind, name) in KINDS {
-        let grammar = fields.take(name).map(|raw| of_kind(name, kind, raw)).transpose()?;
+        let grammar = fields.take(name).map(|raw| parse_grammar(name, kind, raw)).transpose()?;
         found.extend(grammar.map(|grammar| (name, grammar)));
     }
     match found.len() {
         0 | 1 => Ok(found.pop()),
         _ => {
             let (first, second) = (found[0].0, found[1].0);
-            Err(ApiError::of(second, format!("{first} and {second} both give a grammar; leave one out")))
+            Err(ApiError::of(second, format!("{first} and {second} both specify a grammar; leave one out")))
         }
     }
 }
@@ -80,19 +81,19 @@ fn response_format(raw: &RawValue) -> Result<Option<Grammar>, ApiError> {
             let mut format = format.map_err(|_| wrong("json_schema is not an object"))?;
             // An answer always matches, as with `strict`.
             match format.take("schema") {
-                Some(schema) => of_kind(NAME, "json", schema).map(Some),
+                Some(schema) => parse_grammar(NAME, "json", schema).map(Some),
                 None => Ok(Some(any_object())),
             }
         }
-        _ => Err(wrong("the type is none of text, json_object, json_schema")),
+        _ => Err(wrong("the type is not text, json_object or json_schema")),
     }
 }
 
 /// Parses a grammar of one of the [`KINDS`] from `field`.
-fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError> {
+fn parse_grammar(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError> {
     let bytes = raw.get().len();
-    if bytes > GRAMMAR_MOST {
-        let message = format!("{field}: the {kind} has {bytes} bytes; the limit is {GRAMMAR_MOST}");
+    if bytes > GRAMMAR_BYTES_MAX {
+        let message = format!("{field}: the {kind} has {bytes} bytes; the limit is {GRAMMAR_BYTES_MAX}");
         return Err(ApiError::of(field, message));
     }
     let wrong = |what: &str| ApiError::of(field, format!("{field}: the {kind} is not {what}"));
@@ -103,8 +104,8 @@ fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError>
         "grammar" => text(raw).map(Grammar::Lark).ok_or_else(|| wrong("a text")),
         _ => {
             let texts: Option<Vec<String>> = serde_json::from_str(raw.get()).ok();
-            let texts = texts.filter(|texts| (1..=CHOICES).contains(&texts.len()));
-            let texts = texts.ok_or_else(|| wrong(&format!("a list of 1 to {CHOICES} texts")))?;
+            let texts = texts.filter(|texts| (1..=CHOICES_MAX).contains(&texts.len()));
+            let texts = texts.ok_or_else(|| wrong(&format!("a list of 1 to {CHOICES_MAX} texts")))?;
             let quoted: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
             Ok(Grammar::Lark(format!("start: {}", quoted.join(" | "))))
         }
@@ -126,13 +127,13 @@ fn schema(text: &str) -> Result<Grammar, String> {
 pub(super) struct Compiled {
     answer: Answer,
     /// A permit for a compiled grammar, held until the last answer under it has ended.
-    _place: Arc<OwnedSemaphorePermit>,
+    _permit: Arc<OwnedSemaphorePermit>,
 }
 
 impl Compiled {
     /// Creates the constraint of a request.
-    pub fn constraint(answer: Answer, place: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
-        Arc::new(Self { answer, _place: Arc::new(place) })
+    pub fn constraint(answer: Answer, permit: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
+        Arc::new(Self { answer, _permit: Arc::new(permit) })
     }
 }
 
@@ -164,19 +165,19 @@ mod tests {
     #[test]
     fn grammars_have_the_forms_of_both_apis() {
         let schema = json!({ "type": "object", "properties": { "z": {}, "a": {} } });
-        let own = Grammar::Schema(schema.to_string());
+        let schema_grammar = Grammar::Schema(schema.to_string());
         for (name, value, expected) in [
             ("response_format", json!({ "type": "json_object" }), any_object()),
             (
                 "response_format",
                 json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": schema, "strict": true } }),
-                own.clone(),
+                schema_grammar.clone(),
             ),
-            ("structured_outputs", json!({ "json": schema }), own.clone()),
-            ("structured_outputs", json!({ "json": schema.to_string() }), own.clone()),
+            ("structured_outputs", json!({ "json": schema }), schema_grammar.clone()),
+            ("structured_outputs", json!({ "json": schema.to_string() }), schema_grammar.clone()),
             ("structured_outputs", json!({ "json_object": true }), any_object()),
             ("structured_outputs", json!({ "regex": "a+", "choice": null }), Grammar::Regex("a+".into())),
-            ("guided_json", schema.clone(), own),
+            ("guided_json", schema.clone(), schema_grammar),
             ("guided_regex", json!("[0-9]"), Grammar::Regex("[0-9]".into())),
             ("guided_choice", json!(["a", "b\"\n"]), Grammar::Lark("start: \"a\" | \"b\\\"\\n\"".into())),
             ("guided_grammar", json!("start: \"x\""), Grammar::Lark("start: \"x\"".into())),
@@ -203,10 +204,10 @@ mod tests {
             ("structured_outputs", json!({ "regex": "a", "choice": ["a"] })),
             ("guided_json", json!(7)),
             ("guided_regex", json!({})),
-            ("guided_regex", json!("x".repeat(GRAMMAR_MOST))),
+            ("guided_regex", json!("x".repeat(GRAMMAR_BYTES_MAX))),
             ("guided_choice", json!([])),
             ("guided_choice", json!([1])),
-            ("guided_choice", json!(vec![""; CHOICES + 1])),
+            ("guided_choice", json!(vec![""; CHOICES_MAX + 1])),
             ("guided_grammar", json!(true)),
         ] {
             let error = of(&json!({ name: value })).unwrap_err();

@@ -54,14 +54,14 @@ impl Tokenize {
             _ => return Err(ApiError::of("prompt", "give either prompt or messages")),
         };
         let is_chat = matches!(prompt, Prompt::Chat(_));
-        let refused = [
+        let unsupported = [
             ("add_special_tokens", is_chat && special == Some(true)),
-            ("add_generation_prompt", !fields.asks_nothing("add_generation_prompt", |value| *value == json!(true))),
-            ("continue_final_message", !fields.asks_nothing("continue_final_message", |value| *value == json!(false))),
+            ("add_generation_prompt", !fields.is_neutral("add_generation_prompt", |value| *value == json!(true))),
+            ("continue_final_message", !fields.is_neutral("continue_final_message", |value| *value == json!(false))),
             ("chat_template", fields.take("chat_template").is_some()),
-            ("tools", !fields.asks_nothing("tools", |value| *value == json!([]))),
+            ("tools", !fields.is_neutral("tools", |value| *value == json!([]))),
         ];
-        if let Some((name, _)) = refused.iter().find(|(_, refused)| *refused) {
+        if let Some((name, _)) = unsupported.iter().find(|(_, unsupported)| *unsupported) {
             let message = format!("this value of {name} is not supported here; leave it out");
             return Err(ApiError::of(name, message).code("unsupported_parameter"));
         }
@@ -77,8 +77,8 @@ pub(super) fn read_tokens(body: &[u8], model: &str) -> Result<Vec<u32>, ApiError
     tokens.ok_or_else(|| ApiError::of("tokens", "tokens is not a list of token ids"))
 }
 
-fn read<'a>(body: &'a [u8], known: &'static [&'static str]) -> Result<Fields<'a>, ApiError> {
-    Fields::read(body, known).map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))
+fn read<'a>(body: &'a [u8], names: &'static [&'static str]) -> Result<Fields<'a>, ApiError> {
+    Fields::read(body, names).map_err(|error| ApiError::bad(format!("the body is not a JSON object: {error}")))
 }
 
 #[cfg(test)]
@@ -87,7 +87,9 @@ mod tests {
 
     #[test]
     fn bodies_are_read() {
-        let of = |body: Value| Tokenize::read(body.to_string().as_bytes(), "m").map(|own| (own.prompt, own.strings));
+        let of = |body: Value| {
+            Tokenize::read(body.to_string().as_bytes(), "m").map(|parsed| (parsed.prompt, parsed.strings))
+        };
         assert_eq!(of(json!({ "prompt": "a" })).unwrap(), (Prompt::Text("a".into()), false));
         let plain = json!({ "model": "m", "prompt": "a", "add_special_tokens": false, "return_token_strs": true });
         assert_eq!(of(plain).unwrap(), (Prompt::Plain("a".into()), true));

@@ -21,7 +21,7 @@ use super::{
 };
 
 /// The maximum number of requests that wait for the engine to accept them between two steps.
-const ON_THE_WAY: usize = 1024;
+const QUEUED_JOBS_MAX: usize = 1024;
 
 /// The state that the server and the worker share.
 #[derive(Debug)]
@@ -36,8 +36,8 @@ pub(super) struct Shared {
     pub failed: AtomicBool,
     /// Whether the server rejects new requests.
     pub stopping: AtomicBool,
-    /// Whether all running sequences are to end now.
-    pub cut: AtomicBool,
+    /// Whether all running sequences end now.
+    pub abort: AtomicBool,
 }
 
 impl Shared {
@@ -55,36 +55,36 @@ pub(super) enum SubmitError {
     /// The maximum number of sequences is waiting.
     Full,
     /// The request has more sequences than may ever run and wait.
-    TooMany { asked: usize, capacity: usize },
+    TooMany { requested: usize, capacity: usize },
     /// The engine has failed or the server stops.
-    Lost(Lost),
+    Unavailable(Unavailable),
 }
 
 /// Why a sequence cannot continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lost {
+pub(super) enum Unavailable {
     /// The engine has failed.
     Failed,
     /// The server stops.
     Stopping,
 }
 
-/// A message about a sequence.
+/// An event of a sequence.
 #[derive(Debug)]
-pub(super) enum Told {
+pub(super) enum SequenceEvent {
     /// A token, the finish reason if it is the last one, and its log probabilities.
     Token(u32, Option<Finish>, Option<Box<Logprobs>>),
-    /// The sequence was lost; no message follows.
-    Lost(Lost),
+    /// The sequence was lost; no event follows.
+    Lost(Unavailable),
 }
 
 /// A request of one or more sequences, which are accepted together or not at all.
 struct Job {
     requests: Vec<Request>,
     /// One flag per sequence, set when no more tokens are needed.
-    enough: Vec<Arc<AtomicBool>>,
-    told: mpsc::Sender<(usize, Told)>,
-    taken: oneshot::Sender<Result<(), SubmitError>>,
+    cancel_flags: Vec<Arc<AtomicBool>>,
+    events: mpsc::Sender<(usize, SequenceEvent)>,
+    reply: oneshot::Sender<Result<(), SubmitError>>,
     arrived: Instant,
 }
 
@@ -92,9 +92,9 @@ struct Job {
 #[derive(Debug)]
 pub(super) struct Sequences {
     /// The index of the sequence in the request, and its event.
-    pub told: mpsc::Receiver<(usize, Told)>,
+    pub events: mpsc::Receiver<(usize, SequenceEvent)>,
     /// One flag per sequence: set it to end the sequence.
-    pub enough: Vec<Arc<AtomicBool>>,
+    pub cancel_flags: Vec<Arc<AtomicBool>>,
 }
 
 /// The sender of requests to the worker. The worker ends when all handles are dropped.
@@ -107,40 +107,40 @@ pub(super) struct Handle {
 impl Handle {
     /// Submits the sequences of a request and waits until the engine accepts or rejects them.
     pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, SubmitError> {
-        self.check_alive()?;
-        let (asked, capacity) = (requests.len(), self.shared.capacity());
-        if asked > capacity {
-            return Err(SubmitError::TooMany { asked, capacity });
+        self.check_available()?;
+        let (requested, capacity) = (requests.len(), self.shared.capacity());
+        if requested > capacity {
+            return Err(SubmitError::TooMany { requested, capacity });
         }
-        // Room for every message, so that the engine never waits; messages use memory only when sent.
-        let room: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
-        let (told, receiver) = mpsc::channel(room.clamp(1, tokio::sync::Semaphore::MAX_PERMITS));
-        let (taken, answer) = oneshot::channel();
-        let enough: Vec<Arc<AtomicBool>> = requests.iter().map(|_| Arc::default()).collect();
-        let job = Job { requests, enough: enough.clone(), told, taken, arrived };
+        // The channel holds every message, so that the engine never waits; messages use memory only when sent.
+        let messages_max: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
+        let (events, receiver) = mpsc::channel(messages_max.clamp(1, tokio::sync::Semaphore::MAX_PERMITS));
+        let (reply, answer) = oneshot::channel();
+        let cancel_flags: Vec<Arc<AtomicBool>> = requests.iter().map(|_| Arc::default()).collect();
+        let job = Job { requests, cancel_flags: cancel_flags.clone(), events, reply, arrived };
         self.jobs.try_send(job).map_err(|_| SubmitError::Full)?;
         // The worker outlives the last handle.
-        answer.await.unwrap_or(Err(SubmitError::Lost(Lost::Stopping)))?;
-        Ok(Sequences { told: receiver, enough })
+        answer.await.unwrap_or(Err(SubmitError::Unavailable(Unavailable::Stopping)))?;
+        Ok(Sequences { events: receiver, cancel_flags })
     }
 
-    fn check_alive(&self) -> Result<(), SubmitError> {
+    fn check_available(&self) -> Result<(), SubmitError> {
         if self.shared.failed.load(Relaxed) {
-            return Err(SubmitError::Lost(Lost::Failed));
+            return Err(SubmitError::Unavailable(Unavailable::Failed));
         }
         if self.shared.stopping.load(Relaxed) {
-            return Err(SubmitError::Lost(Lost::Stopping));
+            return Err(SubmitError::Unavailable(Unavailable::Stopping));
         }
         Ok(())
     }
 }
 
 /// A running or waiting sequence.
-struct Member {
-    told: mpsc::Sender<(usize, Told)>,
+struct ActiveSequence {
+    events: mpsc::Sender<(usize, SequenceEvent)>,
     /// Index of the sequence in its request.
     index: usize,
-    enough: Arc<AtomicBool>,
+    cancel_flag: Arc<AtomicBool>,
     /// When the request arrived; `None` after the first token.
     arrived: Option<Instant>,
 }
@@ -149,15 +149,15 @@ struct Member {
 pub(super) struct Worker {
     jobs: mpsc::Receiver<Job>,
     shared: Arc<Shared>,
-    members: HashMap<SeqId, Member>,
+    sequences: HashMap<SeqId, ActiveSequence>,
 }
 
 impl Worker {
     /// Creates a worker and its handle.
     pub fn new(shared: Shared) -> (Self, Handle) {
-        let (sender, jobs) = mpsc::channel(ON_THE_WAY);
+        let (sender, jobs) = mpsc::channel(QUEUED_JOBS_MAX);
         let shared = Arc::new(shared);
-        (Self { jobs, shared: Arc::clone(&shared), members: HashMap::new() }, Handle { jobs: sender, shared })
+        (Self { jobs, shared: Arc::clone(&shared), sequences: HashMap::new() }, Handle { jobs: sender, shared })
     }
 
     /// Runs the backend until the last [`Handle`] is dropped.
@@ -166,34 +166,34 @@ impl Worker {
     /// The backend's error. After an error, requests are rejected until the last handle is dropped.
     pub fn run<B: Backend>(mut self, backend: &mut B) -> Result<(), B::Error> {
         loop {
-            if self.members.is_empty() && backend.is_idle() {
+            if self.sequences.is_empty() && backend.is_idle() {
                 self.shared.metrics.load(backend.load());
                 match self.jobs.blocking_recv() {
-                    Some(job) => self.take(backend, job),
+                    Some(job) => self.accept(backend, job),
                     None => return Ok(()),
                 }
             }
             while let Ok(job) = self.jobs.try_recv() {
-                self.take(backend, job);
+                self.accept(backend, job);
             }
-            self.let_go(backend);
-            if self.shared.cut.load(Relaxed) {
-                self.end_all(backend, Lost::Stopping);
+            self.cancel_unneeded(backend);
+            if self.shared.abort.load(Relaxed) {
+                self.end_all(backend, Unavailable::Stopping);
             }
             self.shared.metrics.load(backend.load());
             let start = Instant::now();
             match backend.step() {
                 Ok(events) => {
                     if !events.is_empty() {
-                        self.shared.metrics.step.note(start.elapsed());
+                        self.shared.metrics.step.observe(start.elapsed());
                     }
-                    events.into_iter().for_each(|event| self.tell(event));
+                    events.into_iter().for_each(|event| self.send_event(event));
                 }
                 Err(error) => {
                     self.shared.failed.store(true, Relaxed);
-                    self.end_all(backend, Lost::Failed);
+                    self.end_all(backend, Unavailable::Failed);
                     while let Some(job) = self.jobs.blocking_recv() {
-                        let _ = job.taken.send(Err(SubmitError::Lost(Lost::Failed)));
+                        let _ = job.reply.send(Err(SubmitError::Unavailable(Unavailable::Failed)));
                     }
                     return Err(error);
                 }
@@ -202,13 +202,13 @@ impl Worker {
     }
 
     /// Adds all sequences of a request, or none.
-    fn take<B: Backend>(&mut self, backend: &mut B, job: Job) {
-        let Job { requests, enough, told, taken, arrived } = job;
-        if taken.is_closed() {
+    fn accept<B: Backend>(&mut self, backend: &mut B, job: Job) {
+        let Job { requests, cancel_flags, events, reply, arrived } = job;
+        if reply.is_closed() {
             return;
         }
-        if self.members.len() + requests.len() > self.shared.capacity() {
-            let _ = taken.send(Err(SubmitError::Full));
+        if self.sequences.len() + requests.len() > self.shared.capacity() {
+            let _ = reply.send(Err(SubmitError::Full));
             return;
         }
         let (mut added, mut tokens) = (Vec::with_capacity(requests.len()), 0);
@@ -222,49 +222,51 @@ impl Worker {
                     }
                     let busy = matches!(rejected, AdmissionError::Busy { .. });
                     // The client may have disconnected.
-                    let _ = taken.send(Err(if busy { SubmitError::Full } else { SubmitError::Admission(rejected) }));
+                    let _ = reply.send(Err(if busy { SubmitError::Full } else { SubmitError::Admission(rejected) }));
                     return;
                 }
             }
             tokens += prompt;
         }
         self.shared.metrics.prompt_tokens.fetch_add(tokens, Relaxed);
-        for (index, (id, enough)) in added.into_iter().zip(enough).enumerate() {
-            self.members.insert(id, Member { told: told.clone(), index, enough, arrived: Some(arrived) });
+        for (index, (id, cancel_flag)) in added.into_iter().zip(cancel_flags).enumerate() {
+            self.sequences
+                .insert(id, ActiveSequence { events: events.clone(), index, cancel_flag, arrived: Some(arrived) });
         }
         // If the client has disconnected, the channel of tokens is closed.
-        let _ = taken.send(Ok(()));
+        let _ = reply.send(Ok(()));
     }
 
     /// Ends the sequences that need no more tokens.
-    fn let_go<B: Backend>(&mut self, backend: &mut B) {
-        self.members.retain(|id, member| {
-            let go = member.told.is_closed() || member.enough.load(Relaxed);
-            if go && backend.cancel(*id) {
+    fn cancel_unneeded<B: Backend>(&mut self, backend: &mut B) {
+        self.sequences.retain(|id, sequence| {
+            let is_unneeded = sequence.events.is_closed() || sequence.cancel_flag.load(Relaxed);
+            if is_unneeded && backend.cancel(*id) {
                 self.shared.metrics.cancelled.fetch_add(1, Relaxed);
             }
-            !go
+            !is_unneeded
         });
     }
 
-    fn end_all<B: Backend>(&mut self, backend: &mut B, why: Lost) {
-        for (id, member) in self.members.drain() {
+    fn end_all<B: Backend>(&mut self, backend: &mut B, why: Unavailable) {
+        for (id, sequence) in self.sequences.drain() {
             backend.cancel(id);
             // The client may have disconnected.
-            let _ = member.told.try_send((member.index, Told::Lost(why)));
+            let _ = sequence.events.try_send((sequence.index, SequenceEvent::Lost(why)));
         }
     }
 
-    fn tell(&mut self, event: Event) {
-        let Some(member) = self.members.get_mut(&event.seq) else { return };
-        if let Some(arrived) = member.arrived.take() {
-            self.shared.metrics.first_token.note(arrived.elapsed());
+    fn send_event(&mut self, event: Event) {
+        let Some(sequence) = self.sequences.get_mut(&event.seq) else { return };
+        if let Some(arrived) = sequence.arrived.take() {
+            self.shared.metrics.first_token.observe(arrived.elapsed());
         }
         self.shared.metrics.generated_tokens.fetch_add(1, Relaxed);
-        // The channel has room. If the client has disconnected, `let_go` notices before the next step.
-        let _ = member.told.try_send((member.index, Told::Token(event.token, event.finish, event.logprobs)));
+        // The channel has room. If the client has disconnected, `cancel_unneeded` notices before the next step.
+        let _ =
+            sequence.events.try_send((sequence.index, SequenceEvent::Token(event.token, event.finish, event.logprobs)));
         if event.finish.is_some() {
-            self.members.remove(&event.seq);
+            self.sequences.remove(&event.seq);
         }
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{
 };
 
 use super::{
-    CHAT_TEMPLATE, TOKENIZER_CONFIG, caught, clock,
+    CHAT_TEMPLATE, TOKENIZER_CONFIG, catch_panic, clock,
     error::TextError,
     prompt::{Chat, Conversation, ToolFormat},
 };
@@ -51,7 +51,9 @@ impl Template {
             }
             (None, Json::Null) => return Ok(None),
             (None, Json::String(text)) => (TOKENIZER_CONFIG, text.clone()),
-            (None, Json::Array(named)) => (TOKENIZER_CONFIG, usual(named).map_err(|why| wrong(&why))?.to_owned()),
+            (None, Json::Array(named)) => {
+                (TOKENIZER_CONFIG, default_template(named).map_err(|why| wrong(&why))?.to_owned())
+            }
             (None, _) => return Err(wrong("chat_template is neither text nor a list of named templates")),
         };
         let text = |name| {
@@ -81,22 +83,22 @@ impl Template {
     /// Renders a conversation whose next turn is the assistant's. The parser and the interpreter recurse at each level
     /// of an expression, and a level can be a single byte, so the caller must provide a large stack.
     pub(super) fn render(&self, conversation: &Conversation) -> Result<String, TextError> {
-        let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
+        let compiled = self.compiled.get_or_init(|| catch_panic(|| self.compile()).unwrap_or_else(Err));
         let environment = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
         let tokens = self.tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
         let Conversation { messages, tools } = conversation;
         let context = [("messages", Value::from_serialize(messages)), ("add_generation_prompt", Value::from(true))];
         let tools = tools.as_ref().map(|tools| ("tools", Value::from_serialize(tools)));
         let context: Value = tokens.chain(context).chain(tools).collect();
-        let rendered = caught(|| environment.get_template(Self::NAME)?.render(context));
-        rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(told(&error)))
+        let rendered = catch_panic(|| environment.get_template(Self::NAME)?.render(context));
+        rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(error_message(&error)))
     }
 
     /// Compiles the template with the settings and functions of `transformers`.
     fn compile(&self) -> Result<Environment<'static>, String> {
         let length = self.source.len();
         if length > Self::LIMIT {
-            return Err(format!("the chat template has {length} bytes, and at most {} are taken", Self::LIMIT));
+            return Err(format!("the chat template has {length} bytes, above the limit of {}", Self::LIMIT));
         }
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
@@ -117,14 +119,14 @@ impl Template {
 }
 
 /// Returns the template named `default`, or the only one.
-fn usual(named: &[Json]) -> Result<&str, String> {
+fn default_template(named: &[Json]) -> Result<&str, String> {
     let field = |one: &'_ Json, key: &str| one[key].as_str().map(str::to_owned);
     let names: Option<Vec<String>> = named.iter().map(|one| field(one, "name")).collect();
     let names = names.ok_or("a chat_template of the list has no name")?;
     let at = match names.iter().position(|name| name == "default") {
         Some(at) => at,
         None if names.len() == 1 => 0,
-        None => return Err(format!("none of its chat templates is the default: {}", names.join(", "))),
+        None => return Err(format!("none of the chat templates is named default: {}", names.join(", "))),
     };
     named[at]["template"].as_str().ok_or_else(|| format!("the chat_template '{}' has no text", names[at]))
 }
@@ -142,7 +144,7 @@ impl fmt::Display for Raised {
 impl error::Error for Raised {}
 
 /// Returns the message of the template, or that of the interpreter.
-fn told(error: &Error) -> String {
+fn error_message(error: &Error) -> String {
     let mut cause: Option<&(dyn error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
         if let Some(Raised(message)) = error.downcast_ref() {
@@ -151,7 +153,7 @@ fn told(error: &Error) -> String {
         cause = error.source();
     }
     match error.kind() {
-        ErrorKind::OutOfFuel => format!("it takes more than {} instructions", Template::FUEL),
+        ErrorKind::OutOfFuel => format!("rendering takes more than {} instructions", Template::FUEL),
         _ => error.to_string(),
     }
 }
@@ -185,7 +187,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
             value.serialize(&mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(indent.as_bytes())))
         }
         Some(indent) => {
-            let message = format!("tojson: indent = {indent}, and at most {INDENT_MAX} is taken");
+            let message = format!("tojson: indent = {indent}, above the limit of {INDENT_MAX}");
             return Err(Error::new(ErrorKind::InvalidOperation, message));
         }
     };
@@ -264,10 +266,10 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_told_in_the_words_of_the_template() {
+    fn errors_have_the_message_of_the_template() {
         let refused = rendered("{{ raise_exception('roles must alternate') }}").unwrap_err();
         assert!(refused.ends_with(": roles must alternate"), "{refused}");
-        assert!(rendered("{{ 1 | tojson(indent=1000000000000) }}").unwrap_err().contains("at most 64"));
+        assert!(rendered("{{ 1 | tojson(indent=1000000000000) }}").unwrap_err().contains("limit of 64"));
     }
 
     #[test]
@@ -278,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn of_several_templates_the_default_is_taken() {
+    fn default_template_is_chosen() {
         let of = |list: &str| {
             let config = format!(r#"{{"chat_template": {list}}}"#);
             let template = Template::of(Some(config.as_bytes()), None).map_err(|error| error.to_string())?;
@@ -289,7 +291,7 @@ mod tests {
         assert_eq!(of(&format!("[{tools}]")).as_deref(), Ok("t"));
         for (list, why) in [
             (format!("[{tools}, {tools}]"), "tool_use, tool_use"),
-            ("[]".to_owned(), "none of its"),
+            ("[]".to_owned(), "named default"),
             ("7".to_owned(), "neither text"),
             (r#"[{"name": "default"}]"#.to_owned(), "has no text"),
             (r#"[{"template": "d"}]"#.to_owned(), "has no name"),

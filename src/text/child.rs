@@ -16,7 +16,7 @@ use unweight_format::raw::return_freed_memory;
 use super::error::TextError;
 use super::{
     STACK_BYTES,
-    frame::{self, Asked, Reader, Writer},
+    frame::{self, ProcessRequest, Reader, Writer},
     local::Local,
 };
 
@@ -26,9 +26,9 @@ pub(super) const CALL_BYTES: u64 = 256 << 20;
 /// needs about 11 times the size of its file, a unigram model of the same size about 94 times.
 const LOAD_FACTOR: u64 = 128;
 const LOAD_BYTES: u64 = 64 << 20;
-const LOAD_MOST: u64 = 2 << 30;
+const LOAD_BYTES_MAX: u64 = 2 << 30;
 /// The maximum size of a request, which holds all prompts of a body and their lengths; bytes.
-pub(super) const REQUEST_MOST: u32 = 256 << 20;
+pub(super) const REQUEST_BYTES_MAX: u32 = 256 << 20;
 
 /// Encodes text for [`Text::isolated`](super::Text::isolated) until stdin ends. The command of `isolated` must call
 /// this.
@@ -43,8 +43,8 @@ pub fn run_text_process() -> ExitCode {
 }
 
 /// Returns the memory limit of loading files of this total size, bytes.
-pub(super) fn load_most(files: u64) -> u64 {
-    LOAD_FACTOR.saturating_mul(files).saturating_add(LOAD_BYTES).min(LOAD_MOST)
+pub(super) fn load_bytes_max(files: u64) -> u64 {
+    LOAD_FACTOR.saturating_mul(files).saturating_add(LOAD_BYTES).min(LOAD_BYTES_MAX)
 }
 
 fn serve() -> io::Result<()> {
@@ -56,25 +56,25 @@ fn serve() -> io::Result<()> {
     // Start the thread before memory is limited, because the stack counts as memory in use.
     thread::Builder::new().stack_size(STACK_BYTES as usize).spawn(move || {
         // A request that cannot be answered ends the process.
-        let code = i32::from(work(&payloads, output).is_err());
+        let code = i32::from(answer_requests(&payloads, output).is_err());
         process::exit(code)
     })?;
-    let length = length(&mut input)?;
-    limit(load_most(length.into()));
-    let mut payload = received(&mut input, length)?;
+    let length = read_length(&mut input)?;
+    limit_memory(load_bytes_max(length.into()));
+    let mut payload = read_payload(&mut input, length)?;
     while sender.send(payload).is_ok() {
         // This thread reads while the other works, so that the end of stdin ends the process at once.
-        let next = self::length(&mut input)?;
-        if next > REQUEST_MOST {
+        let next = read_length(&mut input)?;
+        if next > REQUEST_BYTES_MAX {
             break;
         }
-        payload = received(&mut input, next)?;
+        payload = read_payload(&mut input, next)?;
     }
     Ok(())
 }
 
 /// Answers payloads: the first one has the files, the others have prompts or grammars.
-fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
+fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
     let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     let mut reply = |payload: &[u8]| {
         output.write_all(&(payload.len() as u32).to_le_bytes())?;
@@ -94,21 +94,21 @@ fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
     reply(&loaded.0)?;
     drop(loaded);
     return_freed_memory();
-    limit(CALL_BYTES - STACK_BYTES);
+    limit_memory(CALL_BYTES - STACK_BYTES);
     #[cfg(feature = "serve")]
     let mut grammars = None;
     while let Ok(payload) = payloads.recv() {
-        let asked = frame::read_request(&payload).ok_or_else(invalid)?;
+        let request = frame::read_request(&payload).ok_or_else(invalid)?;
         let large = payload.len() > 1 << 20;
         drop(payload);
-        match &asked {
-            Asked::Encode(prompts, limits) => reply(&frame::reply(local.encode(prompts, *limits)))?,
+        match &request {
+            ProcessRequest::Encode(prompts, limits) => reply(&frame::reply(local.encode(prompts, *limits)))?,
             #[cfg(feature = "serve")]
-            Asked::Grammar(grammar, sampled) => {
+            ProcessRequest::Grammar(grammar, sampled) => {
                 if grammars.is_none() {
                     // The vocabulary is kept, so it does not count for the limit of a call.
                     grammars = Some(local.grammars(sampled));
-                    limit(CALL_BYTES - STACK_BYTES);
+                    limit_memory(CALL_BYTES - STACK_BYTES);
                 }
                 let compiled = match &grammars {
                     Some(Ok(grammars)) => grammars.compile(grammar).map(|_| ()),
@@ -120,7 +120,7 @@ fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
             }
         }
         if large {
-            drop(asked);
+            drop(request);
             return_freed_memory();
         }
     }
@@ -142,20 +142,20 @@ fn read_files(payload: &[u8]) -> Option<[Option<&[u8]>; 3]> {
     reader.end(files)
 }
 
-fn length(input: &mut File) -> io::Result<u32> {
+fn read_length(input: &mut File) -> io::Result<u32> {
     let mut length = [0; 4];
     input.read_exact(&mut length)?;
     Ok(u32::from_le_bytes(length))
 }
 
-fn received(input: &mut File, length: u32) -> io::Result<Vec<u8>> {
+fn read_payload(input: &mut File, length: u32) -> io::Result<Vec<u8>> {
     let mut payload = vec![0; length as usize];
     input.read_exact(&mut payload)?;
     Ok(payload)
 }
 
 /// Limits the process to `more` bytes beyond its present size. A lower system limit stays.
-fn limit(more: u64) {
+fn limit_memory(more: u64) {
     let size = || -> Option<u64> {
         // The first number is the size, in pages.
         let pages: u64 = fs::read_to_string("/proc/self/statm").ok()?.split(' ').next()?.parse().ok()?;

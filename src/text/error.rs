@@ -20,7 +20,7 @@ pub enum TextError {
     )]
     NoTemplate,
     /// The template rejected the messages.
-    #[error("the chat template refuses these messages: {0}")]
+    #[error("the chat template rejects these messages: {0}")]
     Template(String),
     /// The text cannot be encoded, or the tokens cannot be decoded.
     #[error("{TOKENIZER}: the tokenizer failed: {0}")]
@@ -37,7 +37,7 @@ pub enum TextError {
         limit: String,
     },
     /// The text is longer than any text that fits in the context.
-    #[error("the prompt has {bytes} bytes of text, and the context holds at most {limit}; send less text")]
+    #[error("the prompt has {bytes} bytes of text; the context holds at most {limit} bytes; send less text")]
     TooLong {
         /// Size of the text, bytes.
         bytes: u64,

@@ -13,7 +13,7 @@ use super::{
 /// The files of a tokenizer; errors refer to them by index.
 const FILES: [&str; 3] = [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE];
 /// The maximum size of an error's text, bytes.
-const ERROR_MOST: usize = 4 << 10;
+const ERROR_BYTES_MAX: usize = 4 << 10;
 /// The first byte of a successful reply.
 const DONE: u8 = 0;
 
@@ -64,9 +64,9 @@ impl<'a> Reader<'a> {
     }
 
     pub fn take(&mut self, length: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(length)?;
+        let (bytes, rest) = self.0.split_at_checked(length)?;
         self.0 = rest;
-        Some(taken)
+        Some(bytes)
     }
 
     pub fn bytes(&mut self) -> Option<&'a [u8]> {
@@ -91,7 +91,7 @@ impl<'a> Reader<'a> {
 
 /// A request to a text process.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Asked {
+pub(super) enum ProcessRequest {
     /// Encode prompts.
     Encode(Vec<Prompt>, EncodeLimits),
     /// Check that a grammar compiles.
@@ -131,11 +131,11 @@ pub(super) fn grammar_request(grammar: &Grammar, sampled: &Sampled) -> Vec<u8> {
 }
 
 #[cfg(feature = "serve")]
-fn read_grammar(reader: &mut Reader<'_>) -> Option<Asked> {
+fn read_grammar(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
     let grammar = Grammar::of((reader.byte()?, reader.text()?));
     let vocab = reader.word()?;
     let eos = (0..reader.word()?).map(|_| reader.word()).collect::<Option<_>>()?;
-    Some(Asked::Grammar(grammar, Sampled { vocab, eos }))
+    Some(ProcessRequest::Grammar(grammar, Sampled { vocab, eos }))
 }
 
 /// Returns the bytes of a JSON value.
@@ -189,11 +189,11 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
 }
 
 /// Reads the output of [`request`] or [`grammar_request`].
-pub(super) fn read_request(payload: &[u8]) -> Option<Asked> {
+pub(super) fn read_request(payload: &[u8]) -> Option<ProcessRequest> {
     let mut reader = Reader(payload);
     if reader.byte()? == 1 {
         #[cfg(feature = "serve")]
-        return read_grammar(&mut reader).and_then(|asked| reader.end(asked));
+        return read_grammar(&mut reader).and_then(|request| reader.end(request));
         #[cfg(not(feature = "serve"))]
         return None;
     }
@@ -219,7 +219,7 @@ pub(super) fn read_request(payload: &[u8]) -> Option<Asked> {
             }
         });
     }
-    reader.end(Asked::Encode(prompts, limits))
+    reader.end(ProcessRequest::Encode(prompts, limits))
 }
 
 /// Returns the payload of a reply.
@@ -246,8 +246,8 @@ pub(super) fn reply(result: Result<Vec<Encoded>, TextError>) -> Vec<u8> {
 }
 
 /// Returns the maximum size of a reply to this number of prompts, bytes.
-pub(super) fn reply_most(prompts: usize, limits: EncodeLimits) -> u64 {
-    16 + 16 * prompts as u64 + limits.all_tokens.saturating_mul(4) + ERROR_MOST as u64
+pub(super) fn reply_bytes_max(prompts: usize, limits: EncodeLimits) -> u64 {
+    16 + 16 * prompts as u64 + limits.all_tokens.saturating_mul(4) + ERROR_BYTES_MAX as u64
 }
 
 /// Parses a reply to this number of prompts; `None` if it is invalid.
@@ -321,7 +321,7 @@ pub(super) fn failure(error: &TextError) -> Vec<u8> {
 
 /// Cuts an error's text to its maximum size, because a template can raise a text of any length.
 pub(super) fn shortened(text: &str) -> &str {
-    let end = (0..=text.len().min(ERROR_MOST)).rev().find(|&end| text.is_char_boundary(end));
+    let end = (0..=text.len().min(ERROR_BYTES_MAX)).rev().find(|&end| text.is_char_boundary(end));
     &text[..end.unwrap_or(0)]
 }
 
@@ -340,7 +340,7 @@ mod tests {
         let prompts = [Prompt::Text("text".into()), chat, Prompt::Plain("p".into())];
         let limits = EncodeLimits { bytes: 1, tokens: 2, all_tokens: u64::MAX };
         let payload = request(&prompts, limits);
-        assert_eq!(read_request(&payload).unwrap(), Asked::Encode(prompts.into(), limits));
+        assert_eq!(read_request(&payload).unwrap(), ProcessRequest::Encode(prompts.into(), limits));
         let replies = || vec![Encoded::Ids(vec![1, u32::MAX]), Encoded::TooMany(1 << 40), Encoded::Ids(Vec::new())];
         let payload_of_reply = reply(Ok(replies()));
         assert_eq!(read_reply(&payload_of_reply, 3).unwrap().unwrap(), replies());
@@ -370,7 +370,7 @@ mod tests {
             let read = read_reply(&failure(&error), 1).unwrap().unwrap_err();
             assert_eq!((read.code(), read.to_string()), (error.code(), error.to_string()));
         }
-        let long = TextError::Template("\u{e9}".repeat(ERROR_MOST));
-        assert!(read_reply(&failure(&long), 1).unwrap().unwrap_err().to_string().len() < ERROR_MOST + 100);
+        let long = TextError::Template("\u{e9}".repeat(ERROR_BYTES_MAX));
+        assert!(read_reply(&failure(&long), 1).unwrap().unwrap_err().to_string().len() < ERROR_BYTES_MAX + 100);
     }
 }

@@ -19,10 +19,10 @@ use llguidance::{
 };
 
 use super::{
-    STACK_BYTES, caught,
+    STACK_BYTES, catch_panic,
     error::TextError,
+    panic_message,
     prompt::{Grammar, Sampled},
-    said,
     vocabulary::Vocabulary,
 };
 
@@ -39,13 +39,13 @@ const LIMITS: ParserLimits = ParserLimits {
     verbose_errors: false,
 };
 /// The maximum number of parser items of an answer, with about 16 bytes each.
-const ITEMS: usize = 4 << 20;
-/// The time limit of a token; all tokens of an answer together may exceed it by [`SLOW_TIME`]. An ambiguous grammar
+const ITEMS_MAX: usize = 4 << 20;
+/// The time for a token; all tokens of an answer together may exceed it by [`EXTRA_TIME_MAX`]. An ambiguous grammar
 /// takes time quadratic in its items, so a limit on items alone does not bound it.
-const TOKEN_TIME: Duration = Duration::from_millis(5);
-const SLOW_TIME: Duration = Duration::from_secs(1);
+const TOKEN_TIME_TARGET: Duration = Duration::from_millis(5);
+const EXTRA_TIME_MAX: Duration = Duration::from_secs(1);
 /// The maximum length of a parser error's text, characters.
-const WHY: usize = 300;
+const ERROR_CHARS_MAX: usize = 300;
 
 /// Compiles grammars for one vocabulary.
 pub(super) struct Grammars {
@@ -74,7 +74,7 @@ impl Grammars {
             *factory.limits_mut() = LIMITS;
             Ok(factory)
         };
-        let built = caught(build).unwrap_or_else(Err);
+        let built = catch_panic(build).unwrap_or_else(Err);
         built.map(|factory| Self { factory }).map_err(|why| TextError::Grammar(short(&why)))
     }
 
@@ -90,9 +90,9 @@ impl Grammars {
             matcher.compute_mask().map_err(|error| error.to_string())?;
             Ok(matcher)
         };
-        let compiled = caught(compile).unwrap_or_else(Err);
-        let slow = Duration::ZERO;
-        compiled.map(|matcher| Answer { matcher, items: 0, slow }).map_err(|why| TextError::Grammar(short(&why)))
+        let compiled = catch_panic(compile).unwrap_or_else(Err);
+        let extra_time = Duration::ZERO;
+        compiled.map(|matcher| Answer { matcher, items: 0, extra_time }).map_err(|why| TextError::Grammar(short(&why)))
     }
 
     /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.
@@ -103,8 +103,8 @@ impl Grammars {
         thread::scope(|scope| {
             let thread =
                 thread::Builder::new().stack_size(STACK_BYTES as usize).spawn_scoped(scope, || self.compile(grammar));
-            let thread = thread.map_err(|error| TextError::Grammar(format!("no thread for it: {error}")))?;
-            thread.join().unwrap_or_else(|why| Err(TextError::Grammar(said(&*why))))
+            let thread = thread.map_err(|error| TextError::Grammar(format!("cannot start a thread: {error}")))?;
+            thread.join().unwrap_or_else(|why| Err(TextError::Grammar(panic_message(&*why))))
         })
     }
 }
@@ -123,7 +123,7 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
 /// Cuts a parser's message, which may quote the whole grammar.
 fn short(why: &str) -> String {
     let line = why.lines().next().unwrap_or_default();
-    line.chars().take(WHY).collect()
+    line.chars().take(ERROR_CHARS_MAX).collect()
 }
 
 /// The state of an answer that must match a grammar.
@@ -132,40 +132,40 @@ pub(crate) struct Answer {
     matcher: Matcher,
     /// The number of parser items so far.
     items: usize,
-    /// The time spent beyond [`TOKEN_TIME`] so far.
-    slow: Duration,
+    /// The time spent beyond [`TOKEN_TIME_TARGET`] so far.
+    extra_time: Duration,
 }
 
 impl Answer {
     /// Sets the mask to the tokens that may follow. Leaves it unchanged after an error, or if the answer has reached
     /// its limit of items or time.
     pub fn allow(&mut self, mask: &mut [u32]) {
-        if self.is_spent() {
+        if self.is_over_limit() {
             return;
         }
         let Ok(allowed) = self.timed(Matcher::compute_mask) else { return };
         self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
-        if !self.is_spent() {
-            mask.iter_mut().zip(allowed.as_slice()).for_each(|(own, allowed)| *own = *allowed);
+        if !self.is_over_limit() {
+            mask.iter_mut().zip(allowed.as_slice()).for_each(|(bits, allowed)| *bits = *allowed);
         }
     }
 
     /// Appends a token. Returns whether the answer is complete, so that no token may follow.
     pub fn take(&mut self, token: u32) -> bool {
-        if self.is_spent() {
+        if self.is_over_limit() {
             return false;
         }
         self.timed(|matcher| matcher.consume_token(token)).is_ok() && self.matcher.is_stopped()
     }
 
-    fn is_spent(&self) -> bool {
-        self.items > ITEMS || self.slow > SLOW_TIME
+    fn is_over_limit(&self) -> bool {
+        self.items > ITEMS_MAX || self.extra_time > EXTRA_TIME_MAX
     }
 
     fn timed<T>(&mut self, work: impl FnOnce(&mut Matcher) -> T) -> T {
-        let began = Instant::now();
+        let started = Instant::now();
         let done = work(&mut self.matcher);
-        self.slow += began.elapsed().saturating_sub(TOKEN_TIME);
+        self.extra_time += started.elapsed().saturating_sub(TOKEN_TIME_TARGET);
         done
     }
 }
@@ -180,15 +180,15 @@ impl fmt::Debug for Answer {
 #[cfg(test)]
 pub(crate) fn accepts(grammar: &Grammar, text: &str) -> bool {
     let tokenizer = include_str!("../../tests/serve/tokenizer.json");
-    let own = super::Text::new(tokenizer.as_bytes(), None, None).unwrap();
+    let text_codec = super::Text::new(tokenizer.as_bytes(), None, None).unwrap();
     let sampled = Sampled { vocab: 264, eos: vec![1] };
-    let mut answer = own.compile(grammar, &sampled).unwrap();
+    let mut answer = text_codec.compile(grammar, &sampled).unwrap();
     let allowed = |token: u32, answer: &mut Answer| {
         let mut mask = [0; 9];
         answer.allow(&mut mask);
         mask[token as usize / 32] >> (token % 32) & 1 == 1
     };
-    let ids = own.encode(text).unwrap();
+    let ids = text_codec.encode(text).unwrap();
     for (at, id) in ids[1..].iter().enumerate() {
         if !allowed(*id, &mut answer) {
             return false;

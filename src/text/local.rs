@@ -5,11 +5,11 @@ use std::thread;
 use tokenizers::Tokenizer;
 
 use super::{
-    PREPARING, TOKENIZER, caught,
+    PREPARING, TOKENIZER, catch_panic,
     chat::Template,
     error::TextError,
+    panic_message,
     prompt::{Chat, Conversation, EncodeLimits, Encoded, Prompt},
-    said,
     vocabulary::Vocabulary,
 };
 #[cfg(all(feature = "serve", unix))]
@@ -41,7 +41,7 @@ impl Local {
             let vocabulary = Vocabulary::of(&tokenizer);
             Ok((tokenizer, vocabulary))
         };
-        let (tokenizer, vocabulary) = caught(load).map_err(|why| file(&why))?.map_err(|error| file(&error))?;
+        let (tokenizer, vocabulary) = catch_panic(load).map_err(|why| file(&why))?.map_err(|error| file(&error))?;
         Ok((Self { tokenizer, template: Template::of(config, template)? }, vocabulary?))
     }
 
@@ -64,8 +64,8 @@ impl Local {
     /// # Errors
     /// [`TextError`], for the first prompt that fails.
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
-        let mut left = limits.all_tokens;
-        let one = |prompt: &Prompt| {
+        let mut tokens_left = limits.all_tokens;
+        let encode_one = |prompt: &Prompt| {
             let ids = match prompt {
                 Prompt::Text(text) => self.ids(text, true, limits)?,
                 Prompt::Plain(text) => self.ids(text, false, limits)?,
@@ -77,10 +77,10 @@ impl Local {
                 return Ok(Encoded::TooMany(tokens));
             }
             let all = format!("{} tokens", limits.all_tokens);
-            left = left.checked_sub(tokens).ok_or(TextError::Limit { work: PREPARING, limit: all })?;
+            tokens_left = tokens_left.checked_sub(tokens).ok_or(TextError::Limit { work: PREPARING, limit: all })?;
             Ok(Encoded::Ids(ids))
         };
-        prompts.iter().map(one).collect()
+        prompts.iter().map(encode_one).collect()
     }
 
     /// Encodes prompts as [`Local::encode`] does, on a stack that is large enough for any template.
@@ -95,8 +95,8 @@ impl Local {
         }
         thread::scope(|scope| {
             let thread = thread::Builder::new().stack_size(STACK).spawn_scoped(scope, || self.encode(prompts, limits));
-            let thread = thread.map_err(|error| TextError::Template(format!("no thread for it: {error}")))?;
-            thread.join().unwrap_or_else(|why| Err(TextError::Template(said(&*why))))
+            let thread = thread.map_err(|error| TextError::Template(format!("cannot start a thread: {error}")))?;
+            thread.join().unwrap_or_else(|why| Err(TextError::Template(panic_message(&*why))))
         })
     }
 
@@ -109,7 +109,7 @@ impl Local {
         if bytes > limits.bytes {
             return Err(TextError::TooLong { bytes, limit: limits.bytes });
         }
-        let encoding = caught(|| self.tokenizer.encode(text, special)).map_err(TextError::Tokenizer)?;
+        let encoding = catch_panic(|| self.tokenizer.encode(text, special)).map_err(TextError::Tokenizer)?;
         let encoding = encoding.map_err(|error| TextError::Tokenizer(error.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }

@@ -79,7 +79,7 @@ const STACK_BYTES: u64 = 64 << 20;
 /// The maximum number of text processes of a [`Text`].
 pub(crate) const PROCESSES: usize = 2;
 /// The maximum number of tokens that a stream holds back while they complete no character.
-const HELD_TOKENS: usize = 64;
+const HELD_TOKENS_MAX: usize = 64;
 
 /// A model's tokenizer and chat template. Cheap to clone.
 #[derive(Clone)]
@@ -213,7 +213,7 @@ impl Text {
             pool.check_grammar(grammar, sampled)?;
         }
         let grammars = match self.grammars.get() {
-            Some((own, grammars)) if own == sampled => grammars,
+            Some((compiled_for, grammars)) if compiled_for == sampled => grammars,
             _ => {
                 let grammars = Grammars::new(&self.vocabulary, sampled)?;
                 // A served model has one vocabulary; the first of two threads sets it.
@@ -229,10 +229,11 @@ impl Text {
         self.vocabulary.longest()
     }
 
-    /// Decodes tokens, including special ones; `None` if the text may exceed `most` bytes, or for an unknown token.
+    /// Decodes tokens, including special ones. Returns `None` if the text may exceed `bytes_max` bytes, or for an
+    /// unknown token.
     #[cfg(feature = "serve")]
-    pub(crate) fn decode_all(&self, ids: &[u32], most: u64) -> Result<Option<String>, TextError> {
-        if self.vocabulary.bytes(ids) > most || ids.iter().any(|id| !self.vocabulary.has(*id)) {
+    pub(crate) fn decode_all(&self, ids: &[u32], bytes_max: u64) -> Result<Option<String>, TextError> {
+        if self.vocabulary.bytes(ids) > bytes_max || ids.iter().any(|id| !self.vocabulary.has(*id)) {
             return Ok(None);
         }
         self.vocabulary.decode_all(ids).map(Some)
@@ -278,13 +279,13 @@ thread_local! {
 }
 
 /// Returns the result of `work`, or the message of its panic, which is not printed.
-fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        let others = panic::take_hook();
+        let previous_hook = panic::take_hook();
         panic::set_hook(Box::new(move |info| {
             if !QUIET.get() {
-                others(info);
+                previous_hook(info);
             }
         }));
     });
@@ -292,13 +293,13 @@ fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     // After a panic, only a tokenizer's cache may be used again; it has a lock.
     let result = panic::catch_unwind(AssertUnwindSafe(work));
     QUIET.set(before);
-    result.map_err(|why| said(&*why))
+    result.map_err(|why| panic_message(&*why))
 }
 
 /// Returns an error text with the message of a panic.
-fn said(why: &(dyn Any + Send)) -> String {
+fn panic_message(why: &(dyn Any + Send)) -> String {
     let text = why.downcast_ref::<&str>().copied().or_else(|| why.downcast_ref::<String>().map(String::as_str));
-    format!("its reader gave up: {}", text.unwrap_or("it does not say why"))
+    format!("panic: {}", text.unwrap_or("without a message"))
 }
 
 /// A stream that decodes tokens one by one. A character of several tokens appears with its last one; special tokens are
@@ -324,11 +325,11 @@ impl TextStream {
         self.ids.push(id);
         let whole = self.vocabulary.decode(&self.ids)?;
         // A character never has so many tokens. The limit bounds the cost per token.
-        let holds = self.ids.len() - self.prefix_ids < HELD_TOKENS;
+        let holds = self.ids.len() - self.prefix_ids < HELD_TOKENS_MAX;
         if holds && (whole.len() <= self.prefix.len() || whole.ends_with('\u{fffd}')) {
             return Ok(String::new());
         }
-        let new = self.behind_prefix(&whole)?;
+        let new = self.after_prefix(&whole)?;
         self.ids.drain(..self.prefix_ids);
         self.prefix = self.vocabulary.decode(&self.ids)?;
         self.prefix_ids = self.ids.len();
@@ -341,12 +342,12 @@ impl TextStream {
     /// [`TextError::Tokenizer`].
     pub fn finish(self) -> Result<String, TextError> {
         let whole = self.vocabulary.decode(&self.ids)?;
-        self.behind_prefix(&whole)
+        self.after_prefix(&whole)
     }
 
     /// Returns the text that was not returned yet. An invalid byte can change how earlier bytes decode (all become
     /// U+FFFD). The new tokens are then decoded alone.
-    fn behind_prefix(&self, whole: &str) -> Result<String, TextError> {
+    fn after_prefix(&self, whole: &str) -> Result<String, TextError> {
         match whole.strip_prefix(self.prefix.as_str()) {
             Some(new) => Ok(new.to_owned()),
             None => self.vocabulary.decode(&self.ids[self.prefix_ids..]),
@@ -419,7 +420,7 @@ pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
         id.ok_or_else(|| TextError::Ids(format!("'{part}' is not a token id from 0 to {}", u32::MAX)))
     };
     let ids = parts.map(number).collect::<Result<Vec<u32>, _>>()?;
-    if ids.is_empty() { Err(TextError::Ids("there are no tokens".into())) } else { Ok(ids) }
+    if ids.is_empty() { Err(TextError::Ids("the prompt has no tokens".into())) } else { Ok(ids) }
 }
 
 #[cfg(test)]
@@ -451,7 +452,7 @@ mod tests {
         let text = Text::new(bytes().as_bytes(), None, None).unwrap();
         let sentence = "naïve 東京 🦀!";
         let ids = text.encode(sentence).unwrap();
-        assert_eq!((ids[0], ids.len()), (256, sentence.len() + 1), "a token a byte, behind the special one");
+        assert_eq!((ids[0], ids.len()), (256, sentence.len() + 1), "one token per byte after the special token");
         let mut stream = text.stream();
         let pieces: Vec<String> = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
         assert_eq!(pieces.concat() + &stream.finish().unwrap(), sentence);
@@ -471,7 +472,7 @@ mod tests {
         for _ in 0..1000 {
             shown += &stream.push(half).unwrap();
             shown += &stream.push(special).unwrap();
-            assert!(stream.ids.len() < 2 * HELD_TOKENS, "{stream:?}");
+            assert!(stream.ids.len() < 2 * HELD_TOKENS_MAX, "{stream:?}");
         }
         shown += &stream.finish().unwrap();
         assert_eq!(shown, "\u{fffd}".repeat(1000));
@@ -483,7 +484,7 @@ mod tests {
         let text = Text::new(bytes().as_bytes(), Some(config), None).unwrap();
         let messages = [Message::system("be brief"), Message::user("hi")];
         let ids = text.encode_chat(&messages).unwrap();
-        assert_eq!(ids, text.encode("[system]be brief[user]hi[assistant]").unwrap(), "one bos, not two");
+        assert_eq!(ids, text.encode("[system]be brief[user]hi[assistant]").unwrap(), "the text has one bos token");
         let newer = Text::new(bytes().as_bytes(), Some(config), Some(b"{{ raise_exception('no') }}")).unwrap();
         assert!(matches!(newer.encode_chat(&messages), Err(TextError::Template(why)) if why.contains("no")));
         let base = Text::new(bytes().as_bytes(), None, None).unwrap();
@@ -526,7 +527,7 @@ mod tests {
         }
         let deep = Text::new(bytes().as_bytes(), None, Some("{{ 1 }}".repeat(limit).as_bytes())).unwrap();
         let refused = deep.encode_chat(&[Message::user("hi")]).unwrap_err().to_string();
-        assert!(refused.starts_with(CHAT_TEMPLATE) && refused.contains("at most 262144"), "{refused}");
+        assert!(refused.starts_with(CHAT_TEMPLATE) && refused.contains("limit of 262144"), "{refused}");
         let inside = serde_json::json!({"chat_template": " ".repeat(limit + 1)}).to_string();
         let inside = Text::new(bytes().as_bytes(), Some(inside.as_bytes()), None).unwrap();
         assert!(matches!(inside.encode_chat(&[]), Err(TextError::File { file: TOKENIZER_CONFIG, .. })));
@@ -542,9 +543,9 @@ mod tests {
         let cut = with("pre_tokenizer", serde_json::json!({"type": "FixedLength", "length": 0})).unwrap();
         for _ in 0..2 {
             let refused = cut.encode("text").unwrap_err().to_string();
-            assert!(refused.starts_with(TOKENIZER) && refused.contains("gave up"), "{refused}");
+            assert!(refused.starts_with(TOKENIZER) && refused.contains("panic: "), "{refused}");
         }
-        assert!(panic::catch_unwind(|| caught(|| ())).is_ok() && !QUIET.get());
+        assert!(panic::catch_unwind(|| catch_panic(|| ())).is_ok() && !QUIET.get());
         let map = with("normalizer", serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}));
         assert!(matches!(map, Err(TextError::File { file: TOKENIZER, .. })) || map.unwrap().encode("text").is_err());
         // Such files may be valid; the test is that the process survives them.
@@ -579,7 +580,7 @@ mod tests {
         assert_eq!(shown(&[0, 1, 4, 5]), "\n\u{fffd}a b");
         assert_eq!(shown(&[4, 0, 1, 5, 5, 0, 1, 2, 4, 4]), "a\n\u{fffd} b b\n\u{fffd}\u{fffd}aa");
         assert_eq!(shown(&[0, 1]), "\n\u{fffd}");
-        assert_eq!(shown(&[0, 1, 2, 3, 5]), "\n\u{6771} b", "whole ones stay whole");
+        assert_eq!(shown(&[0, 1, 2, 3, 5]), "\n\u{6771} b", "complete characters are decoded");
     }
 
     #[test]

@@ -25,11 +25,11 @@ use super::{
 };
 
 /// The time limit of a call.
-const CALL_TIME: Duration = Duration::from_secs(2);
+const CALL_TIME_MAX: Duration = Duration::from_secs(2);
 /// The time limit of loading a tokenizer.
-const LOAD_TIME: Duration = Duration::from_secs(10);
+const LOAD_TIME_MAX: Duration = Duration::from_secs(10);
 /// The maximum size of the reply to the files of a tokenizer, which contains its vocabulary; bytes.
-const VOCABULARY_MOST: u64 = 128 << 20;
+const VOCABULARY_BYTES_MAX: u64 = 128 << 20;
 /// The name of the work on a grammar, for errors.
 #[cfg(feature = "serve")]
 const COMPILING: &str = "compiling it";
@@ -73,18 +73,18 @@ impl Drop for Process {
 }
 
 /// Why a process returned no valid reply.
-enum Lost {
+enum CallError {
     /// The time limit was reached.
-    Late,
+    TimedOut,
     /// The process has ended, or its reply is invalid.
-    Gone,
+    Ended,
 }
 
-impl From<io::Error> for Lost {
+impl From<io::Error> for CallError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Late,
-            _ => Self::Gone,
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::TimedOut,
+            _ => Self::Ended,
         }
     }
 }
@@ -118,8 +118,8 @@ impl Pool {
             reader.end(vocabulary.map(|vocabulary| (vocabulary, chat)))
         };
         let (vocabulary, chat) =
-            read().unwrap_or_else(|| Err(TextError::Process("its answer is not a vocabulary".into())))?;
-        slot.give_back(process);
+            read().unwrap_or_else(|| Err(TextError::Process("its reply is not a vocabulary".into())))?;
+        slot.return_process(process);
         Ok((pool, vocabulary, chat))
     }
 
@@ -129,8 +129,8 @@ impl Pool {
     /// [`TextError`]. A process that exceeds a limit of time or memory is ended; the next call starts a new one.
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         let payload = frame::request(prompts, limits);
-        let most = frame::reply_most(prompts.len(), limits);
-        self.call(payload, most, PREPARING, |answer| frame::read_reply(answer, prompts.len()))
+        let bytes_max = frame::reply_bytes_max(prompts.len(), limits);
+        self.call(payload, bytes_max, PREPARING, |answer| frame::read_reply(answer, prompts.len()))
     }
 
     /// Compiles a grammar in a free process; waits until there is one.
@@ -140,8 +140,8 @@ impl Pool {
     #[cfg(feature = "serve")]
     pub fn check_grammar(&self, grammar: &Grammar, sampled: &Sampled) -> Result<(), TextError> {
         let payload = frame::grammar_request(grammar, sampled);
-        let most = frame::reply_most(0, EncodeLimits { bytes: 0, tokens: 0, all_tokens: 0 });
-        let checked = self.call(payload, most, COMPILING, |answer| frame::read_reply(answer, 0));
+        let bytes_max = frame::reply_bytes_max(0, EncodeLimits { bytes: 0, tokens: 0, all_tokens: 0 });
+        let checked = self.call(payload, bytes_max, COMPILING, |answer| frame::read_reply(answer, 0));
         checked.map(|_| ()).map_err(|error| match error {
             TextError::Limit { work: COMPILING, limit } => {
                 TextError::Grammar(format!("{COMPILING} takes more than {limit}"))
@@ -150,11 +150,11 @@ impl Pool {
         })
     }
 
-    /// Sends a payload to a process and parses its reply of at most `most` bytes.
+    /// Sends a payload to a process and parses its reply of at most `bytes_max` bytes.
     fn call<T>(
         &self,
         payload: Vec<u8>,
-        most: u64,
+        bytes_max: u64,
         work: &'static str,
         read: impl FnOnce(&[u8]) -> Option<Result<T, TextError>>,
     ) -> Result<T, TextError> {
@@ -166,23 +166,23 @@ impl Pool {
                 let (process, answer) = self.load()?;
                 // The files were valid when the first process read them.
                 if !matches!(frame::opened(&answer), Some(Ok(_))) {
-                    return Err(self.lost(process, &Lost::Gone, LOADING, LOAD_TIME, child::CALL_BYTES));
+                    return Err(self.end(process, &CallError::Ended, LOADING, LOAD_TIME_MAX, child::CALL_BYTES));
                 }
                 process
             }
         };
-        if payload.len() > child::REQUEST_MOST as usize {
-            slot.give_back(process);
-            return Err(TextError::Limit { work, limit: format!("{} bytes of text", child::REQUEST_MOST) });
+        if payload.len() > child::REQUEST_BYTES_MAX as usize {
+            slot.return_process(process);
+            return Err(TextError::Limit { work, limit: format!("{} bytes of text", child::REQUEST_BYTES_MAX) });
         }
-        let answer = process.exchange(&payload, most, CALL_TIME);
+        let answer = process.exchange(&payload, bytes_max, CALL_TIME_MAX);
         drop(payload);
-        match answer.and_then(|answer| read(&answer).ok_or(Lost::Gone)) {
+        match answer.and_then(|answer| read(&answer).ok_or(CallError::Ended)) {
             Ok(answered) => {
-                slot.give_back(process);
+                slot.return_process(process);
                 answered
             }
-            Err(lost) => Err(self.lost(process, &lost, work, CALL_TIME, child::CALL_BYTES)),
+            Err(error) => Err(self.end(process, &error, work, CALL_TIME_MAX, child::CALL_BYTES)),
         }
     }
 
@@ -219,19 +219,19 @@ impl Pool {
     /// Starts a process and sends it the files. Returns the process and its reply.
     fn load(&self) -> Result<(Process, Vec<u8>), TextError> {
         let mut process = self.spawn()?;
-        match process.exchange(&self.files, VOCABULARY_MOST, LOAD_TIME) {
+        match process.exchange(&self.files, VOCABULARY_BYTES_MAX, LOAD_TIME_MAX) {
             Ok(answer) => Ok((process, answer)),
-            Err(lost) => {
-                let most = child::load_most(self.files.len() as u64);
-                Err(self.lost(process, &lost, LOADING, LOAD_TIME, most))
+            Err(error) => {
+                let memory_max = child::load_bytes_max(self.files.len() as u64);
+                Err(self.end(process, &error, LOADING, LOAD_TIME_MAX, memory_max))
             }
         }
     }
 
     fn spawn(&self) -> Result<Process, TextError> {
-        let failed = |error: io::Error| TextError::Process(format!("it cannot be started: {error}"));
+        let failed = |error: io::Error| TextError::Process(format!("cannot start it: {error}"));
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
-        let known = stream.try_clone().map_err(failed)?;
+        let stream_copy = stream.try_clone().map_err(failed)?;
         let child = {
             let mut command = self.command.lock().unwrap_or_else(PoisonError::into_inner);
             let input = OwnedFd::from(theirs.try_clone().map_err(failed)?);
@@ -248,13 +248,20 @@ impl Pool {
         let mut state = self.state();
         let number = state.next;
         state.next += 1;
-        state.streams.push((number, known));
+        state.streams.push((number, stream_copy));
         let process = Process { number, child, stream };
         if state.closed { Err(stopped()) } else { Ok(process) }
     }
 
     /// Ends a process without a valid reply, and returns the error.
-    fn lost(&self, mut process: Process, lost: &Lost, work: &'static str, time: Duration, memory: u64) -> TextError {
+    fn end(
+        &self,
+        mut process: Process,
+        error: &CallError,
+        work: &'static str,
+        time: Duration,
+        memory: u64,
+    ) -> TextError {
         // A process that has ended by itself keeps its status.
         let _ = process.child.kill();
         let status = process.child.wait();
@@ -263,14 +270,14 @@ impl Pool {
         if state.closed {
             return stopped();
         }
-        match (lost, status) {
-            (Lost::Late, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
+        match (error, status) {
+            (CallError::TimedOut, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
             // An allocation beyond the memory limit aborts the process, and so does a stack overflow.
-            (Lost::Gone, Ok(status)) if status.signal().is_some() => {
+            (CallError::Ended, Ok(status)) if status.signal().is_some() => {
                 TextError::Limit { work, limit: format!("{} MiB of memory", memory >> 20) }
             }
-            (Lost::Gone, Ok(status)) => TextError::Process(format!("it ended: {status}")),
-            (Lost::Gone, Err(error)) => TextError::Process(format!("it ended: {error}")),
+            (CallError::Ended, Ok(status)) => TextError::Process(format!("it ended: {status}")),
+            (CallError::Ended, Err(error)) => TextError::Process(format!("it ended: {error}")),
         }
     }
 }
@@ -284,7 +291,7 @@ struct Slot<'a>(&'a Pool);
 
 impl Slot<'_> {
     /// Keeps the process for later calls.
-    fn give_back(self, process: Process) {
+    fn return_process(self, process: Process) {
         let mut state = self.0.state();
         if !state.closed {
             state.idle.push(process);
@@ -300,16 +307,18 @@ impl Drop for Slot<'_> {
 }
 
 impl Process {
-    /// Sends a payload and receives one of at most `most` bytes.
-    fn exchange(&mut self, payload: &[u8], most: u64, time: Duration) -> Result<Vec<u8>, Lost> {
+    /// Sends a payload and receives one of at most `bytes_max` bytes.
+    fn exchange(&mut self, payload: &[u8], bytes_max: u64, time: Duration) -> Result<Vec<u8>, CallError> {
         let deadline = Instant::now() + time;
-        let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or(Lost::Late);
-        let length = u32::try_from(payload.len()).map_err(|_| Lost::Gone)?;
+        let left = || {
+            deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or(CallError::TimedOut)
+        };
+        let length = u32::try_from(payload.len()).map_err(|_| CallError::Ended)?;
         for mut rest in [&length.to_le_bytes()[..], payload] {
             while !rest.is_empty() {
                 self.stream.set_write_timeout(Some(left()?))?;
                 match self.stream.write(rest)? {
-                    0 => return Err(Lost::Gone),
+                    0 => return Err(CallError::Ended),
                     written => rest = &rest[written..],
                 }
             }
@@ -319,7 +328,7 @@ impl Process {
             while filled < buffer.len() {
                 self.stream.set_read_timeout(Some(left()?))?;
                 match self.stream.read(&mut buffer[filled..])? {
-                    0 => return Err(Lost::Gone),
+                    0 => return Err(CallError::Ended),
                     read => filled += read,
                 }
             }
@@ -328,8 +337,8 @@ impl Process {
         let mut length = [0; 4];
         receive(&mut length)?;
         let length = u32::from_le_bytes(length);
-        if u64::from(length) > most {
-            return Err(Lost::Gone);
+        if u64::from(length) > bytes_max {
+            return Err(CallError::Ended);
         }
         let mut answer = vec![0; length as usize];
         receive(&mut answer)?;

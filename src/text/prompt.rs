@@ -120,11 +120,11 @@ pub(crate) struct EncodeLimits {
 
 impl EncodeLimits {
     /// The maximum number of tokens of a call without limits of its own.
-    pub(super) const MOST_TOKENS: u64 = 16 << 20;
+    pub(super) const TOKENS_MAX: u64 = 16 << 20;
 
     /// The limits of a call without limits of its own.
     pub(super) fn none() -> Self {
-        Self { bytes: u64::MAX, tokens: u64::MAX, all_tokens: Self::MOST_TOKENS }
+        Self { bytes: u64::MAX, tokens: u64::MAX, all_tokens: Self::TOKENS_MAX }
     }
 }
 

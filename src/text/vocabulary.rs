@@ -1,7 +1,8 @@
 //! Decodes token ids to text with the vocabulary and the decoder of a tokenizer.
 //!
 //! Decoding runs in the serving process, for each token. So the text that a token can add is limited when a tokenizer
-//! is loaded: tokens have at most [`TOKEN_BYTES`] bytes, and a decoder makes text at most [`GROWTH`] times as long.
+//! is loaded: tokens have at most [`TOKEN_BYTES_MAX`] bytes, and a decoder makes text at most [`GROWTH_MAX`] times as
+//! long.
 
 #[cfg(any(feature = "serve", test))]
 use std::{collections::HashMap, sync::LazyLock};
@@ -10,19 +11,19 @@ use serde_json::Value;
 use tokenizers::{Decoder, DecoderWrapper, Tokenizer};
 
 use super::{
-    TOKENIZER, caught,
+    TOKENIZER, catch_panic,
     error::TextError,
     frame::{Reader, Writer},
 };
 
 /// The maximum size of a token, bytes.
-const TOKEN_BYTES: usize = 1024;
+const TOKEN_BYTES_MAX: usize = 1024;
 /// The maximum ratio of a decoded text's length to that of its tokens.
-const GROWTH: usize = 4;
+const GROWTH_MAX: usize = 4;
 /// The maximum number of decoders of a tokenizer, including those inside of sequences.
-const DECODERS: usize = 16;
+const DECODERS_MAX: usize = 16;
 /// The maximum size of a decoder, bytes of JSON; those of published models have a few hundred.
-const DECODER_BYTES: usize = 16 << 10;
+const DECODER_BYTES_MAX: usize = 16 << 10;
 
 /// A token of a vocabulary.
 #[derive(Debug)]
@@ -51,7 +52,7 @@ impl Vocabulary {
     /// # Errors
     /// [`TextError::File`] for a decoder or token that could lengthen a text beyond bounds.
     pub fn of(tokenizer: &Tokenizer) -> Result<Self, TextError> {
-        let source = serde_json::to_value(tokenizer.get_decoder()).map_err(|error| wrong(&error))?;
+        let source = serde_json::to_value(tokenizer.get_decoder()).map_err(|error| file_error(&error))?;
         let mut ids: Vec<u32> = tokenizer.get_vocab(true).into_values().collect();
         ids.sort_unstable();
         ids.dedup();
@@ -65,30 +66,33 @@ impl Vocabulary {
     }
 
     /// Creates a vocabulary from tokens by ascending id (id, text, whether special) and a decoder as JSON.
-    fn new(given: impl Iterator<Item = (u32, impl AsRef<str>, bool)>, source: Value) -> Result<Self, TextError> {
+    fn new(entries: impl Iterator<Item = (u32, impl AsRef<str>, bool)>, source: Value) -> Result<Self, TextError> {
         let (mut text, mut tokens) = (String::new(), Vec::new());
-        for (id, token, special) in given {
+        for (id, token, special) in entries {
             let bytes = token.as_ref().len();
-            if bytes > TOKEN_BYTES {
-                return Err(wrong(&format!(
-                    "model.vocab or added_tokens: token {id} has {bytes} bytes; the limit is {TOKEN_BYTES}"
+            if bytes > TOKEN_BYTES_MAX {
+                return Err(file_error(&format!(
+                    "model.vocab or added_tokens: token {id} has {bytes} bytes, above the limit of {TOKEN_BYTES_MAX}"
                 )));
             }
             text += token.as_ref();
-            let end = u32::try_from(text.len()).map_err(|_| wrong(&"model.vocab: its tokens have 4 GiB or more"))?;
+            let end =
+                u32::try_from(text.len()).map_err(|_| file_error(&"model.vocab: the tokens have 4 GiB or more"))?;
             tokens.push(Token { id, end, special });
         }
         let bytes = source.to_string().len();
-        if bytes > DECODER_BYTES {
-            return Err(wrong(&format!("decoder: it has {bytes} bytes; the limit is {DECODER_BYTES}")));
+        if bytes > DECODER_BYTES_MAX {
+            return Err(file_error(&format!("decoder: it has {bytes} bytes, above the limit of {DECODER_BYTES_MAX}")));
         }
         let mut decoders = 0;
-        let growth = growth(&source, "decoder", &mut decoders).map_err(|why| wrong(&why))?;
-        if growth > GROWTH {
-            return Err(wrong(&format!("decoder: it may make text {growth} times as long; the limit is {GROWTH}")));
+        let growth = growth(&source, "decoder", &mut decoders).map_err(|why| file_error(&why))?;
+        if growth > GROWTH_MAX {
+            return Err(file_error(&format!(
+                "decoder: it may make text {growth} times as long, above the limit of {GROWTH_MAX} times"
+            )));
         }
-        let decoder = caught(|| serde_json::from_value(source.clone()));
-        let decoder = decoder.map_err(|why| wrong(&why))?.map_err(|error| wrong(&error))?;
+        let decoder = catch_panic(|| serde_json::from_value(source.clone()));
+        let decoder = decoder.map_err(|why| file_error(&why))?.map_err(|error| file_error(&error))?;
         Ok(Self { text, tokens, decoder, source })
     }
 
@@ -108,15 +112,15 @@ impl Vocabulary {
         let source = serde_json::from_slice(reader.bytes()?).ok()?;
         let count = reader.word()?;
         // Invalid input ends the list early.
-        let mut whole = true;
+        let mut is_complete = true;
         let tokens = (0..count).map_while(|_| {
             let token = (|| Some((reader.word()?, reader.byte()? == 1, reader.text()?)))();
-            whole &= token.is_some();
+            is_complete &= token.is_some();
             token.map(|(id, special, text)| (id, text, special))
         });
         let vocabulary = Self::new(tokens, source);
-        let ascends = |own: &Self| own.tokens.is_sorted_by(|one, next| one.id < next.id);
-        (whole && vocabulary.as_ref().map_or(true, ascends)).then_some(vocabulary)
+        let is_sorted = |vocabulary: &Self| vocabulary.tokens.is_sorted_by(|token, next| token.id < next.id);
+        (is_complete && vocabulary.as_ref().map_or(true, is_sorted)).then_some(vocabulary)
     }
 
     /// Returns the number of tokens.
@@ -133,31 +137,32 @@ impl Vocabulary {
     /// Whether the vocabulary has this token.
     #[cfg(any(feature = "serve", test))]
     pub fn has(&self, id: u32) -> bool {
-        self.place(id).is_some()
+        self.index_of(id).is_some()
     }
 
-    /// Returns the size of the tokens' text before the decoder, which makes it at most [`GROWTH`] times as long; bytes.
+    /// Returns the size of the tokens' text before the decoder, which makes it at most [`GROWTH_MAX`] times as long;
+    /// bytes.
     #[cfg(any(feature = "serve", test))]
     pub fn bytes(&self, ids: &[u32]) -> u64 {
-        ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).len() as u64).sum()
+        ids.iter().filter_map(|id| self.index_of(*id)).map(|at| self.text_at(at).len() as u64).sum()
     }
 
     /// Decodes tokens, including special ones.
     #[cfg(any(feature = "serve", test))]
     pub fn decode_all(&self, ids: &[u32]) -> Result<String, TextError> {
-        self.decoded(ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).to_owned()).collect())
+        self.decoded(ids.iter().filter_map(|id| self.index_of(*id)).map(|at| self.text_at(at).to_owned()).collect())
     }
 
     /// Decodes a single token to its text and its bytes, possibly a part of a character.
     #[cfg(any(feature = "serve", test))]
     pub fn token(&self, id: u32) -> Result<(String, Vec<u8>), TextError> {
-        let Some(at) = self.place(id) else { return Ok((String::new(), Vec::new())) };
+        let Some(at) = self.index_of(id) else { return Ok((String::new(), Vec::new())) };
         let text = self.decode_all(&[id])?;
-        let own = self.text_at(at);
+        let token_text = self.text_at(at);
         let bytes = if has_decoder(&self.source, "ByteLevel") {
-            own.chars().map(|char| BYTE_OF_CHAR.get(&char).copied()).collect::<Option<Vec<u8>>>()
+            token_text.chars().map(|char| BYTE_OF_CHAR.get(&char).copied()).collect::<Option<Vec<u8>>>()
         } else {
-            self.fallback(own).map(|byte| vec![byte])
+            self.fallback(token_text).map(|byte| vec![byte])
         };
         let bytes = bytes.unwrap_or_else(|| text.clone().into_bytes());
         Ok((text, bytes))
@@ -225,18 +230,18 @@ impl Vocabulary {
             None => Ok(tokens.join(" ")),
             // Some decoders need at least one token.
             Some(_) if tokens.is_empty() => Ok(String::new()),
-            Some(decoder) => caught(|| decoder.decode(tokens))
+            Some(decoder) => catch_panic(|| decoder.decode(tokens))
                 .map_err(TextError::Tokenizer)?
                 .map_err(|error| TextError::Tokenizer(error.to_string())),
         }
     }
 
     fn shown(&self, id: u32) -> Option<&str> {
-        let at = self.place(id)?;
+        let at = self.index_of(id)?;
         (!self.tokens[at].special).then(|| self.text_at(at))
     }
 
-    fn place(&self, id: u32) -> Option<usize> {
+    fn index_of(&self, id: u32) -> Option<usize> {
         self.tokens.binary_search_by_key(&id, |token| token.id).ok()
     }
 
@@ -252,8 +257,8 @@ impl Vocabulary {
 static BYTE_OF_CHAR: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
     let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let others = (0..=u8::MAX).filter(|byte| !prints(*byte)).zip('\u{100}'..);
-    let own = (0..=u8::MAX).filter(|byte| prints(*byte)).map(|byte| (byte, char::from(byte)));
-    own.chain(others).map(|(byte, char)| (char, byte)).collect()
+    let printable = (0..=u8::MAX).filter(|byte| prints(*byte)).map(|byte| (byte, char::from(byte)));
+    printable.chain(others).map(|(byte, char)| (char, byte)).collect()
 });
 
 /// Whether a decoder, or a part of a sequence, has this type.
@@ -267,24 +272,24 @@ fn has_decoder(decoder: &Value, name: &str) -> bool {
 #[cfg(any(feature = "serve", test))]
 fn replacements(decoder: &Value, found: &mut Vec<(String, String)>) {
     let text = |value: &Value| value.as_str().map(str::to_owned);
-    let one = match decoder["type"].as_str() {
+    let pair = match decoder["type"].as_str() {
         Some("Replace") => text(&decoder["pattern"]["String"]).zip(text(&decoder["content"])),
         Some("Metaspace") => text(&decoder["replacement"]).map(|from| (from, " ".to_owned())),
         _ => None,
     };
-    found.extend(one);
+    found.extend(pair);
     decoder["decoders"].as_array().into_iter().flatten().for_each(|part| replacements(part, found));
 }
 
-fn wrong(why: &dyn ToString) -> TextError {
+fn file_error(why: &dyn ToString) -> TextError {
     TextError::File { file: TOKENIZER, why: why.to_string() }
 }
 
 /// Returns by which factor a decoder can lengthen text. `field` is its path in the file, for errors.
 fn growth(decoder: &Value, field: &str, decoders: &mut usize) -> Result<usize, String> {
     *decoders += 1;
-    if *decoders > DECODERS {
-        return Err(format!("decoder has more than {DECODERS} parts"));
+    if *decoders > DECODERS_MAX {
+        return Err(format!("decoder has more than {DECODERS_MAX} parts"));
     }
     Ok(match decoder["type"].as_str() {
         None => 1,
@@ -301,10 +306,10 @@ fn growth(decoder: &Value, field: &str, decoders: &mut usize) -> Result<usize, S
                         "{field}.pattern is a regular expression, which may lengthen text without bound; use a String"
                     ));
                 }
-                Some("") => return Err(format!("{field}.pattern is empty; a text has no bound with it")),
-                Some(pattern) if content.div_ceil(pattern.len()) > GROWTH => {
+                Some("") => return Err(format!("{field}.pattern is empty, which may lengthen text without bound")),
+                Some(pattern) if content.div_ceil(pattern.len()) > GROWTH_MAX => {
                     return Err(format!(
-                        "{field}.content has {content} bytes for {} of the pattern; the limit is {GROWTH} times as long",
+                        "{field}.content has {content} bytes for {} of the pattern, above the limit of {GROWTH_MAX} to 1",
                         pattern.len()
                     ));
                 }
@@ -373,16 +378,16 @@ mod tests {
         let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
         let crab = ["\u{f0}\u{141}", "\u{a6}\u{122}", "\u{120}a", "<|end|>"];
         let tokens = || (0..).zip(crab).map(|(id, text)| (id, text, id == 3));
-        let own = Vocabulary::new(tokens(), bytes).unwrap();
-        assert_eq!(own.token(0).unwrap().1, [0xf0, 0x9f]);
-        assert_eq!(own.token(2).unwrap(), (" a".to_owned(), b" a".to_vec()));
-        assert_eq!(own.token(3).unwrap().0, "<|end|>", "special tokens are shown");
-        assert_eq!(own.decode_all(&[2, 3, 9]).unwrap(), " a<|end|>");
-        assert_eq!((own.bytes(&[2, 3, 9]), own.has(3), own.has(9)), (10, true, false));
+        let vocabulary = Vocabulary::new(tokens(), bytes).unwrap();
+        assert_eq!(vocabulary.token(0).unwrap().1, [0xf0, 0x9f]);
+        assert_eq!(vocabulary.token(2).unwrap(), (" a".to_owned(), b" a".to_vec()));
+        assert_eq!(vocabulary.token(3).unwrap().0, "<|end|>", "special tokens are shown");
+        assert_eq!(vocabulary.decode_all(&[2, 3, 9]).unwrap(), " a<|end|>");
+        assert_eq!((vocabulary.bytes(&[2, 3, 9]), vocabulary.has(3), vocabulary.has(9)), (10, true, false));
         let fallback = json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]});
-        let own = Vocabulary::new([(5, "<0xE6>", false), (6, "b", false)].into_iter(), fallback).unwrap();
-        assert_eq!((own.token(5).unwrap().1, own.token(6).unwrap().1), (vec![0xe6], b"b".to_vec()));
-        assert_eq!(own.token(7).unwrap(), (String::new(), Vec::new()));
+        let vocabulary = Vocabulary::new([(5, "<0xE6>", false), (6, "b", false)].into_iter(), fallback).unwrap();
+        assert_eq!((vocabulary.token(5).unwrap().1, vocabulary.token(6).unwrap().1), (vec![0xe6], b"b".to_vec()));
+        assert_eq!(vocabulary.token(7).unwrap(), (String::new(), Vec::new()));
     }
 
     #[test]
@@ -408,7 +413,7 @@ mod tests {
         assert_eq!(with(sequence(&[double.clone(), double])).unwrap().decode(&[0]).unwrap(), "aaaa");
         let long = Vocabulary::new([(3, "x".repeat(1025), false)].into_iter(), Value::Null);
         let error = long.map(|_| ()).unwrap_err().to_string();
-        assert!(error.contains("token 3 has 1025 bytes; the limit is 1024"), "{error}");
+        assert!(error.contains("token 3 has 1025 bytes, above the limit of 1024"), "{error}");
         assert!(Vocabulary::new([(3, "x".repeat(1024), false)].into_iter(), Value::Null).is_ok());
     }
 }

@@ -153,7 +153,7 @@ fn bundle_carries_its_kernels() {
     let different: BTreeSet<_> = requests.iter().map(|request| &request.name).collect();
     let error = bare("careful").compile_all(&requests, 2, &|_| {}).unwrap_err();
     let Error::NotCached { missing, .. } = &error else { panic!("{error}") };
-    assert_eq!(missing.len(), different.len(), "without a word of trust nothing of the bundle is used");
+    assert_eq!(missing.len(), different.len(), "untrusted attached kernels were used");
 
     // Commands that run the bundle print a note about attached kernels once.
     let generate = ["generate", "bundle", "--tokens", "1,2", "-n", "1", "--device", "99"];
@@ -169,7 +169,9 @@ fn bundle_carries_its_kernels() {
     let damaged = json(&in_home(&["verify", "bundle", "--json"], 1));
     assert_eq!(damaged["problems"][0]["file"], "unweight.kernels");
     assert_eq!(damaged["problems"][0]["code"], "attached-invalid");
-    assert!(stderr(&in_home(&["verify", "bundle"], 1)).contains("`unweight kernels detach` removes what is attached"));
+    assert!(
+        stderr(&in_home(&["verify", "bundle"], 1)).contains("`unweight kernels detach` removes the attached kernels")
+    );
     // Commands that replace a damaged file report that its plan is lost.
     in_home(&["kernels", "detach", "bundle"], 0);
     attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
@@ -178,18 +180,21 @@ fn bundle_carries_its_kernels() {
     let left = home.path().join("bundle/unweight.kernels.partial");
     fs::write(&left, "half").unwrap();
     let text = stderr(&in_home(&["verify", "bundle"], 1));
-    assert!(text.contains("nothing that the bundle lists is damaged: move away the files named above"), "{text}");
+    assert!(text.contains("move the extra files named above"), "{text}");
     fs::remove_file(&left).unwrap();
-    for (kept, plan) in [(bytes.len() - 1, "its plan of `tune` was sound, and stays"), (100, "is gone")] {
+    for (kept, plan) in [(bytes.len() - 1, "the plan of `tune` was undamaged and is kept"), (100, "is lost")] {
         fs::write(&path, &bytes[..kept]).unwrap();
         let said = stderr(&in_home(&[&attach[..], &["--force"]].concat(), 0));
-        assert!(said.contains("what was attached is replaced (unweight.kernels: ") && said.contains(plan), "{said}");
+        assert!(
+            said.contains("the damaged attached kernels are replaced (unweight.kernels: ") && said.contains(plan),
+            "{said}"
+        );
         let stays = json(&in_home(&["inspect", "bundle", "--json"], 0));
-        assert_eq!(stays["attached_plan"], plan.ends_with("stays"));
+        assert_eq!(stays["attached_plan"], plan.ends_with("kept"));
     }
     fs::write(&path, "unweight.kernels").unwrap();
-    assert!(stderr(&in_home(&trusted, 2)).contains("not used: unweight.kernels: cut off at byte 16"));
-    assert!(stderr(&in_home(&["inspect", "bundle"], 0)).contains("unweight.kernels: cut off at byte 16"));
+    assert!(stderr(&in_home(&trusted, 2)).contains("not used: unweight.kernels: truncated at byte 16"));
+    assert!(stderr(&in_home(&["inspect", "bundle"], 0)).contains("unweight.kernels: truncated at byte 16"));
     let detached = json(&in_home(&["kernels", "detach", "bundle", "--json"], 0));
     documented("kernels detach", &detached);
     assert_eq!((&detached["detached"], &detached["bytes"]), (&true.into(), &16.into()));

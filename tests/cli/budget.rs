@@ -85,7 +85,7 @@ fn plan_file_gives_the_predicted_sizes() {
 #[test]
 fn memory_needs_a_unit() {
     let text = fails(fixture(), &["budget", "model", "--memory", "1M"], 2, "budget-too-small");
-    assert!(text.contains("--memory gives 1.00 MiB") && text.contains("KV cache"), "{text}");
+    assert!(text.contains("--memory is 1.00 MiB") && text.contains("KV cache"), "{text}");
     let text = stderr(&run(fixture(), &["budget", "model", "--memory", "24"], 2));
     assert!(text.contains("24 bytes; write the unit"), "{text}");
     let text = stderr(&run(fixture(), &["budget", "model"], 2));

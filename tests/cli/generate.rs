@@ -18,7 +18,7 @@ fn rejects_bad_arguments_before_loading() {
         (&["--tokens", "-5"], "usage", &["'-5'"]),
         (&["--tokens", "1.5"], "usage", &["'1.5'", "1,450,4996"]),
         (&["--tokens", ""], "usage", &["1,450,4996"]),
-        (&["--tokens", "1,512"], "token-out-of-vocabulary", &["token 512 at place 1", "512"]),
+        (&["--tokens", "1,512"], "token-out-of-vocabulary", &["token 512 at index 1", "512"]),
         (&["--tokens", "1", "-n", "64", "--context", "64"], "context-exceeded", &["64"]),
         (&["--tokens", "1", "-n", "4000000000"], "context-exceeded", &["4000000000"]),
         (&["--tokens", "1", "--chunk", "100"], "option-out-of-range", &["chunk = 100", "64"]),

@@ -36,7 +36,7 @@ fn parts_give_the_same_bundle() {
     let again = ["merge", "parts/1", "parts/2", "parts/3", "-o", "bundle", "--force", "--verify", "none"];
     assert!(stdout(&run(home.path(), &again, 0)).contains("of 3 parts"));
     for (wrong, expected) in [
-        (&["--shard", "4/3"][..], "write I/N, such as 2/5"),
+        (&["--shard", "4/3"][..], "expected I/N, such as 2/5"),
         (&["--shard", "1/2", "--sign", "key"], "cannot be used with"),
     ] {
         let text = stderr(&run(home.path(), &[&["compress", "model", "-o", "x"], wrong].concat(), 2));

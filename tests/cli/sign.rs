@@ -83,7 +83,7 @@ fn verify_proves_the_signer() {
     verify("plain", "mine.pub", 0);
     run(home.path(), &["compress", "model", "-o", "plain", "--force", "--sha256", "--profile", "palette"], 0);
     fs::write(home.path().join("plain/unweight.json.minisig"), &text).unwrap();
-    wrong("plain", "mine.pub", "signature-invalid", "not of this manifest");
+    wrong("plain", "mine.pub", "signature-invalid", "does not match the manifest");
     fs::write(&signature, "untrusted comment: x\n").unwrap();
     wrong("bundle", "mine.pub", "signature-invalid", "not a minisign signature");
     // Verification still finds a flipped bit in the weights.

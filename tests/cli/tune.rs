@@ -30,8 +30,8 @@ fn rejects_bad_arguments_before_loading() {
     attach_plan(&dir, "{\"version\": 1}");
     let generate = ["generate", "inference", "--tokens", "1", "--placement", "stored", "--device", "99"];
     let output = run(home.path(), &generate, 2);
-    assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
-    assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
+    assert!(stderr(&output).contains("not used: the tuned plan has version 1, "), "{}", stderr(&output));
+    assert!(!stderr(&output).contains("trust-attached"), "a plan needs no trust: {}", stderr(&output));
     run(home.path(), &["verify", "inference", "--against", "model"], 0);
     // An output that cannot be written is reported before anything is loaded, and leaves no files.
     let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();

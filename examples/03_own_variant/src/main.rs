@@ -55,7 +55,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     match Device::open(0) {
         Ok(device) => multiply(&device),
         Err(error) => {
-            println!("no product: {error}");
+            println!("no GPU, so nothing is multiplied: {error}");
             Ok(())
         }
     }
@@ -64,7 +64,7 @@ fn run() -> Result<(), Box<dyn Error>> {
 /// Prints and returns the variant that dispatch chooses for the problem, with its modelled time.
 fn show(what: &str, chooser: &PackedChooser) -> Result<String, Box<dyn Error>> {
     let GemmShape { m, n, k } = PROBLEM;
-    let chosen = chooser.choose(PROBLEM, USE).ok_or("no variant takes the shape")?;
+    let chosen = chooser.choose(PROBLEM, USE).ok_or("no variant supports the shape")?;
     let us = chooser.candidates(PROBLEM, USE).into_iter().find_map(|(spec, us)| (spec == chosen).then_some(us));
     let us = us.map_or_else(String::new, |us| format!(", {us:.2} us by the model"));
     println!("{what}: [{n}, {k}] at batch {m}: {chosen}{us}");

@@ -39,7 +39,7 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Width of the area right of a chart, for text that would cover the data.
-const BESIDE: u32 = 176;
+const SIDE_WIDTH: u32 = 176;
 
 /// Returns the text of an SVG file.
 pub(super) fn render(drawing: &Drawing<'_>) -> Result<String> {
@@ -55,17 +55,17 @@ fn exponents(histogram: &Histogram) -> Result<String> {
     let exponents = Exponents::of(histogram)?;
     draw(|area| {
         let x = f64::from(*exponents.drawn.start()) - 0.5..f64::from(*exponents.drawn.end()) + 0.5;
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
-        let x_axis = ("exponent (biased by 127)", &whole as &dyn Fn(&f64) -> String);
-        let y_axis = ("share of elements, %", &whole as &dyn Fn(&f64) -> String);
+        let (chart, side_area) = area.split_horizontally(SIZE.0 - SIDE_WIDTH);
+        let x_axis = ("exponent (biased by 127)", &without_decimals as &dyn Fn(&f64) -> String);
+        let y_axis = ("share of elements, %", &without_decimals as &dyn Fn(&f64) -> String);
         let mut chart = frame(&chart, "BF16 exponents".to_owned(), x, x_axis, exponents.highest() * 1.05, y_axis)?;
         let bars = exponents.bars().map(|(exponent, share)| {
             let middle = f64::from(exponent);
             Rectangle::new([(middle - 0.4, 0.0), (middle + 0.4, share)], HUFFMAN.filled())
         });
         chart.draw_series(bars).map_err(text)?;
-        for (line, y) in exponents.beside.iter().zip((48..).step_by(18)) {
-            write_at(&beside, line, (0, y))?;
+        for (line, y) in exponents.notes.iter().zip((48..).step_by(18)) {
+            write_at(&side_area, line, (0, y))?;
         }
         Ok(())
     })
@@ -79,18 +79,18 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
     let (divisor, unit) = unit(original);
     let at = |bytes: u64| bytes as f64 / divisor;
     draw(|area| {
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
+        let (chart, side_area) = area.split_horizontally(SIZE.0 - SIDE_WIDTH);
         let x_name = format!("original bytes, {unit}, by role");
         let x_axis = (x_name.as_str(), &short as &dyn Fn(&f64) -> String);
-        let y_axis = ("stored, % of the original", &whole as &dyn Fn(&f64) -> String);
+        let y_axis = ("stored, % of the original", &without_decimals as &dyn Fn(&f64) -> String);
         let mut chart = frame(&chart, caption, 0.0..at(original), x_axis, 115.0, y_axis)?;
         let mut entries = Vec::new();
         for (encoding, &colour) in ENCODINGS.iter().map(|encoding| encoding.id()).zip(ENCODING_COLOURS.iter().cycle()) {
-            let mut own = stripes.iter().filter(|stripe| stripe.encoding == encoding).peekable();
-            if own.peek().is_none() {
+            let mut stripes_of_encoding = stripes.iter().filter(|stripe| stripe.encoding == encoding).peekable();
+            if stripes_of_encoding.peek().is_none() {
                 continue;
             }
-            let bars = own.map(|stripe| {
+            let bars = stripes_of_encoding.map(|stripe| {
                 let share = stripe.stored_bytes as f64 * 100.0 / (stripe.to - stripe.from) as f64;
                 Rectangle::new([(at(stripe.from), 0.0), (at(stripe.to), share)], colour.filled())
             });
@@ -108,7 +108,7 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
             let middle = (at(group.from) + at(group.to)) / 2.0;
             chart.draw_series([Text::new(group.label, (middle, 108.0), style)]).map_err(text)?;
         }
-        legend(&beside, &entries)
+        legend(&side_area, &entries)
     })
 }
 
@@ -139,14 +139,14 @@ fn ratios(Ratios { caption, x_name, ratio_name, lines }: &Ratios) -> Result<Stri
     ];
     let points = || lines.iter().flat_map(|(_, line)| line.iter());
     let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
-        return Err(Failure::new("nothing-to-draw", "nothing to draw", "measure at least one batch beside cuBLAS"));
+        return Err(Failure::new("nothing-to-draw", "nothing to draw", "measure at least one batch size with cuBLAS"));
     };
     let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
     let at = |m: u32| f64::from(m).log2();
     draw(|area| {
         let caption = (*caption).to_owned();
         let x = at(first) - 0.2..at(last) + 0.2;
-        let (chart, beside) = area.split_horizontally(SIZE.0 - BESIDE);
+        let (chart, side_area) = area.split_horizontally(SIZE.0 - SIDE_WIDTH);
         let batch = |x: &f64| {
             if x.fract().abs() < 1e-9 && *x <= at(last) { format!("{:.0}", x.exp2()) } else { String::new() }
         };
@@ -161,7 +161,7 @@ fn ratios(Ratios { caption, x_name, ratio_name, lines }: &Ratios) -> Result<Stri
             chart.draw_series([PathElement::new(points, colour.stroke_width(2))]).map_err(text)?;
         }
         let entries: Vec<_> = lines.iter().map(|(name, _)| name.clone()).zip(COLOURS.into_iter().cycle()).collect();
-        legend(&beside, &entries)
+        legend(&side_area, &entries)
     })
 }
 
@@ -207,7 +207,7 @@ fn frame<'a, 'b>(
     Ok(chart)
 }
 
-fn whole(value: &f64) -> String {
+fn without_decimals(value: &f64) -> String {
     format!("{value:.0}")
 }
 

@@ -27,9 +27,9 @@ use unweight_model::{
 use super::backend::{Backend, Limits, Load};
 
 /// The maximum number of parameters. Larger models would take minutes per token.
-const MOST_PARAMETERS: u64 = 64 << 20;
+const PARAMETERS_MAX: u64 = 64 << 20;
 /// The default context length, tokens.
-const CONTEXT: u32 = 2048;
+const CONTEXT_DEFAULT: u32 = 2048;
 
 /// Why a model cannot run on the CPU.
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +48,7 @@ pub enum CpuError {
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// The model is too large for the CPU.
-    #[error("the model has {parameters} parameters, the CPU reference takes {MOST_PARAMETERS}; run it on a GPU")]
+    #[error("the model has {parameters} parameters, above the limit of {PARAMETERS_MAX} on the CPU; run it on a GPU")]
     TooLarge {
         /// The number of parameters of the model.
         parameters: u64,
@@ -92,13 +92,13 @@ impl CpuReference {
         let config = ModelConfig::of_bundle(bundle)?;
         let weights = ModelWeights::of_bundle(&config, bundle)?;
         let parameters = config.weight_bytes(Placement::Bf16) / 2;
-        if parameters > MOST_PARAMETERS {
+        if parameters > PARAMETERS_MAX {
             return Err(CpuError::TooLarge { parameters });
         }
         let read = bundle_values(bundle);
         let names = bundle.tensors().map(|tensor| tensor.entry().name.as_str());
         let values = names.map(|name| Ok((name.to_owned(), read(name)?))).collect::<Result<_, BundleError>>()?;
-        let context = options.context.unwrap_or(CONTEXT).min(config.max_positions);
+        let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(config.max_positions);
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
@@ -190,8 +190,8 @@ impl CpuReference {
                 self.schedule.launched();
                 self.schedule.read(&tokens, &[], &mut events);
                 let mut logprobs: HashMap<SeqId, VecDeque<Option<Box<Logprobs>>>> = HashMap::new();
-                for (id, (_, of_row)) in ids.into_iter().zip(sampled) {
-                    logprobs.entry(id).or_default().push_back(of_row);
+                for (id, (_, logprobs_of_row)) in ids.into_iter().zip(sampled) {
+                    logprobs.entry(id).or_default().push_back(logprobs_of_row);
                 }
                 for event in &mut events {
                     event.logprobs = logprobs.get_mut(&event.seq).and_then(VecDeque::pop_front).flatten();
