@@ -136,7 +136,7 @@ impl Axis {
 
     /// Returns the value if it is on the axis.
     pub(crate) const fn check(&self, value: u32) -> Result<u32, AxisError> {
-        let known = match self.values {
+        let is_valid = match self.values {
             Values::Range(min, max) => value >= min && value <= max,
             Values::Set(all) => {
                 let mut i = 0;
@@ -148,7 +148,7 @@ impl Axis {
             Values::Words(words) => (value as usize) < words.len(),
             Values::Flag => value <= 1,
         };
-        if known { Ok(value) } else { Err(AxisError { axis: self.key, value, allowed: self.allowed }) }
+        if is_valid { Ok(value) } else { Err(AxisError { axis: self.key, value, allowed: self.allowed }) }
     }
 }
 

@@ -43,12 +43,12 @@ impl Instruction {
     /// Returns the message for an architecture without the instruction, with the alternative.
     pub(crate) const fn lack(self) -> &'static str {
         match self {
-            Self::Wgmma => "has no wgmma; take op gemm_mma",
+            Self::Wgmma => "has no wgmma; use op gemm_mma",
             Self::Mma => "has no mma.sync of bf16",
             Self::AsyncCopy => "has no cp.async",
-            Self::BulkCopy | Self::TensorCopy => "has no copy engine; take copy = async where the op has that axis",
-            Self::Cluster => "has no clusters; take cluster = 1",
-            Self::DependentLaunch => "has no programmatic dependent launch; take pdl = false",
+            Self::BulkCopy | Self::TensorCopy => "has no copy engine; use copy = async where the op has that axis",
+            Self::Cluster => "has no clusters; use cluster = 1",
+            Self::DependentLaunch => "has no programmatic dependent launch; use pdl = false",
             Self::SetMaxRegisters => "cannot move registers between warps",
         }
     }
@@ -230,16 +230,16 @@ impl ArchLimits {
     /// Returns the registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of
     /// `threads` threads fit one SM.
     pub const fn registers_for(&self, threads: u32, blocks_per_sm: u32) -> u32 {
-        let even = self.registers_per_sm / (threads * blocks_per_sm) / 8 * 8;
-        if even < self.registers_per_thread { even } else { self.registers_per_thread }
+        let registers = self.registers_per_sm / (threads * blocks_per_sm) / 8 * 8;
+        if registers < self.registers_per_thread { registers } else { self.registers_per_thread }
     }
 
     /// Returns how many blocks of `threads` threads and `smem_bytes` of shared memory one SM holds, ignoring registers.
     pub const fn blocks_by_smem_and_threads(&self, threads: u32, smem_bytes: u32) -> u32 {
         let by_smem = self.smem_bytes_per_sm / (smem_bytes + self.smem_reserved_bytes_per_block);
         let by_threads = self.threads_per_sm / threads;
-        let least = if by_smem < by_threads { by_smem } else { by_threads };
-        if least < self.blocks_per_sm { least } else { self.blocks_per_sm }
+        let blocks = if by_smem < by_threads { by_smem } else { by_threads };
+        if blocks < self.blocks_per_sm { blocks } else { self.blocks_per_sm }
     }
 }
 

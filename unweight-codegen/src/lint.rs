@@ -16,11 +16,15 @@ pub fn kernel(entry: &str, text: &str) -> Result<(), LintError> {
 }
 
 /// Like [`kernel`], for a kernel that may include headers of another crate.
-pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
-    plain_text_with(entry, text, own)?;
+pub(crate) fn kernel_with(
+    entry: &str,
+    text: &str,
+    extra_headers: &[(&'static str, &'static str)],
+) -> Result<(), LintError> {
+    plain_text_with(entry, text, extra_headers)?;
     let entries = text.matches("__global__").count();
     if entries != 1 {
-        return Err(LintError::at(entry, 0, format!("{entries} entry points (__global__), there must be exactly 1")));
+        return Err(LintError::at(entry, 0, format!("{entries} entry points (__global__), expected exactly 1")));
     }
     let symbol = text.split("__global__").nth(1).is_some_and(|after| {
         let head = after.split_once('(').map_or("", |(_, rest)| rest); // after `__launch_bounds__(`
@@ -28,7 +32,7 @@ pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'stati
             .is_some_and(|(_, rest)| rest.trim_start().strip_prefix(entry).is_some_and(|r| r.starts_with('(')))
     });
     if !symbol {
-        return Err(LintError::at(entry, 0, format!("the entry point is not called {entry}")));
+        return Err(LintError::at(entry, 0, format!("the entry point is not named {entry}")));
     }
     if !text.contains("extern \"C\" __global__") {
         return Err(LintError::at(
@@ -46,7 +50,11 @@ pub fn plain_text(file: &str, text: &str) -> Result<(), LintError> {
 }
 
 /// Like [`plain_text`], for a text that may include headers of another crate.
-pub(crate) fn plain_text_with(file: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
+pub(crate) fn plain_text_with(
+    file: &str,
+    text: &str,
+    extra_headers: &[(&'static str, &'static str)],
+) -> Result<(), LintError> {
     if !text.ends_with('\n') {
         return Err(LintError::at(file, text.lines().count(), "no newline at the end".into()));
     }
@@ -68,8 +76,8 @@ pub(crate) fn plain_text_with(file: &str, text: &str, own: &[(&'static str, &'st
         }
     }
     for Include { line, name } in includes(file, text)? {
-        if header(&name, own).is_none() {
-            return Err(LintError::at(file, line, format!("#include \"{name}\" names no header of templates/include")));
+        if header(&name, extra_headers).is_none() {
+            return Err(LintError::at(file, line, format!("#include \"{name}\" is not a header in templates/include")));
         }
     }
     Ok(())
@@ -97,9 +105,9 @@ mod tests {
             ("block", GOOD.replace("{}", "{ %> }"), 2, "template delimiter %>"),
             ("trailing space", GOOD.replace("{}\n", "{} \n"), 2, "a space at the end"),
             ("last newline", GOOD.trim_end().into(), 2, "no newline"),
-            ("unknown header", GOOD.replace("abi.cuh", "none.cuh"), 1, "names no header"),
+            ("unknown header", GOOD.replace("abi.cuh", "none.cuh"), 1, "is not a header"),
             ("system header", GOOD.replace("\"unweight/abi.cuh\"", "<cuda.h>"), 1, "system header"),
-            ("other name", GOOD.replace("uw_x(", "uw_xy("), 0, "is not called uw_x"),
+            ("other name", GOOD.replace("uw_x(", "uw_xy("), 0, "is not named uw_x"),
             ("two entries", format!("{GOOD}{GOOD}"), 0, "2 entry points"),
             ("mangled", GOOD.replace("extern \"C\" ", ""), 0, "mangled"),
         ];

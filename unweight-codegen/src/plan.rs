@@ -181,7 +181,7 @@ mod tests {
     #[test]
     fn incompatible_cluster_options_are_rejected() {
         let why = |name: &str| Plan::new(&name.parse().unwrap()).unwrap_err().to_string();
-        assert!(why("uw_sm90a_gemm_wgmma_b128_g2p6c2_streamk_esc_store").contains("both share out k"));
+        assert!(why("uw_sm90a_gemm_wgmma_b128_g2p6c2_streamk_esc_store").contains("both split k"));
         // 3 * 64 x 192 fp32 sums are 147456 B, three stages of X and W 129024 B.
         assert!(why("uw_sm90a_gemm_wgmma_b192_g3p3c2_esc_store").contains("exceed the ring"));
         let plan = plan_of("uw_sm90a_gemm_wgmma_b128_g2p6c4_esc_store");

@@ -48,7 +48,8 @@ fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::Tera
 /// # use unweight_codegen::{render, spec::VariantSpec};
 /// let spec: VariantSpec = "uw_sm90a_decode_huffman_full_l7".parse()?;
 /// let source = render(&spec)?;
-/// assert!(source.text.contains("uw_sm90a_decode_huffman_full_l7(const __grid_constant__ uw::DecodeHuffmanArgs args)"));
+/// let entry = "uw_sm90a_decode_huffman_full_l7(const __grid_constant__ uw::DecodeHuffmanArgs args)";
+/// assert!(source.text.contains(entry));
 /// assert!(source.headers.iter().any(|(name, _)| *name == "unweight/kernels/decode_huffman.cuh"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -69,8 +70,8 @@ pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
 /// assert_ne!(catalog_digest(Arch::Sm90a), catalog_digest(Arch::Sm80));
 /// ```
 pub fn catalog_digest(arch: Arch) -> Digest {
-    static MADE: [OnceLock<Digest>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
-    let make = || {
+    static DIGESTS: [OnceLock<Digest>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
+    let compute = || {
         let texts = catalog::all(arch).into_iter().map(|spec| {
             // A variant without a plan contributes only its name.
             let text = Plan::new(&spec).ok().and_then(|plan| text(&plan).ok()).unwrap_or_default();
@@ -78,9 +79,9 @@ pub fn catalog_digest(arch: Arch) -> Digest {
         });
         catalog_digest_of(arch, texts, unweight_templates::headers())
     };
-    match Arch::ALL.iter().position(|own| *own == arch) {
-        Some(at) => *MADE[at].get_or_init(make),
-        None => make(),
+    match Arch::ALL.iter().position(|other| *other == arch) {
+        Some(at) => *DIGESTS[at].get_or_init(compute),
+        None => compute(),
     }
 }
 

@@ -75,14 +75,14 @@ pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError
             "ifndef" => open.push((rest == "UW_CPU", false)),
             "if" => open.push((false, false)),
             "else" => {
-                if let Some((true, hides)) = open.last_mut() {
-                    *hides = !*hides;
+                if let Some((true, is_hidden)) = open.last_mut() {
+                    *is_hidden = !*is_hidden;
                 }
             }
             "endif" => {
                 open.pop();
             }
-            "include" if !open.iter().any(|(_, hides)| *hides) => {
+            "include" if !open.iter().any(|(_, is_hidden)| *is_hidden) => {
                 let name = rest.strip_prefix('"').and_then(|quoted| quoted.split_once('"'));
                 let Some((name, _)) = name else {
                     return Err(LintError::at(
@@ -99,35 +99,38 @@ pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError
     Ok(found)
 }
 
-/// Returns the header with this name, from this crate or from `own`.
-pub(crate) fn header(name: &str, own: &[(&'static str, &'static str)]) -> Option<(&'static str, &'static str)> {
-    let known = unweight_templates::headers();
-    let found = known.binary_search_by_key(&name, |(known, _)| known).ok().map(|index| known[index]);
-    found.or_else(|| own.iter().find(|(own, _)| *own == name).copied())
+/// Returns the header with this name, from this crate or from `extra_headers`.
+pub(crate) fn header(
+    name: &str,
+    extra_headers: &[(&'static str, &'static str)],
+) -> Option<(&'static str, &'static str)> {
+    let headers = unweight_templates::headers();
+    let found = headers.binary_search_by_key(&name, |(header, _)| header).ok().map(|index| headers[index]);
+    found.or_else(|| extra_headers.iter().find(|(header, _)| *header == name).copied())
 }
 
-/// Returns the headers that `text` includes, directly or not, sorted by name; `own` are those of another crate.
+/// Returns the headers that `text` includes, directly or not, sorted by name; `extra_headers` belong to another crate.
 pub(crate) fn closure(
     file: &str,
     text: &str,
-    own: &[(&'static str, &'static str)],
+    extra_headers: &[(&'static str, &'static str)],
 ) -> Result<Vec<(&'static str, &'static str)>, LintError> {
-    let mut reached: BTreeMap<&'static str, &'static str> = BTreeMap::new();
+    let mut found_headers: BTreeMap<&'static str, &'static str> = BTreeMap::new();
     let mut open: Vec<(String, Include)> =
         includes(file, text)?.into_iter().map(|include| (file.to_owned(), include)).collect();
     while let Some((file, Include { line, name })) = open.pop() {
-        let Some((name, text)) = header(&name, own) else {
+        let Some((name, text)) = header(&name, extra_headers) else {
             return Err(LintError::at(
                 &file,
                 line,
-                format!("#include \"{name}\" names no header of templates/include"),
+                format!("#include \"{name}\" is not a header in templates/include"),
             ));
         };
-        if reached.insert(name, text).is_none() {
+        if found_headers.insert(name, text).is_none() {
             open.extend(includes(name, text)?.into_iter().map(|include| (name.to_owned(), include)));
         }
     }
-    Ok(reached.into_iter().collect())
+    Ok(found_headers.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -145,9 +148,9 @@ mod tests {
     #[test]
     fn include_closure_is_sorted_and_complete() {
         let (name, _) = unweight_templates::headers()[0];
-        let reached = closure("x", &format!("#include \"{name}\"\n"), &[]).unwrap();
-        assert!(reached.iter().any(|(reached, _)| *reached == name));
-        assert!(reached.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        let found_headers = closure("x", &format!("#include \"{name}\"\n"), &[]).unwrap();
+        assert!(found_headers.iter().any(|(header, _)| *header == name));
+        assert!(found_headers.windows(2).all(|pair| pair[0].0 < pair[1].0));
         let missing = closure("x", "\n#include \"unweight/none.cuh\"\n", &[]).unwrap_err();
         assert_eq!((missing.file.as_str(), missing.line), ("x", 2));
     }

@@ -25,8 +25,8 @@ pub(crate) enum Value {
 impl Parse for Pair {
     fn parse(input: ParseStream<'_>) -> Result<Self> {
         // `crate` is a keyword, so any word is accepted here and checked by name later.
-        let here = input.span();
-        let pair = |_| syn::Error::new(here, "expected `key = value`, such as `n = 2`");
+        let start = input.span();
+        let pair = |_| syn::Error::new(start, "expected `key = value`, such as `n = 2`");
         let key = Ident::parse_any(input).map_err(pair)?;
         input.parse::<Token![=]>().map_err(pair)?;
         let value = if input.peek(LitInt) {
@@ -41,14 +41,14 @@ impl Parse for Pair {
 }
 
 fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
-    let here = input.span();
+    let start = input.span();
     // A value may be a keyword (`copy = async`); the path of a crate may not.
     if key != "crate" && input.fork().call(Path::parse_mod_style).is_err() && input.peek(Ident::peek_any) {
         return Ok(input.call(Ident::parse_any)?.into());
     }
     input
         .call(Path::parse_mod_style)
-        .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, true or false, a word or a path")))
+        .map_err(|_| syn::Error::new(start, format!("`{key}` takes an integer, true or false, a word or a path")))
 }
 
 impl ToTokens for Value {

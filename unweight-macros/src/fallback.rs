@@ -17,8 +17,8 @@ pub(crate) fn expand(item: &TokenStream, codegen: Option<&Path>, error: &Error) 
             quote! {
                 #[automatically_derived]
                 impl #generics #codegen::Variant for #name #arguments #bounds {
-                    type Family = #codegen::spec::SomeFamily;
-                    const SPEC: #codegen::spec::VariantSpec = #codegen::spec::VariantSpec::SOME;
+                    type Family = #codegen::spec::PlaceholderFamily;
+                    const SPEC: #codegen::spec::VariantSpec = #codegen::spec::VariantSpec::PLACEHOLDER;
                 }
             }
         }

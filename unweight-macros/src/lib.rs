@@ -77,10 +77,10 @@ pub fn facade_unweight_variant(attribute: TokenStream, item: TokenStream) -> Tok
 fn variant(attribute: TokenStream2, item: TokenStream2, codegen: Path) -> TokenStream {
     let expanded = match attr::parse(attribute) {
         Ok(pairs) => {
-            let place = valid::crate_path(&pairs, &codegen).ok();
+            let codegen_path = valid::crate_path(&pairs, &codegen).ok();
             match valid::check(pairs, &item, &codegen) {
                 Ok(variant) => expand::expand(&item, &variant),
-                Err(error) => fallback::expand(&item, place.as_ref(), &error),
+                Err(error) => fallback::expand(&item, codegen_path.as_ref(), &error),
             }
         }
         Err(error) => fallback::expand(&item, None, &error),

@@ -19,7 +19,7 @@ pub(crate) struct Variant {
 /// Checks the pairs and the item; reports all errors at once. `codegen` is the default path of the code generator.
 pub(crate) fn check(pairs: Vec<Pair>, item: &TokenStream, codegen: &Path) -> Result<Variant> {
     let mut errors = Errors(None);
-    let name = errors.keep(unit_struct(item));
+    let name = errors.record(unit_struct(item));
     for (index, pair) in pairs.iter().enumerate() {
         if pairs[..index].iter().any(|earlier| earlier.key == pair.key) {
             errors.push(Error::new(pair.key.span(), format!("`{}` is given twice", pair.key)));
@@ -31,28 +31,30 @@ pub(crate) fn check(pairs: Vec<Pair>, item: &TokenStream, codegen: &Path) -> Res
             errors.push(Error::new(number.span(), message));
         }
     }
-    let codegen = errors.keep(crate_path(&pairs, codegen));
+    let codegen = errors.record(crate_path(&pairs, codegen));
     match (errors.0, name, codegen) {
         (None, Some(name), Some(codegen)) => {
             let pairs = pairs.into_iter().filter(|pair| pair.key != "crate").collect();
             Ok(Variant { codegen, name, pairs })
         }
-        (error, ..) => Err(error.unwrap_or_else(|| Error::new_spanned(item, "the attribute names no variant"))),
+        (error, ..) => {
+            Err(error.unwrap_or_else(|| Error::new_spanned(item, "the attribute does not declare a variant")))
+        }
     }
 }
 
 /// Returns the name of the unit struct. A variant has no fields, because it is a type and never a value.
 fn unit_struct(item: &TokenStream) -> Result<Ident> {
-    const PLACE: &str = "unweight_variant goes on a unit struct, such as `struct GateProjection;`";
+    const REQUIRES_UNIT_STRUCT: &str = "unweight_variant requires a unit struct, such as `struct GateProjection;`";
     // `DeriveInput` parses structs, enums and unions; syn parses functions and others only with its largest feature.
-    let item: DeriveInput = parse2(item.clone()).map_err(|_| Error::new_spanned(item, PLACE))?;
+    let item: DeriveInput = parse2(item.clone()).map_err(|_| Error::new_spanned(item, REQUIRES_UNIT_STRUCT))?;
     let Data::Struct(data) = &item.data else {
-        return Err(Error::new_spanned(&item, PLACE));
+        return Err(Error::new_spanned(&item, REQUIRES_UNIT_STRUCT));
     };
     if !item.generics.params.is_empty() {
         return Err(Error::new_spanned(
             &item.generics,
-            "a variant is one spec, so its struct takes no generic parameters",
+            "a variant is one spec, so its struct cannot have generic parameters",
         ));
     }
     match &data.fields {
@@ -81,7 +83,7 @@ impl Errors {
         }
     }
 
-    fn keep<T>(&mut self, result: Result<T>) -> Option<T> {
+    fn record<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.push(error)).ok()
     }
 }

@@ -257,13 +257,13 @@ impl SearchPaths {
 }
 
 fn unique(paths: Vec<PathBuf>) -> Vec<PathBuf> {
-    let mut kept: Vec<PathBuf> = Vec::with_capacity(paths.len());
+    let mut distinct: Vec<PathBuf> = Vec::with_capacity(paths.len());
     for path in paths {
-        if !kept.contains(&path) {
-            kept.push(path);
+        if !distinct.contains(&path) {
+            distinct.push(path);
         }
     }
-    kept
+    distinct
 }
 
 fn bad(name: &'static str, value: &str) -> EnvError {
@@ -352,14 +352,15 @@ mod tests {
     fn the_table_is_sorted_and_complete() {
         assert!(VARIABLES.windows(2).all(|pair| pair[0].name < pair[1].name));
         // The parser reads every variable of the table, and no other variable of ours.
-        let asked = std::cell::RefCell::new(std::collections::BTreeSet::new());
+        let requested = std::cell::RefCell::new(std::collections::BTreeSet::new());
         Env::parse(|name| {
-            asked.borrow_mut().insert(name.to_owned());
+            requested.borrow_mut().insert(name.to_owned());
             None
         })
         .unwrap();
-        let ours: Vec<_> = asked.into_inner().into_iter().filter(|name| name.starts_with("UNWEIGHT_")).collect();
-        assert_eq!(ours, VARIABLES.iter().map(|row| row.name).collect::<Vec<_>>());
+        let own_names: Vec<_> =
+            requested.into_inner().into_iter().filter(|name| name.starts_with("UNWEIGHT_")).collect();
+        assert_eq!(own_names, VARIABLES.iter().map(|row| row.name).collect::<Vec<_>>());
     }
 
     #[test]

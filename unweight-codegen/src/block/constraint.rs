@@ -46,7 +46,7 @@ impl Constraint {
     /// The error for `epilogue = silu_mul` in a family that does not support it.
     pub(crate) const fn without_silu_mul() -> Self {
         Self::Conflict {
-            what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma, gemm_compact and gemm_grouped alone; take store",
+            what: "only ops gemm_mma, gemm_wgmma, gemm_compact and gemm_grouped support epilogue = silu_mul; use store",
         }
     }
 

@@ -144,7 +144,8 @@ impl LaunchGrid {
     ///
     /// ```
     /// # use unweight_codegen::plan::{LaunchGrid, GemmShape, Work};
-    /// let grid = LaunchGrid::Persistent { work: Work::OutputTiles { rows: 128, columns: 128 }, per_block: 1, blocks_per_sm: 1 };
+    /// let work = Work::OutputTiles { rows: 128, columns: 128 };
+    /// let grid = LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: 1 };
     /// assert_eq!(grid.blocks(GemmShape { m: 1, n: 4096, k: 4096 }, 132), Some(32));
     /// assert_eq!(grid.blocks(GemmShape { m: 300, n: 14336, k: 4096 }, 132), Some(132));
     /// ```
@@ -173,13 +174,13 @@ impl LaunchGrid {
                     return Some(0);
                 }
                 let copies = batch_tiles * u64::from(cluster);
-                let filling = |times: u32| (u64::from(sms) * u64::from(times) / copies).clamp(1, all);
+                let groups_filling = |times: u32| (u64::from(sms) * u64::from(times) / copies).clamp(1, all);
                 let groups = match share.map(u64::from) {
-                    None => filling(blocks_per_sm),
-                    Some(most) => (1..=blocks_per_sm)
-                        .map(filling)
-                        .find(|groups| all.div_ceil(*groups) <= most)
-                        .unwrap_or(all.div_ceil(most)),
+                    None => groups_filling(blocks_per_sm),
+                    Some(max_share) => (1..=blocks_per_sm)
+                        .map(groups_filling)
+                        .find(|groups| all.div_ceil(*groups) <= max_share)
+                        .unwrap_or(all.div_ceil(max_share)),
                 };
                 groups * copies
             }
@@ -224,7 +225,7 @@ impl fmt::Display for LaunchGrid {
                     _ => write!(f, "clusters of {cluster}")?,
                 }
                 match share {
-                    Some(most) => write!(f, ", at most {most} each, SMs x 1..={blocks_per_sm} if that will do")?,
+                    Some(share) => write!(f, ", at most {share} each, SMs x 1..={blocks_per_sm} if that will do")?,
                     None => write!(f, ", SMs x {blocks_per_sm}")?,
                 }
                 write!(f, "; for each {batch_rows} batch rows")
@@ -242,24 +243,24 @@ mod tests {
         let problem = GemmShape { m: 129, n: 130, k: 65 };
         assert_eq!(LaunchGrid::Covering { work: Work::WeightTiles, per_block: 4 }.blocks(problem, 132), Some(2));
         assert_eq!(Work::OutputTiles { rows: 128, columns: 64 }.units(problem), 6);
-        let nothing = GemmShape { m: 0, n: 0, k: 0 };
+        let empty = GemmShape { m: 0, n: 0, k: 0 };
         let persistent = LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 4, blocks_per_sm: 2 };
-        assert_eq!(persistent.blocks(nothing, 132), Some(0));
+        assert_eq!(persistent.blocks(empty, 132), Some(0));
         let huge = GemmShape { m: 1, n: u32::MAX, k: u32::MAX };
         assert_eq!(persistent.blocks(huge, 132), Some(264));
         assert_eq!(LaunchGrid::Covering { work: Work::WeightTiles, per_block: 1 }.blocks(huge, 132), None);
         let clusters = |cluster| LaunchGrid::Clusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
         assert_eq!(clusters(2).blocks(problem, 132), Some(12));
         assert_eq!(clusters(4).blocks(problem, 132), None, "65 of k are two steps");
-        assert_eq!(clusters(4).blocks(nothing, 132), Some(0));
+        assert_eq!(clusters(4).blocks(empty, 132), Some(0));
         assert_eq!(clusters(64).blocks(huge, 132), None);
         let looping =
             |cluster| LaunchGrid::PersistentClusters { work: Work::OutputTiles { rows: 128, columns: 64 }, cluster };
         assert_eq!(looping(2).blocks(problem, 132), Some(12));
-        assert_eq!(looping(2).blocks(problem, 7), Some(6), "a share of the device: three clusters for six tiles");
+        assert_eq!(looping(2).blocks(problem, 7), Some(6), "on a part of the device: three clusters for six tiles");
         assert_eq!(looping(2).blocks(problem, 1), Some(2), "one cluster at least");
         assert_eq!(looping(4).blocks(problem, 132), None, "65 of k are two steps");
-        assert_eq!(looping(4).blocks(nothing, 132), Some(0));
+        assert_eq!(looping(4).blocks(empty, 132), Some(0));
         assert_eq!(looping(4).blocks(huge, 132), Some(132));
     }
 
@@ -309,9 +310,14 @@ mod tests {
             (28672, 4, 1, 2, 448),
             (128_256, 4, 1, 2, 2004),
         ];
-        for (n, most, cluster, blocks_per_sm, blocks) in cases {
-            let grid =
-                LaunchGrid::DistributedRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
+        for (n, share, cluster, blocks_per_sm, blocks) in cases {
+            let grid = LaunchGrid::DistributedRowBlocks {
+                batch_rows: 8,
+                rows: 16,
+                share: Some(share),
+                cluster,
+                blocks_per_sm,
+            };
             assert_eq!(grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
         }
         let stream =
@@ -322,15 +328,15 @@ mod tests {
     /// Kernels rely on this on devices of any size: a group has at most `share` row blocks, and every batch tile has
     /// the same number of groups.
     #[test]
-    fn groups_can_take_their_share_of_row_blocks() {
+    fn groups_have_at_most_share_row_blocks() {
         for sms in [1, 7, 78, 114, 132] {
             for cluster in [1, 2, 4, 8] {
                 for n in (64..=4096).step_by(64).chain([128_256]) {
-                    for (m, most) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
+                    for (m, max_share) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
                         let grid = LaunchGrid::DistributedRowBlocks {
                             batch_rows: 8,
                             rows: 16,
-                            share: Some(most),
+                            share: Some(max_share),
                             cluster,
                             blocks_per_sm: 2,
                         };
@@ -339,7 +345,7 @@ mod tests {
                         assert_eq!(blocks % copies, 0);
                         let groups = blocks / copies;
                         assert!(
-                            groups >= 1 && groups <= n / 16 && (n / 16).div_ceil(groups) <= most,
+                            groups >= 1 && groups <= n / 16 && (n / 16).div_ceil(groups) <= max_share,
                             "{grid}: {groups}"
                         );
                     }

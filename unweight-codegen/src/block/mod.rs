@@ -17,12 +17,12 @@ use crate::limits::ArchLimits;
 
 /// The largest value of an axis below the spec's that fits with the other axes unchanged. A macro, because a const fn
 /// accepts no closure.
-macro_rules! most_fitting {
+macro_rules! largest_fitting {
     ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
         let mut value = $op.$field.get();
         loop {
             match $axis::new(value - 1) {
-                Ok(less) if $fits($spec, &$op_type { $field: less, ..*$op }) => break Some(less.get()),
+                Ok(smaller) if $fits($spec, &$op_type { $field: smaller, ..*$op }) => break Some(smaller.get()),
                 Ok(_) => value -= 1,
                 Err(_) => break None,
             }
@@ -30,10 +30,10 @@ macro_rules! most_fitting {
     }};
 }
 
-pub(crate) use most_fitting;
+pub(crate) use largest_fitting;
 
 /// A value with the name of its axis in messages.
-pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
+pub(crate) const fn with_axis(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
     match value {
         Some(value) => Some((axis, value)),
         None => None,
@@ -54,16 +54,16 @@ pub struct BlockPlan {
 }
 
 impl BlockPlan {
-    /// Limits the blocks per SM to the room on this architecture; families state the number for Hopper.
+    /// Limits the blocks per SM to what fits on this architecture; families state the number for Hopper.
     pub(crate) const fn within(mut self, limits: &ArchLimits) -> Self {
-        let most = limits.blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
-        if self.launch.blocks_per_sm > most {
-            self.launch.blocks_per_sm = most;
+        let max_blocks = limits.blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
+        if self.launch.blocks_per_sm > max_blocks {
+            self.launch.blocks_per_sm = max_blocks;
         }
         if let LaunchGrid::Persistent { blocks_per_sm, .. } = &mut self.launch.grid
-            && *blocks_per_sm > most
+            && *blocks_per_sm > max_blocks
         {
-            *blocks_per_sm = most;
+            *blocks_per_sm = max_blocks;
         }
         self
     }

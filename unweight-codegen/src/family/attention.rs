@@ -24,7 +24,7 @@ use crate::{
     axes::{Arch, axes, range_axis, set_axis, word_axis},
     block::{
         BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, Work,
-        WorkspacePlan, most_fitting, named,
+        WorkspacePlan, largest_fitting, with_axis,
     },
     kv,
     limits::{Instruction, Instructions},
@@ -287,11 +287,12 @@ impl AttentionSpec {
         let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
         let (prefill, bulk) = (matches!(op.step, AttentionStep::Prefill), matches!(op.copy, SmemCopy::Bulk));
         if prefill && cluster != 1 {
-            let what = "step = prefill has rows enough for the device; cluster must be 1";
+            let what = "step = prefill has enough rows to fill the device; cluster must be 1";
             return Err(Constraint::Conflict { what });
         }
         if op.split && (prefill || cluster != 1) {
-            let what = "split shares a row of step = decode through memory instead of a cluster; cluster must be 1";
+            let what =
+                "split divides a row of step = decode among blocks through memory, not in a cluster; cluster must be 1";
             return Err(Constraint::Conflict { what });
         }
         let packed = matches!(op.cache, KvCache::Packed);
@@ -300,23 +301,24 @@ impl AttentionSpec {
             return Err(Constraint::Conflict { what });
         }
         if packed && op.head_dim.get() > kv::packed::HEAD_DIM_MAX {
-            let what = "cache = packed has 11 bits for the place of an element; head_dim must be at most 128";
+            let what = "cache = packed has 11 bits for the index of an element; head_dim must be at most 128";
             return Err(Constraint::Conflict { what });
         }
         if op.softcap && op.plus_one {
-            let what = "softcap takes no norms; plus_one must be false";
+            let what = "softcap does not support norms; plus_one must be false";
             return Err(Constraint::Conflict { what });
         }
         if packed && stages == 1 {
-            let what = "cache = packed keeps a warp's sums in two slots of its ring; stages must be at least 2";
+            let what = "cache = packed stores a warp's sums in two slots of its ring; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
         if prefill && (op.adjacent || op.plus_one) {
-            let what = "step = prefill finds its queries normed and rotated; adjacent and plus_one must be false";
+            let what =
+                "step = prefill reads queries that are already normed and rotated; adjacent and plus_one must be false";
             return Err(Constraint::Conflict { what });
         }
         if prefill && stages == 1 {
-            let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
+            let what = "step = prefill loads a page while it computes on another; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
         let stage_bytes = rings(op) * (slot_bytes(op) + barrier_bytes(op));
@@ -326,8 +328,8 @@ impl AttentionSpec {
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(arch, op), AttentionSpec { stages: AttentionStages }),
-                fitting_other: named("head_dim", largest_head(arch, op)),
+                fitting_stages: largest_fitting!(fits(arch, op), AttentionSpec { stages: AttentionStages }),
+                fitting_other: with_axis("head_dim", largest_head(arch, op)),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -430,17 +432,24 @@ impl Family for AttentionSpec {
                 ClusterSize::ALL
                     .into_iter()
                     .filter(move |cluster| [64, 128, 256].contains(&head_dim.get()) || cluster.get() == 1)
-                    .flat_map(move |cluster| [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
+                    .flat_map(move |cluster| {
+                        [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl))
+                    })
             })
             // For batches with about as many rows x KV heads as the GPU has SMs: eight warps per block, one block or
             // two (docs/records/2026-11-22).
-            .chain(AttentionHeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
-                let stages = stages_of(head_dim);
-                [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
-                    let cluster = ClusterSize::ALL[cluster];
-                    [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
-                })
-            }))
+            .chain(
+                AttentionHeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(
+                    move |head_dim| {
+                        let stages = stages_of(head_dim);
+                        [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
+                            let cluster = ClusterSize::ALL[cluster];
+                            [false, true]
+                                .map(move |pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
+                        })
+                    },
+                ),
+            )
             .chain(AttentionHeadDim::ALL.into_iter().flat_map(move |head_dim| {
                 [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
@@ -457,9 +466,7 @@ impl AttentionSpec {
         let stages = self.stages.get();
         let of = move |stages| match AttentionStages::new(stages) {
             Ok(stages)
-                if self.step == AttentionStep::Decode
-                    && stages.get() > 1
-                    && kv::packed::takes(self.head_dim.get()) =>
+                if self.step == AttentionStep::Decode && stages.get() > 1 && kv::packed::takes(self.head_dim.get()) =>
             {
                 Some(Self { cache: KvCache::Packed, stages, ..self })
             }

@@ -5,7 +5,7 @@ use super::{DECODED_EXPONENTS, Edge, Family, VariantSpec, entry::Entry, shared::
 use crate::{
     args::args,
     axes::{Arch, axes, range_axis, set_axis, word_axis},
-    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, Work, named},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, Work, with_axis},
     limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, Float};
@@ -206,7 +206,7 @@ impl DecodeHuffmanSpec {
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         if !matches!((self.output, self.element), (DecodeOutput::Full, _) | (_, DecodeElement::Bf16)) {
-            let what = "element other than bf16 is of output = full alone; take that, or bf16";
+            let what = "only output = full supports an element other than bf16; use output = full or element = bf16";
             return Err(Constraint::Conflict { what });
         }
         let limit_bytes = arch.limits().smem_bytes_per_block;
@@ -224,7 +224,10 @@ impl DecodeHuffmanSpec {
                 stage_bytes,
                 limit_bytes,
                 fitting_stages: None,
-                fitting_other: named("warps", if self.smem(fitting).bytes() <= limit_bytes { Some(fitting) } else { None }),
+                fitting_other: with_axis(
+                    "warps",
+                    if self.smem(fitting).bytes() <= limit_bytes { Some(fitting) } else { None },
+                ),
             });
         }
         Ok(BlockPlan {
@@ -266,7 +269,9 @@ impl Family for DecodeHuffmanSpec {
         let written = match self.output {
             DecodeOutput::Full if self.element != DecodeElement::Bf16 => {
                 let (element, bits) = (self.element.tag(), self.code_limit.get());
-                return format!("Tensor of exponents with codes of at most {bits} bits -> {element} [n, k], row-major.");
+                return format!(
+                    "Tensor of exponents with codes of at most {bits} bits -> {element} [n, k], row-major."
+                );
             }
             DecodeOutput::Full => "bf16 [n, k], row-major",
             DecodeOutput::Exponent => "u8 exponents [tiles, 64, 64]",

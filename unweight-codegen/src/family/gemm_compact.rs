@@ -2,7 +2,8 @@
 //! `templates/include/unweight/kernels/gemm_compact.cuh`.
 //!
 //! ```text
-//! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables + persistent * 4 * batch_tile * 256
+//! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables
+//!         + persistent * 4 * batch_tile * 256
 //! early = batch_tile == 8
 //! stage = batch_tile * 128 + 5120 + 1232      64 columns of X, the dense part of a tile, its streams
 //! ```
@@ -18,7 +19,9 @@ use super::{
 use crate::{
     args::{TensorMap, args},
     axes::{Arch, axes, range_axis, set_axis},
-    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, most_fitting, named},
+    block::{
+        BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, largest_fitting, with_axis,
+    },
     limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, raw::layout};
@@ -131,18 +134,16 @@ const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, persisten
         ClusterSize::new(cluster),
         CompactTables::new(tables),
     ) {
-        (Ok(batch_tile), Ok(warps), Ok(stages), Ok(cluster), Ok(tables)) => {
-            GemmCompactSpec {
-                batch_tile,
-                warps,
-                stages,
-                cluster,
-                tables,
-                persistent,
-                pdl: false,
-                epilogue: Epilogue::Store,
-            }
-        }
+        (Ok(batch_tile), Ok(warps), Ok(stages), Ok(cluster), Ok(tables)) => GemmCompactSpec {
+            batch_tile,
+            warps,
+            stages,
+            cluster,
+            tables,
+            persistent,
+            pdl: false,
+            epilogue: Epilogue::Store,
+        },
         _ => panic!("the shapes are within the axes"),
     }
 }
@@ -173,9 +174,12 @@ const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
 
 const fn smem(op: &GemmCompactSpec) -> SmemPlan {
     let warps = op.warps.get();
-    let smem = SmemPlan::new()
-        .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
-        .section("table", op.tables.get(), decode_compact::TABLE_BYTES, 16);
+    let smem = SmemPlan::new().section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN).section(
+        "table",
+        op.tables.get(),
+        decode_compact::TABLE_BYTES,
+        16,
+    );
     let smem = if op.persistent { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
     smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
@@ -212,8 +216,8 @@ impl GemmCompactSpec {
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(arch, op), GemmCompactSpec { stages: CompactStages }),
-                fitting_other: named("warps", most_fitting!(fits(arch, op), GemmCompactSpec { warps: Warps })),
+                fitting_stages: largest_fitting!(fits(arch, op), GemmCompactSpec { stages: CompactStages }),
+                fitting_other: with_axis("warps", largest_fitting!(fits(arch, op), GemmCompactSpec { warps: Warps })),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -292,7 +296,9 @@ mod tests {
     /// A task is a row of tiles, independent of the device.
     #[test]
     fn a_cluster_has_one_row_of_tiles_and_one_batch_tile() {
-        for (name, m, blocks) in [("b8_w8p1c1_store", 8, 224), ("b8_w8p1c2_store", 9, 896), ("b32_w8p2c2_silu_mul", 32, 448)] {
+        for (name, m, blocks) in
+            [("b8_w8p1c1_store", 8, 224), ("b8_w8p1c2_store", 9, 896), ("b32_w8p2c2_silu_mul", 32, 448)]
+        {
             let plan = Plan::new(&format!("uw_sm90a_gemm_compact_{name}").parse().unwrap()).unwrap();
             for sms in [1, 78, 132] {
                 let problem = GemmShape { m, n: 14336, k: 4096 };

@@ -90,12 +90,7 @@ pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 1), shape(16, 4, 8, 1), shape(32, 2, 8, 1), shape(64, 2, 8, 1)];
 
 const fn shape(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32) -> GemmGroupedSpec {
-    match (
-        SmallBatchTile::new(batch_tile),
-        RowBlocks::new(row_blocks),
-        Warps::new(warps),
-        SmallStages::new(stages),
-    ) {
+    match (SmallBatchTile::new(batch_tile), RowBlocks::new(row_blocks), Warps::new(warps), SmallStages::new(stages)) {
         (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages)) => {
             GemmGroupedSpec { batch_tile, row_blocks, warps, stages, pdl: false, epilogue: Epilogue::Store }
         }
@@ -142,7 +137,8 @@ impl GemmGroupedSpec {
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         if matches!(self.epilogue, Epilogue::StoreAdd) {
-            let what = "op gemm_grouped overwrites, and rows are added when they are combined; take epilogue = store";
+            let what =
+                "op gemm_grouped only overwrites, and rows are added when they are combined; use epilogue = store";
             return Err(Constraint::Conflict { what });
         }
         let dense = match self.dense().plan(arch) {
@@ -162,8 +158,7 @@ impl Family for GemmGroupedSpec {
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
     fn summary(&self, _: &BlockPlan) -> String {
-        let (batch_tile, rows, stages) =
-            (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
+        let (batch_tile, rows, stages) = (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
         let formula = match self.epilogue {
             Epilogue::SiluMul => "Y[pair,n/2] = silu(gate) * up of X[row of pair,k] * W[expert of pair,n,k]^T",
             Epilogue::Store | Epilogue::StoreAdd => "Y[pair,n] = X[row of pair,k] * W[expert of pair,n,k]^T",
@@ -223,6 +218,6 @@ mod tests {
         assert_eq!(blocks("uw_sm90a_gemm_grouped_b64_r2w8p2_pdl_store", 3, 4160), Some(3 * 130));
         assert_eq!(blocks("uw_sm90a_gemm_grouped_b8_r4w8p2_store", 0, 1536), Some(0));
         let refused = plan("uw_sm90a_gemm_grouped_b8_r4w8p2_store_add").unwrap_err().to_string();
-        assert!(refused.contains("take epilogue = store"), "{refused}");
+        assert!(refused.contains("use epilogue = store"), "{refused}");
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     axes::{Arch, axes, range_axis, set_axis},
     block::{
         BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, WorkspacePlan,
-        most_fitting, named,
+        largest_fitting, with_axis,
     },
     limits::{Instruction, Instructions},
 };
@@ -247,7 +247,12 @@ const fn smem(op: &GemmMmaSpec) -> SmemPlan {
     SmemPlan::new()
         .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
         .section("sums", if op.persistent { warps } else { 0 }, sum_bytes(op), SWIZZLE_ALIGN)
-        .section("barriers", if op.has_barriers() { warps * op.stages.get() } else { 0 }, MBARRIER_BYTES, MBARRIER_BYTES)
+        .section(
+            "barriers",
+            if op.has_barriers() { warps * op.stages.get() } else { 0 },
+            MBARRIER_BYTES,
+            MBARRIER_BYTES,
+        )
 }
 
 const fn fits(arch: Arch, op: &GemmMmaSpec) -> bool {
@@ -280,8 +285,8 @@ impl GemmMmaSpec {
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(arch, op), GemmMmaSpec { stages: SmallStages }),
-                fitting_other: named("warps", most_fitting!(fits(arch, op), GemmMmaSpec { warps: Warps })),
+                fitting_stages: largest_fitting!(fits(arch, op), GemmMmaSpec { stages: SmallStages }),
+                fitting_other: with_axis("warps", largest_fitting!(fits(arch, op), GemmMmaSpec { warps: Warps })),
             });
         }
         if !op.persistent && sum_bytes(op) > ring_bytes(op) {
@@ -349,8 +354,7 @@ impl Family for GemmMmaSpec {
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
     fn summary(&self, _: &BlockPlan) -> String {
-        let (batch_tile, rows, stages) =
-            (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
+        let (batch_tile, rows, stages) = (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
         let group = match self.cluster.get() {
             1 => "block".to_owned(),
             cluster => format!("cluster of {cluster}"),
@@ -374,8 +378,9 @@ impl Family for GemmMmaSpec {
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let shapes = shapes(arch);
         let used = shapes.clone().flat_map(|shape| {
-            let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
-            ways.into_iter()
+            let configs = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
+            configs
+                .into_iter()
                 // Variants without escapes are faster at the smallest batches only; beyond, some shapes spill.
                 .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
                 .flat_map(move |(escapes, epilogue)| {
@@ -390,9 +395,8 @@ impl Family for GemmMmaSpec {
             Some(GemmMmaSpec { dump: true, ..shape })
         });
         // The gate and the up projection of an MLP as one matmul.
-        let gated = shapes.flat_map(|shape| {
-            [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
-        });
+        let gated = shapes
+            .flat_map(|shape| [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape }));
         used.chain(dumps).chain(gated).map(move |spec| VariantSpec::gemm_mma(arch, spec))
     }
 }

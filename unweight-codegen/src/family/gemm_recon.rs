@@ -3,7 +3,8 @@
 //! ```text
 //! bytes = fixed(n) + stages * stage(n)
 //! fixed = X that does not depend on the stages + its barriers + three buffers of joined weights
-//! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers + its share of X
+//! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers
+//!         + its share of X
 //! ```
 //!
 //! With two tiles, the weights occupy the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the number
@@ -15,8 +16,8 @@ use crate::{
     args::{TensorMap, args},
     axes::{AXES_MAX, Arch, Axis, Only, Raw, range_axis, set_axis},
     block::{
-        BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, Work, most_fitting,
-        named,
+        BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, Work, largest_fitting,
+        with_axis,
     },
     limits::{Instruction, Instructions},
 };
@@ -313,7 +314,7 @@ impl GemmReconSpec {
         }
         if op.splits.get() > 1 && op.n_tiles.get() > 1 {
             return Err(Constraint::Conflict {
-                what: "splits are of n = 1 alone, whose tasks are the smallest; take n = 1 or splits = 1",
+                what: "only n = 1, whose tasks are the smallest, supports splits; use n = 1 or splits = 1",
             });
         }
         if !fits(arch, op) {
@@ -322,8 +323,8 @@ impl GemmReconSpec {
                 stages,
                 stage_bytes: stage_bytes(op),
                 limit_bytes: arch.limits().smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(arch, op), GemmReconSpec { stages: Stages }),
-                fitting_other: named("n", most_fitting!(fits(arch, op), GemmReconSpec { n_tiles: NTiles })),
+                fitting_stages: largest_fitting!(fits(arch, op), GemmReconSpec { stages: Stages }),
+                fitting_other: with_axis("n", largest_fitting!(fits(arch, op), GemmReconSpec { n_tiles: NTiles })),
             });
         }
         // The finest division of the work: where the weights occupy the rows, a task can be as small as one box of X.
@@ -397,7 +398,11 @@ impl Family for GemmReconSpec {
     fn entry(&self, plan: &BlockPlan) -> Entry {
         let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
         let blocks = plan.launch.blocks_per_sm;
-        Entry::new().registers("uw::gemm_recon::Kernel<Config>", &registers).check("blocks per SM", "uw::gemm_recon::kMinBlocksPerSm", blocks)
+        Entry::new().registers("uw::gemm_recon::Kernel<Config>", &registers).check(
+            "blocks per SM",
+            "uw::gemm_recon::kMinBlocksPerSm",
+            blocks,
+        )
     }
 
     /// Table 5, and the rings with splits, for every source, as `store` and `store_add`, as far as they fit.
@@ -442,10 +447,11 @@ mod tests {
         for verbatim in VerbatimRows::ALL {
             for (n, stages) in TABLE_5 {
                 let source = WeightSource::Palette { verbatim };
-                let ours = Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
-                let theirs = table_6(verbatim.get(), n.get(), stages.get());
-                if ours != theirs {
-                    differences.push((verbatim.get(), n.get(), stages.get(), ours));
+                let planned =
+                    Plan::new(&VariantSpec::gemm_recon(Arch::Sm90a, source, n, stages, Epilogue::Store)).is_ok();
+                let reported = table_6(verbatim.get(), n.get(), stages.get());
+                if planned != reported {
+                    differences.push((verbatim.get(), n.get(), stages.get(), planned));
                 }
             }
         }
@@ -472,7 +478,7 @@ mod tests {
     fn splits_are_of_one_tile_and_take_clusters() {
         let plan = |name: &str| Plan::new(&name.parse().unwrap());
         let why = plan("uw_sm90a_gemm_recon_exponent_n2p4s2_store").unwrap_err().to_string();
-        assert!(why.contains("take n = 1 or splits = 1"), "{why}");
+        assert!(why.contains("use n = 1 or splits = 1"), "{why}");
         let whole = plan("uw_sm90a_gemm_recon_palette_n1p6_v8_store").unwrap();
         let split = plan("uw_sm90a_gemm_recon_palette_n1p6s4_v8_store").unwrap();
         assert_eq!((split.launch.cluster, split.smem, split.launch.threads), (4, whole.smem, whole.launch.threads));

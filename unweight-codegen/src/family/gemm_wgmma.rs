@@ -1,7 +1,8 @@
 //! Packed matmul for large batches, from packed weights: `templates/include/unweight/kernels/gemm_wgmma.cuh`.
 //!
 //! ```text
-//! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16) + warpgroups * (buffers * store_rows * 128 + 8)
+//! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16)
+//!           + warpgroups * (buffers * store_rows * 128 + 8)
 //! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 or 3
 //! ```
 
@@ -15,7 +16,7 @@ use crate::{
     axes::{Arch, axes, range_axis, set_axis},
     block::{
         BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, Work,
-        WorkspacePlan, most_fitting, named,
+        WorkspacePlan, largest_fitting, with_axis,
     },
     limits::{Instruction, Instructions},
 };
@@ -205,17 +206,18 @@ impl GemmWgmmaSpec {
         let (smem, stages) = (smem(op), op.stages.get());
         if op.dump && op.stream_k {
             return Err(Constraint::Conflict {
-                what: "dump and stream_k both need the workspace; leave one out",
+                what: "dump and stream_k both need the workspace; set only one of them",
             });
         }
         if op.stream_k && op.cluster.get() > 1 {
             return Err(Constraint::Conflict {
-                what: "stream_k and cluster both share out k; take cluster = 1 or stream_k = false",
+                what: "stream_k and cluster both split k; use cluster = 1 or stream_k = false",
             });
         }
         if op.cluster.get() > 1 && op.warpgroups.get() * TILE * op.batch_tile.get() * 4 > ring_bytes(op) {
             return Err(Constraint::Conflict {
-                what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; take more stages or fewer warpgroups",
+                what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; use more stages or fewer \
+                       warpgroups",
             });
         }
         if !fits(arch, op) {
@@ -225,8 +227,11 @@ impl GemmWgmmaSpec {
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(arch, op), GemmWgmmaSpec { stages: WideStages }),
-                fitting_other: named("warpgroups", most_fitting!(fits(arch, op), GemmWgmmaSpec { warpgroups: Warpgroups })),
+                fitting_stages: largest_fitting!(fits(arch, op), GemmWgmmaSpec { stages: WideStages }),
+                fitting_other: with_axis(
+                    "warpgroups",
+                    largest_fitting!(fits(arch, op), GemmWgmmaSpec { warpgroups: Warpgroups }),
+                ),
             });
         }
         let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
@@ -249,7 +254,11 @@ impl GemmWgmmaSpec {
             }),
             roles: RolePlan {
                 first: Role { name: "load and find escapes", warps: PRODUCER_WARPS, registers: producer_registers },
-                second: Some(Role { name: "decode and multiply", warps: consumer_warps, registers: consumer_registers }),
+                second: Some(Role {
+                    name: "decode and multiply",
+                    warps: consumer_warps,
+                    registers: consumer_registers,
+                }),
             },
             launch: LaunchPlan {
                 threads: (PRODUCER_WARPS + consumer_warps) * limits.warp_threads,
@@ -286,7 +295,8 @@ impl Family for GemmWgmmaSpec {
     fn entry(&self, plan: &BlockPlan) -> Entry {
         let entry = Entry::new().packed_layout().gate_rows().check("boxes of X", "Smem::kXBoxRows", Self::X_BOX_ROWS);
         let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
-        let entry = entry.check("registers", "uw::gemm_wgmma::Kernel<Config>::kBudgets", u32::from(!registers.is_empty()));
+        let entry =
+            entry.check("registers", "uw::gemm_wgmma::Kernel<Config>::kBudgets", u32::from(!registers.is_empty()));
         entry.registers("uw::gemm_wgmma::Kernel<Config>", &registers)
     }
 

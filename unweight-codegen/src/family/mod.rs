@@ -1,8 +1,9 @@
 //! The kernel families: one file for each, and the list of all.
 //!
 //! ```text
-//! family/<f>.rs                        axes! (spec, names, attribute, constants), args! (the kernel's argument struct), const fn
-//!                                      plan, and Family: edges, instructions, derived constants, shipped variants
+//! family/<f>.rs                        axes! (spec, names, attribute, constants), args! (the kernel's argument
+//!                                      struct), const fn plan, and Family: edges, instructions, derived constants,
+//!                                      shipped variants
 //! templates/kernels/kernel.cu.tera     the entry point of all families
 //! templates/include/.../<f>.cuh        the body
 //! ```
@@ -50,7 +51,7 @@ pub struct VariantSpec {
 impl VariantSpec {
     /// A placeholder for the spec of an invalid attribute.
     #[doc(hidden)]
-    pub const SOME: Self = Self::encode_huffman(Arch::Sm90a, encode_huffman::EncodeHuffmanStage::Stats);
+    pub const PLACEHOLDER: Self = Self::encode_huffman(Arch::Sm90a, encode_huffman::EncodeHuffmanStage::Stats);
 
     /// Returns the plan of a block, or the violated constraint.
     pub(crate) const fn block(&self) -> Result<BlockPlan, Constraint> {
@@ -140,7 +141,7 @@ impl FamilyInfo {
 /// The family at an index of [`FAMILIES`], as a type. The attribute, which is independent of families, names the family
 /// of a variant with it ([`ListedFamily`]).
 #[doc(hidden)]
-pub struct FamilyAt<const PLACE: usize>;
+pub struct FamilyAt<const INDEX: usize>;
 
 /// Maps an index of [`FAMILIES`] to a type; see [`FamilyAt`].
 #[doc(hidden)]
@@ -162,19 +163,19 @@ macro_rules! families {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Op { $($(#[$doc])* $variant($spec)),+ }
 
-        $(impl ListedFamily for FamilyAt<{ Place::$module as usize }> {
+        $(impl ListedFamily for FamilyAt<{ FamilyIndex::$module as usize }> {
             type Family = $spec;
         })+
 
         /// Indices into [`FAMILIES`].
         #[derive(Clone, Copy)]
         #[allow(non_camel_case_types)]
-        enum Place { $($module),+ }
+        enum FamilyIndex { $($module),+ }
 
         impl Op {
             /// Returns the index of the family in [`FAMILIES`].
-            pub(crate) const fn place(&self) -> usize {
-                match self { $(Self::$variant(_) => Place::$module as usize),+ }
+            pub(crate) const fn family_index(&self) -> usize {
+                match self { $(Self::$variant(_) => FamilyIndex::$module as usize),+ }
             }
 
             /// Returns the values of the axes.
@@ -183,11 +184,11 @@ macro_rules! families {
             }
 
             /// Returns the operation with these values, of the family at an index of [`FAMILIES`].
-            pub(crate) const fn of(place: usize, raw: &Raw) -> Self {
-                $(if place == Place::$module as usize {
+            pub(crate) const fn of(index: usize, raw: &Raw) -> Self {
+                $(if index == FamilyIndex::$module as usize {
                     return Self::$variant($spec::of(raw));
                 })+
-                panic!("a place in FAMILIES")
+                panic!("not an index of FAMILIES")
             }
 
             pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
@@ -222,7 +223,7 @@ macro_rules! families {
 impl Op {
     /// Returns the family of the operation.
     pub const fn info(&self) -> &'static FamilyInfo {
-        &FAMILIES[self.place()]
+        &FAMILIES[self.family_index()]
     }
 
     /// Returns the name of the family.
@@ -295,13 +296,13 @@ mod tests {
             let specs = catalog::all(*arch);
             assert_eq!(specs.iter().collect::<BTreeSet<_>>().len(), specs.len());
             for family in FAMILIES {
-                let own = (family.catalogue)(*arch);
+                let specs = (family.catalogue)(*arch);
                 assert!(
-                    own.iter().all(|spec| spec.op.family() == family.name && spec.arch == *arch),
+                    specs.iter().all(|spec| spec.op.family() == family.name && spec.arch == *arch),
                     "{}",
                     family.name
                 );
-                assert!(!own.is_empty() || *arch != Arch::Sm90a, "{}", family.name);
+                assert!(!specs.is_empty() || *arch != Arch::Sm90a, "{}", family.name);
             }
         }
     }
@@ -310,9 +311,9 @@ mod tests {
     #[test]
     fn family_edges_match_their_variants() {
         for family in FAMILIES {
-            let own: Vec<_> = (family.catalogue)(Arch::Sm90a).iter().flat_map(|spec| spec.op.edges()).collect();
-            assert!(family.edges.iter().all(|edge| own.contains(&edge)), "{}", family.name);
-            assert!(own.iter().all(|edge| family.edges.contains(edge)), "{}", family.name);
+            let edges: Vec<_> = (family.catalogue)(Arch::Sm90a).iter().flat_map(|spec| spec.op.edges()).collect();
+            assert!(family.edges.iter().all(|edge| edges.contains(&edge)), "{}", family.name);
+            assert!(edges.iter().all(|edge| family.edges.contains(edge)), "{}", family.name);
         }
     }
 

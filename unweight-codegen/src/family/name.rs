@@ -151,10 +151,10 @@ fn value<'a>(axis: &Axis, rest: &'a str) -> Result<(u32, &'a str), String> {
                 return Err(format!("{rest:?} must begin with _ and be {}", one_of(words)));
             };
             // The longest match: `store` is also a prefix of `store_add`.
-            let known = words.iter().enumerate().filter_map(|(i, word)| {
+            let matching = words.iter().enumerate().filter_map(|(i, word)| {
                 rest.strip_prefix(word).filter(ends).map(|after| (word.len(), i as u32, after))
             });
-            match (known.max_by_key(|(length, ..)| *length), axis.unnamed) {
+            match (matching.max_by_key(|(length, ..)| *length), axis.unnamed) {
                 (Some((_, value, after)), _) => Ok((value, after)),
                 // The text belongs to a later axis.
                 (None, Some(value)) => Ok((value, whole)),

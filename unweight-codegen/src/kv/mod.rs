@@ -57,9 +57,9 @@ pub const fn element(head_dim: u32, token: u32, index: u32) -> u32 {
         _ => 0,
     };
     let line = token % GROUP_TOKENS;
-    let (atom, place) = (chunk >> shift, (chunk & ((1 << shift) - 1)) ^ (line >> (3 - shift)));
+    let (atom, position) = (chunk >> shift, (chunk & ((1 << shift) - 1)) ^ (line >> (3 - shift)));
     let group = token / GROUP_TOKENS * GROUP_TOKENS * head_dim;
-    group + ((((atom * GROUP_TOKENS + line) << shift) | place) * CHUNK_ELEMENTS) + index % CHUNK_ELEMENTS
+    group + ((((atom * GROUP_TOKENS + line) << shift) | position) * CHUNK_ELEMENTS) + index % CHUNK_ELEMENTS
 }
 
 #[cfg(test)]
@@ -69,11 +69,11 @@ mod tests {
     #[test]
     fn every_element_of_a_page_has_one_place() {
         for head_dim in (8..=256).step_by(8) {
-            let mut taken = vec![false; (PAGE_TOKENS * head_dim) as usize];
+            let mut used = vec![false; (PAGE_TOKENS * head_dim) as usize];
             for token in 0..PAGE_TOKENS {
                 for index in 0..head_dim {
                     let at = element(head_dim, token, index);
-                    assert!(!std::mem::replace(&mut taken[at as usize], true), "{head_dim}: {token}, {index} at {at}");
+                    assert!(!std::mem::replace(&mut used[at as usize], true), "{head_dim}: {token}, {index} at {at}");
                     // Groups are contiguous.
                     assert_eq!(at / (GROUP_TOKENS * head_dim), token / GROUP_TOKENS);
                 }

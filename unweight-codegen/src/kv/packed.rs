@@ -298,9 +298,9 @@ fn weave(f: [u32; 4]) -> [u32; 3] {
 
 /// The inverse of [`weave`].
 fn unweave(w: [u32; 3]) -> [u32; 4] {
-    let own = w.map(|word| word & 0x87ff_87ff);
+    let sign_mantissa = w.map(|word| word & 0x87ff_87ff);
     let last = w[0] >> 4 & 0x0780_0780 | w[1] >> 8 & 0x0078_0078 | w[2].rotate_left(4) & 0x8007_8007;
-    [own[0], own[1], own[2], last]
+    [sign_mantissa[0], sign_mantissa[1], sign_mantissa[2], last]
 }
 
 /// Encodes K or V of one KV head in one page.
@@ -474,20 +474,20 @@ fn escapes(head_dim: u32, bases: &Bases, record: &[u8]) -> Result<[Vec<Escape>; 
     let slots: Vec<u32> = slots.collect();
     let mut found: [Vec<Escape>; PAGE_TILES as usize] = Default::default();
     let mut first = 0;
-    for (tile, own) in found.iter_mut().enumerate() {
+    for (tile, tile_escapes) in found.iter_mut().enumerate() {
         let end = record[RECORD_ENDS + tile];
         check("escapes up to a tile", end.into(), slots.len() as u32)?;
         check("escapes up to the tile before", first as u32, end.into())?;
         for slot in &slots[first..end.into()] {
             let (element, code) = (slot & ((1 << ELEMENT_BITS) - 1), slot >> ELEMENT_BITS);
             check("element of an escape", element, TILE_TOKENS * head_dim - 1)?;
-            if let Some(&Escape { element: before, .. }) = own.last()
+            if let Some(&Escape { element: before, .. }) = tile_escapes.last()
                 && element <= before
             {
                 return Err(KvPageError::Order { before, element });
             }
             let base = bases[(element / (STEP * TILE_TOKENS)) as usize];
-            own.push(Escape { element, exponent: exponent_of(code, base.into())? });
+            tile_escapes.push(Escape { element, exponent: exponent_of(code, base.into())? });
         }
         first = end.into();
     }

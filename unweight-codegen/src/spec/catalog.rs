@@ -62,9 +62,9 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let without = move |other: &Arch| arch.has(Instruction::BulkCopy) && !other.has(Instruction::BulkCopy);
     let others = Arch::ALL.iter().copied().filter(without).flat_map(all);
-    let mut seen = BTreeSet::new();
+    let mut emitted = BTreeSet::new();
     let all = all(arch).into_iter().filter_map(copied_by_threads);
-    all.chain(others.filter_map(move |spec| brought_to(spec, arch))).filter(move |spec| seen.insert(*spec))
+    all.chain(others.filter_map(move |spec| adapted_to(spec, arch))).filter(move |spec| emitted.insert(*spec))
 }
 
 /// Returns the variant with copies by threads; `None` if the family has no axis `copy`, or if there is no plan.
@@ -83,7 +83,7 @@ pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
 }
 
 /// Returns the variant for another architecture, copied by threads, with the same number of warps as on its own.
-fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
+fn adapted_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     let copied = copied_by_threads(VariantSpec { arch, ..spec })?;
     let warps = |spec: &VariantSpec| Plan::new(spec).map(|plan| plan.roles.warps()).ok();
     match copied.op {
@@ -115,22 +115,27 @@ mod tests {
     #[test]
     fn hopper_runs_variants_without_tma() {
         let plan = |spec: &VariantSpec| Plan::new(spec).unwrap();
-        let run: Vec<Plan> = asynchronous(Arch::Sm90a).map(|spec| plan(&spec)).collect();
+        let runnable: Vec<Plan> = asynchronous(Arch::Sm90a).map(|spec| plan(&spec)).collect();
         let (mut blocks, mut small) = (0, 0);
         for arch in Arch::ALL.iter().filter(|arch| !arch.has(Instruction::BulkCopy)) {
             for spec in all(*arch).iter().filter(|spec| spec.op.instructions().has(Instruction::AsyncCopy)) {
-                let here = plan(spec);
-                let same = |there: &&Plan| match (there.spec.op, spec.op) {
+                let native = plan(spec);
+                let same = |on_hopper: &&Plan| match (on_hopper.spec.op, spec.op) {
                     (Op::DecodeHuffman(a), Op::DecodeHuffman(b)) => {
                         (a.output, a.element, a.code_limit) == (b.output, b.element, b.code_limit)
                     }
                     (a, b) => a == b,
                 };
-                let there = run.iter().filter(same).find(|there| there.roles.warps() == here.roles.warps());
-                let there = there.unwrap_or_else(|| panic!("{spec} has no counterpart"));
-                assert_eq!((there.smem.bytes(), there.pipeline), (here.smem.bytes(), here.pipeline), "{spec}");
+                let on_hopper =
+                    runnable.iter().filter(same).find(|on_hopper| on_hopper.roles.warps() == native.roles.warps());
+                let on_hopper = on_hopper.unwrap_or_else(|| panic!("{spec} has no counterpart"));
+                assert_eq!(
+                    (on_hopper.smem.bytes(), on_hopper.pipeline),
+                    (native.smem.bytes(), native.pipeline),
+                    "{spec}"
+                );
                 blocks += 1;
-                small += u32::from(matches!(spec.op, Op::DecodeHuffman(_)) && here.roles.warps() < 32);
+                small += u32::from(matches!(spec.op, Op::DecodeHuffman(_)) && native.roles.warps() < 32);
             }
         }
         assert!(blocks > 200 && small > 50, "{blocks} blocks, {small} decoders of fewer warps");

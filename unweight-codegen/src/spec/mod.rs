@@ -32,9 +32,9 @@ pub use crate::family::{
     silu_mul::{GateFunction, SiluMulThreads},
 };
 
-/// The family of [`VariantSpec::SOME`].
+/// The family of [`VariantSpec::PLACEHOLDER`].
 #[doc(hidden)]
-pub type SomeFamily = EncodeHuffmanSpec;
+pub type PlaceholderFamily = EncodeHuffmanSpec;
 
 /// A kernel that is known at compile time: `#[unweight_variant]` implements it.
 ///

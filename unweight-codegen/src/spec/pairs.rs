@@ -3,7 +3,7 @@
 //! The attribute is independent of families. It passes on the parsed pairs, calls [`check`] for each pair, so that an
 //! error is reported at the user's token, and [`check_all`] for all of them. If both pass, [`spec`] returns the spec.
 
-#![expect(clippy::result_large_err, reason = "a message is held inline: a const context has no heap")]
+#![expect(clippy::result_large_err, reason = "a const context has no heap, so errors contain their message inline")]
 
 use crate::{
     axes::{AXES_MAX, Arch, Axis, Only, Raw, Values},
@@ -67,7 +67,7 @@ pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
     };
     if let Some(Only { axis: of, value, why }) = axes[axis].only {
         // An invalid value is reported for its own pair.
-        if let Ok(other) = one(axes, of, pairs)
+        if let Ok(other) = value_or_default(axes, of, pairs)
             && other != value
         {
             let text = Message::new().str("`").str(key).str("` needs ").str(axes[of].key).str(" = ");
@@ -88,20 +88,20 @@ pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
 pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     let (Ok(found), Ok(_)) = (family(pairs), arch(pairs)) else { return Ok(()) };
     let axes = FAMILIES[found].axes;
-    let (mut raw, mut i, mut wrong) = ([0; AXES_MAX], 0, false);
+    let (mut raw, mut i, mut has_invalid_value) = ([0; AXES_MAX], 0, false);
     while i < axes.len() {
         if axes[i].exists(&raw) {
-            match one(axes, i, pairs) {
+            match value_or_default(axes, i, pairs) {
                 Ok(value) => raw[i] = value,
-                Err(message) => match given(pairs, axes[i].key) {
-                    Some(_) => wrong = true,
+                Err(message) => match find_value(pairs, axes[i].key) {
+                    Some(_) => has_invalid_value = true,
                     None => return Err(message),
                 },
             }
         }
         i += 1;
     }
-    if wrong || any_wrong(pairs) {
+    if has_invalid_value || any_invalid(pairs) {
         return Ok(());
     }
     match Plan::new(&spec(pairs)) {
@@ -110,25 +110,25 @@ pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     }
 }
 
-/// Returns the index of the family in [`FAMILIES`]; that of [`VariantSpec::SOME`] if `op` is invalid, which stops the
-/// build.
+/// Returns the index of the family in [`FAMILIES`]. If `op` is invalid, which stops the build, returns the index of the
+/// family of [`VariantSpec::PLACEHOLDER`].
 pub const fn place(pairs: &[Pair]) -> usize {
     match family(pairs) {
-        Ok(place) => place,
-        Err(_) => VariantSpec::SOME.op.place(),
+        Ok(index) => index,
+        Err(_) => VariantSpec::PLACEHOLDER.op.family_index(),
     }
 }
 
-/// Returns the spec; [`VariantSpec::SOME`] if a check fails, which stops the build.
+/// Returns the spec; [`VariantSpec::PLACEHOLDER`] if a check fails, which stops the build.
 pub const fn spec(pairs: &[Pair]) -> VariantSpec {
-    let (Ok(found), Ok(arch)) = (family(pairs), arch(pairs)) else { return VariantSpec::SOME };
+    let (Ok(found), Ok(arch)) = (family(pairs), arch(pairs)) else { return VariantSpec::PLACEHOLDER };
     match values(FAMILIES[found].axes, pairs) {
         Some(raw) => VariantSpec { arch, op: Op::of(found, &raw) },
-        None => VariantSpec::SOME,
+        None => VariantSpec::PLACEHOLDER,
     }
 }
 
-const fn any_wrong(pairs: &[Pair]) -> bool {
+const fn any_invalid(pairs: &[Pair]) -> bool {
     let mut i = 0;
     while i < pairs.len() {
         if check(pairs, i).is_err() {
@@ -143,7 +143,7 @@ const fn values(axes: &[Axis], pairs: &[Pair]) -> Option<Raw> {
     let (mut raw, mut i) = ([0; AXES_MAX], 0);
     while i < axes.len() {
         if axes[i].exists(&raw) {
-            match one(axes, i, pairs) {
+            match value_or_default(axes, i, pairs) {
                 Ok(value) => raw[i] = value,
                 Err(_) => return None,
             }
@@ -155,10 +155,10 @@ const fn values(axes: &[Axis], pairs: &[Pair]) -> Option<Raw> {
 
 /// Returns the index of the pairs' family in [`FAMILIES`].
 const fn family(pairs: &[Pair]) -> Result<usize, Message> {
-    let name = match given(pairs, "op") {
+    let name = match find_value(pairs, "op") {
         None => DEFAULT_FAMILY,
         Some(PairValue::Word(name)) => name,
-        Some(_) => return Err(takes("op", "a word")),
+        Some(_) => return Err(type_error("op", "a word")),
     };
     let mut i = 0;
     while i < FAMILIES.len() {
@@ -177,7 +177,7 @@ const fn family(pairs: &[Pair]) -> Result<usize, Message> {
 }
 
 const fn arch(pairs: &[Pair]) -> Result<Arch, Message> {
-    match given(pairs, "arch") {
+    match find_value(pairs, "arch") {
         None => Ok(Arch::Sm90a),
         Some(value) => match read(&Arch::AXIS, value) {
             Ok(raw) => Ok(Arch::of_raw(raw)),
@@ -187,15 +187,15 @@ const fn arch(pairs: &[Pair]) -> Result<Arch, Message> {
 }
 
 /// Returns the given value of an axis, or its default.
-const fn one(axes: &[Axis], index: usize, pairs: &[Pair]) -> Result<u32, Message> {
+const fn value_or_default(axes: &[Axis], index: usize, pairs: &[Pair]) -> Result<u32, Message> {
     let axis = &axes[index];
-    match (given(pairs, axis.key), axis.default) {
+    match (find_value(pairs, axis.key), axis.default) {
         (Some(value), _) => read(axis, value),
         (None, Some(value)) => Ok(value),
         (None, None) => {
             let text = Message::new().str("`").str(axis.key).str("` is missing; it takes ");
             Err(match axis.values {
-                Values::Words(words) => listed(text, words),
+                Values::Words(words) => append_list(text, words),
                 Values::Flag => text.str("true or false"),
                 Values::Range(..) | Values::Set(_) => text.str("an integer"),
             })
@@ -207,7 +207,7 @@ const fn one(axes: &[Axis], index: usize, pairs: &[Pair]) -> Result<u32, Message
 const fn read(axis: &Axis, value: PairValue) -> Result<u32, Message> {
     match (axis.values, value) {
         (Values::Flag, PairValue::Switch(value)) => Ok(value as u32),
-        (Values::Flag, _) => Err(takes(axis.key, "true or false")),
+        (Values::Flag, _) => Err(type_error(axis.key, "true or false")),
         (Values::Words(words), PairValue::Word(word)) => {
             let mut i = 0;
             while i < words.len() {
@@ -217,18 +217,18 @@ const fn read(axis: &Axis, value: PairValue) -> Result<u32, Message> {
                 i += 1;
             }
             let text = Message::new().str("unknown ").str(axis.key).str(" `").str(word).str("`; it must be ");
-            Err(listed(text, words))
+            Err(append_list(text, words))
         }
-        (Values::Words(_), _) => Err(takes(axis.key, "a word")),
+        (Values::Words(_), _) => Err(type_error(axis.key, "a word")),
         (Values::Range(..) | Values::Set(_), PairValue::Number(number)) => match axis.check(number) {
             Ok(number) => Ok(number),
             Err(error) => Err(error.message()),
         },
-        (Values::Range(..) | Values::Set(_), _) => Err(takes(axis.key, "an integer")),
+        (Values::Range(..) | Values::Set(_), _) => Err(type_error(axis.key, "an integer")),
     }
 }
 
-const fn takes(key: &str, what: &str) -> Message {
+const fn type_error(key: &str, what: &str) -> Message {
     Message::new().str("`").str(key).str("` takes ").str(what)
 }
 
@@ -245,7 +245,7 @@ const fn no_such_key(family: usize, key: &str) -> Message {
 }
 
 /// Appends the words as a list: "a, b or c".
-const fn listed(mut text: Message, words: &[&str]) -> Message {
+const fn append_list(mut text: Message, words: &[&str]) -> Message {
     let mut i = 0;
     while i < words.len() {
         text = text.listed(i, words.len()).str(words[i]);
@@ -254,7 +254,7 @@ const fn listed(mut text: Message, words: &[&str]) -> Message {
     text
 }
 
-const fn given(pairs: &[Pair], key: &str) -> Option<PairValue> {
+const fn find_value(pairs: &[Pair], key: &str) -> Option<PairValue> {
     let mut i = 0;
     while i < pairs.len() {
         if same(pairs[i].key, key) {

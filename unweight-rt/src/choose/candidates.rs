@@ -58,7 +58,7 @@ impl PackedUse {
 #[non_exhaustive]
 pub enum RegisterError {
     /// The variant is declared for another architecture.
-    #[error("{variant} is a kernel for {declared} and this device is {device}; declare it with `arch = {tag}`")]
+    #[error("{variant} is a kernel for {declared}, but this device is {device}; declare it with `arch = {tag}`")]
     Arch {
         /// The name of the variant.
         variant: String,
@@ -79,8 +79,8 @@ pub enum RegisterError {
     },
     /// Dispatch does not choose among kernels of this family on this architecture.
     #[error(
-        "dispatch on {device} does not choose kernels of op {family}, as {variant} is; it chooses among gemm_mma, \
-         gemm_wgmma and, where it ships, gemm_compact; load the variant and launch it instead"
+        "dispatch on {device} cannot choose {variant}, whose op is {family}; it chooses among gemm_mma, gemm_wgmma \
+         and, where it is built in, gemm_compact; load the variant and launch it instead"
     )]
     Family {
         /// The name of the variant.
@@ -159,31 +159,32 @@ impl Registered {
     pub fn offers(&self, spec: &VariantSpec) -> bool {
         is_pdl(spec).is_some()
             && !dumps(spec)
-            && shape(*spec).is_some_and(|own| ships(&own) || self.shapes.contains(&own))
+            && shape(*spec).is_some_and(|shape| ships(&shape) || self.shapes.contains(&shape))
     }
 
     /// Returns the variants of every shape that computes products from packed weights for this use, built-in ones
     /// first. A registered shape may have no plan for a use; the model then predicts no time for it.
-    pub fn packed(&self, arch: Arch, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
-        let wanted = wanted.on(arch);
-        let own = self.shapes.iter().filter(move |shape| shape.arch == arch);
-        shapes(arch).iter().chain(own).filter_map(move |shape| wanted.of(*shape))
+    pub fn packed(&self, arch: Arch, packed_use: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        let packed_use = packed_use.on(arch);
+        let registered = self.shapes.iter().filter(move |shape| shape.arch == arch);
+        shapes(arch).iter().chain(registered).filter_map(move |shape| packed_use.of(*shape))
     }
 
     /// Like [`Self::packed`], for compact weights.
-    pub fn compact(&self, arch: Arch, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
-        let PackedUse { pdl, epilogue, .. } = wanted.on(arch);
+    pub fn compact(&self, arch: Arch, packed_use: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        let PackedUse { pdl, epilogue, .. } = packed_use.on(arch);
         let used = move |spec: &VariantSpec| match spec.op {
             Op::GemmCompact(op) => (op.pdl, op.epilogue) == (pdl, epilogue),
             _ => false,
         };
-        let own = self.shapes.iter().filter(move |shape| shape.arch == arch).filter_map(move |shape| match shape.op {
-            Op::GemmCompact(op) => {
-                Some(VariantSpec { op: Op::GemmCompact(GemmCompactSpec { pdl, epilogue, ..op }), ..*shape })
-            }
-            _ => None,
-        });
-        catalog::on::<GemmCompactSpec>(arch).filter(used).chain(own.filter(|spec| Plan::new(spec).is_ok()))
+        let registered =
+            self.shapes.iter().filter(move |shape| shape.arch == arch).filter_map(move |shape| match shape.op {
+                Op::GemmCompact(op) => {
+                    Some(VariantSpec { op: Op::GemmCompact(GemmCompactSpec { pdl, epilogue, ..op }), ..*shape })
+                }
+                _ => None,
+            });
+        catalog::on::<GemmCompactSpec>(arch).filter(used).chain(registered.filter(|spec| Plan::new(spec).is_ok()))
     }
 }
 
@@ -258,17 +259,17 @@ mod tests {
     #[test]
     fn a_registered_shape_serves_every_use() {
         let mut registered = Registered::default();
-        let own = spec("uw_sm90a_gemm_mma_b8_r3w10p2c1_pdl_store_add");
-        assert!(!registered.offers(&own));
-        registered.add(Arch::Sm90a, own).unwrap();
-        assert!(registered.offers(&own) && registered.offers(&spec("uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store")));
+        let declared = spec("uw_sm90a_gemm_mma_b8_r3w10p2c1_pdl_store_add");
+        assert!(!registered.offers(&declared));
+        registered.add(Arch::Sm90a, declared).unwrap();
+        assert!(registered.offers(&declared) && registered.offers(&spec("uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store")));
         let found: Vec<_> = registered.packed(Arch::Sm90a, USE).collect();
         let shipped: Vec<_> = Registered::default().packed(Arch::Sm90a, USE).collect();
         assert_eq!(
             found.strip_prefix(shipped.as_slice()),
             Some(&[spec("uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_pdl_silu_mul")][..])
         );
-        assert_eq!(registered.variants().collect::<Vec<_>>(), [&own]);
+        assert_eq!(registered.variants().collect::<Vec<_>>(), [&declared]);
         let sm89 = |registered: &Registered| registered.packed(Arch::Sm89, USE).collect::<Vec<_>>();
         assert_eq!(sm89(&registered), sm89(&Registered::default()), "another architecture");
     }
@@ -276,14 +277,14 @@ mod tests {
     #[test]
     fn a_registered_compact_shape_serves_every_use() {
         let mut registered = Registered::default();
-        let own = spec("uw_sm90a_gemm_compact_b8_w6p1c1_t16_store");
+        let declared = spec("uw_sm90a_gemm_compact_b8_w6p1c1_t16_store");
         let (before, packed) =
             (registered.compact(Arch::Sm90a, USE).count(), registered.packed(Arch::Sm90a, USE).count());
-        registered.add(Arch::Sm90a, own).unwrap();
+        registered.add(Arch::Sm90a, declared).unwrap();
         let used = spec("uw_sm90a_gemm_compact_b8_w6p1c1_t16_pdl_silu_mul");
         assert_eq!(registered.compact(Arch::Sm90a, USE).skip(before).collect::<Vec<_>>(), [used]);
         assert_eq!(registered.packed(Arch::Sm90a, USE).count(), packed);
-        assert!(!registered.offers(&own), "a table holds products from packed weights");
+        assert!(!registered.offers(&declared), "a table holds products from packed weights");
     }
 
     #[test]
@@ -313,8 +314,8 @@ mod tests {
             assert!(error.to_string().contains(name), "{error}");
             error
         };
-        let ours = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
-        let error = refused(Arch::Sm89, ours);
+        let hopper = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
+        let error = refused(Arch::Sm89, hopper);
         assert!(matches!(error, RegisterError::Arch { declared: "sm_90a", device: "sm_89", tag: "sm89", .. }));
         // 16 warps with rings of 16 stages do not fit.
         let error = refused(Arch::Sm90a, "uw_sm90a_gemm_mma_b64_r8w16p16c1_esc_store");

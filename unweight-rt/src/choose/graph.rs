@@ -112,7 +112,9 @@ pub const EDGES: [Edge; 14] = [
 ///
 /// ```
 /// use unweight_rt::raw::choose::graph::{Node, Step, paths};
-/// let steps = |node| paths(node).iter().map(|path| path.iter().map(|edge| edge.step).collect::<Vec<_>>()).collect::<Vec<_>>();
+/// let steps = |node| -> Vec<Vec<Step>> {
+///     paths(node).iter().map(|path| path.iter().map(|edge| edge.step).collect()).collect()
+/// };
 /// assert_eq!(steps(Node::Packed), [vec![Step::GemmPacked], vec![Step::Unpack, Step::Cublas]]);
 /// assert_eq!(steps(Node::Bf16), [vec![Step::Cublas], vec![Step::Pack, Step::GemmPacked]]);
 /// ```

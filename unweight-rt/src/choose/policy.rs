@@ -103,42 +103,42 @@ impl PackedChooser {
     }
 
     /// Returns the variants that can compute a problem from packed weights, with predicted microseconds, fastest first.
-    pub fn candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
-        gpu_model::candidates(&self.gpu, &self.registered, problem, wanted)
+    pub fn candidates(&self, problem: GemmShape, packed_use: PackedUse) -> Vec<(VariantSpec, f64)> {
+        gpu_model::candidates(&self.gpu, &self.registered, problem, packed_use)
     }
 
     /// Like [`Self::candidates`], for compact weights.
-    pub fn compact_candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
-        gpu_model::compact_candidates(&self.gpu, &self.registered, problem, wanted)
+    pub fn compact_candidates(&self, problem: GemmShape, packed_use: PackedUse) -> Vec<(VariantSpec, f64)> {
+        gpu_model::compact_candidates(&self.gpu, &self.registered, problem, packed_use)
     }
 
     /// Returns every variant that any card of the architecture can choose for a use and for batches up to `max_batch`,
     /// regardless of its multiprocessors and memory: all shapes that the model considers at such batches.
-    pub fn every_candidate(&self, max_batch: u32, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
-        let considered = move |spec: &VariantSpec| max_batch > SMALL_BATCH || !matches!(spec.op, Op::GemmWgmma(_));
-        self.registered.packed(self.arch(), wanted).filter(considered).filter(|spec| Plan::new(spec).is_ok())
+    pub fn every_candidate(&self, max_batch: u32, packed_use: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        let is_candidate = move |spec: &VariantSpec| max_batch > SMALL_BATCH || !matches!(spec.op, Op::GemmWgmma(_));
+        self.registered.packed(self.arch(), packed_use).filter(is_candidate).filter(|spec| Plan::new(spec).is_ok())
     }
 
     /// Like [`Self::every_candidate`], for compact weights.
-    pub fn every_compact_candidate(&self, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
-        self.registered.compact(self.arch(), wanted)
+    pub fn every_compact_candidate(&self, packed_use: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        self.registered.compact(self.arch(), packed_use)
     }
 
     /// Returns the variant for a problem: the measured one, else the one that the model predicts to be fastest. `None`
     /// if no variant supports the shape.
-    pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
-        let measured = self.table.choose(problem, wanted.on(self.arch()));
+    pub fn choose(&self, problem: GemmShape, packed_use: PackedUse) -> Option<VariantSpec> {
+        let measured = self.table.choose(problem, packed_use.on(self.arch()));
         let measured = measured.filter(|spec| spec.arch == self.arch() && Plan::new(spec).is_ok());
-        measured.or_else(|| self.candidates(problem, wanted).first().map(|(spec, _)| *spec))
+        measured.or_else(|| self.candidates(problem, packed_use).first().map(|(spec, _)| *spec))
     }
 
     /// Like [`PackedChooser::choices`], for products that read compact weights directly. Uses only the model, which is
     /// fitted to measurements.
-    pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+    pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, packed_use: PackedUse) -> Vec<(u32, VariantSpec)> {
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in (8..max_batch).step_by(8).chain([max_batch]) {
             let problem = GemmShape { m, n, k };
-            let found = self.compact_candidates(problem, wanted);
+            let found = self.compact_candidates(problem, packed_use);
             let Some(&(spec, _)) = found.first() else { return Vec::new() };
             match choices.last_mut() {
                 Some((last, same)) if *same == spec => *last = m,
@@ -150,7 +150,7 @@ impl PackedChooser {
 
     /// Returns the choice for every batch of 1 to `max_batch`: each variant with the largest batch that uses it,
     /// ascending. Empty if no variant supports the shape.
-    pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+    pub fn choices(&self, n: u32, k: u32, max_batch: u32, packed_use: PackedUse) -> Vec<(u32, VariantSpec)> {
         // The choice changes only at these batches: all batch tiles are multiples of 8.
         let tiles = (8..max_batch).step_by(8);
         let measured =
@@ -158,7 +158,7 @@ impl PackedChooser {
         let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in ends {
-            let Some(spec) = self.choose(GemmShape { m, n, k }, wanted) else { return Vec::new() };
+            let Some(spec) = self.choose(GemmShape { m, n, k }, packed_use) else { return Vec::new() };
             match choices.last_mut() {
                 Some((last, same)) if *same == spec => *last = m,
                 _ => choices.push((m, spec)),
@@ -218,7 +218,7 @@ mod tests {
     /// Every card gets variants of its own architecture, and small batches are limited by its memory.
     #[test]
     fn other_gpus_have_their_own_choices() {
-        let wanted = PackedUse { pdl: true, ..USE };
+        let packed_use = PackedUse { pdl: true, ..USE };
         // Includes an L40S, which has more multiprocessors than a 4090 and slower memory.
         let l40s = GpuModel { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
         for gpu in Arch::ALL.iter().map(|arch| GpuModel::usual(*arch)).chain([l40s]) {
@@ -226,7 +226,7 @@ mod tests {
             for (n, k) in SHAPES {
                 for m in [1, 8, 16, 17, 64, 65, 256, 2048] {
                     let problem = GemmShape { m, n, k };
-                    let spec = chooser.choose(problem, wanted).unwrap_or_else(|| panic!("{name:?}: {problem:?}"));
+                    let spec = chooser.choose(problem, packed_use).unwrap_or_else(|| panic!("{name:?}: {problem:?}"));
                     let plan = Plan::new(&spec).unwrap();
                     assert_eq!(spec.arch, gpu.arch, "{spec}");
                     assert!(plan.launch.grid.blocks(problem, gpu.sms).is_some_and(|b| b > 0), "{spec} {problem:?}");
@@ -234,7 +234,7 @@ mod tests {
             }
             for (n, k) in [(14336, 4096), (4096, 14336), (128_256, 4096)] {
                 let floor = f64::from(n) * f64::from(k) * 1.5 / gpu.memory;
-                let (spec, us) = chooser.candidates(GemmShape { m: 1, n, k }, wanted)[0];
+                let (spec, us) = chooser.candidates(GemmShape { m: 1, n, k }, packed_use)[0];
                 assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.0} us, floor {floor:.0}");
             }
         }
@@ -243,9 +243,9 @@ mod tests {
     /// Checks the batch tile of each batch, growing times, and the measured choices (docs/records/2026-11-22).
     #[test]
     fn products_from_compact_weights_are_chosen_as_measured() {
-        let wanted = PackedUse { pdl: true, ..USE };
+        let packed_use = PackedUse { pdl: true, ..USE };
         let (h200, ada) = (PackedChooser::model(GpuModel::H200), PackedChooser::model(GpuModel::usual(Arch::Sm89)));
-        let best = |m, n, k| h200.compact_candidates(GemmShape { m, n, k }, wanted)[0];
+        let best = |m, n, k| h200.compact_candidates(GemmShape { m, n, k }, packed_use)[0];
         // For small weights, more blocks are worth more than reading the weights once.
         for (n, k) in SHAPES.into_iter().filter(|(n, k)| n * k >= 1 << 24) {
             let mut last = 0.0;
@@ -276,7 +276,7 @@ mod tests {
             );
         }
         // One row of tiles per block would leave half of the machine idle.
-        let narrow = h200.compact_candidates(GemmShape { m: 1, n: 4096, k: 4096 }, wanted)[0].0;
+        let narrow = h200.compact_candidates(GemmShape { m: 1, n: 4096, k: 4096 }, packed_use)[0].0;
         assert!(matches!(narrow.op, Op::GemmCompact(op) if op.cluster.get() == 2), "{narrow}");
         assert!(ada.compact_candidates(GemmShape { m: 1, n: 64, k: 64 }, USE).is_empty());
         assert!(h200.compact_candidates(GemmShape { m: 1, n: 65, k: 64 }, USE).is_empty());
@@ -341,10 +341,11 @@ mod tests {
         assert_eq!(serde_json::from_str::<MeasuredTable>(&text).unwrap(), table);
     }
     /// Variants with ten warps, or with 16 warps of one row block each, are not built in.
-    const OWN: [&str; 2] = ["uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store", "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store"];
+    const UNSHIPPED: [&str; 2] =
+        ["uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store", "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store"];
 
-    fn with_own(mut chooser: PackedChooser) -> PackedChooser {
-        for name in OWN {
+    fn with_unshipped(mut chooser: PackedChooser) -> PackedChooser {
+        for name in UNSHIPPED {
             chooser.register(name.parse().unwrap()).unwrap();
         }
         chooser
@@ -355,30 +356,33 @@ mod tests {
         let problem = GemmShape { m: 16, n: 2048, k: 2048 };
         for chooser in [PackedChooser::model(GpuModel::H200), PackedChooser::h200()] {
             for (epilogue, tag) in [(Epilogue::Store, "store"), (Epilogue::StoreAdd, "store_add")] {
-                let wanted = PackedUse { escapes: true, pdl: true, epilogue };
-                let shipped = chooser.choose(problem, wanted).unwrap();
-                let both = with_own(chooser.clone());
-                let chosen = both.choose(problem, wanted).unwrap();
+                let packed_use = PackedUse { escapes: true, pdl: true, epilogue };
+                let shipped = chooser.choose(problem, packed_use).unwrap();
+                let both = with_unshipped(chooser.clone());
+                let chosen = both.choose(problem, packed_use).unwrap();
                 assert_eq!(chosen.to_string(), format!("uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_pdl_{tag}"));
-                let us = |spec| both.candidates(problem, wanted).iter().find(|own| own.0 == spec).unwrap().1;
+                let us = |spec| {
+                    both.candidates(problem, packed_use).iter().find(|(candidate, _)| *candidate == spec).unwrap().1
+                };
                 assert!(us(chosen) < us(shipped), "{} and {}", us(chosen), us(shipped));
-                assert!(both.choices(2048, 2048, 64, wanted).iter().any(|(_, spec)| *spec == chosen));
+                assert!(both.choices(2048, 2048, 64, packed_use).iter().any(|(_, spec)| *spec == chosen));
                 // Where another variant is faster, registration changes nothing.
                 let large = GemmShape { m: 2048, ..problem };
-                assert_eq!(both.choose(large, wanted), chooser.choose(large, wanted));
+                assert_eq!(both.choose(large, packed_use), chooser.choose(large, packed_use));
             }
         }
     }
 
     #[test]
     fn a_registered_variant_is_chosen_where_a_table_names_it() {
-        let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: true, variant: OWN[0].parse().unwrap() };
+        let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: true, variant: UNSHIPPED[0].parse().unwrap() };
         let table = MeasuredTable { device: "NVIDIA H200".to_owned(), rows: vec![row] };
-        let chooser = with_own(PackedChooser::h200());
-        let wanted = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
-        let at =
-            |chooser: &PackedChooser, m| chooser.choose(GemmShape { m, n: 4096, k: 4096 }, wanted).unwrap().to_string();
-        assert!(!at(&chooser, 8).contains("r3w10p2c1"), "the model prefers others: {}", at(&chooser, 8));
+        let chooser = with_unshipped(PackedChooser::h200());
+        let packed_use = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
+        let at = |chooser: &PackedChooser, m| {
+            chooser.choose(GemmShape { m, n: 4096, k: 4096 }, packed_use).unwrap().to_string()
+        };
+        assert!(!at(&chooser, 8).contains("r3w10p2c1"), "the model prefers other variants: {}", at(&chooser, 8));
         let measured = chooser.clone().with_table("NVIDIA H200", table);
         assert_eq!(at(&measured, 8), "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_pdl_store_add");
         assert_eq!(at(&measured, 16), at(&chooser, 16));
@@ -387,20 +391,20 @@ mod tests {
 
     #[test]
     fn a_registered_compact_shape_is_a_candidate() {
-        let own = "uw_sm90a_gemm_compact_b8_w6p1c1_t16_store";
+        let declared = "uw_sm90a_gemm_compact_b8_w6p1c1_t16_store";
         let mut chooser = PackedChooser::model(GpuModel::H200);
         let problem = GemmShape { m: 1, n: 14336, k: 4096 };
         let shipped = chooser.compact_candidates(problem, USE);
-        chooser.register(own.parse().unwrap()).unwrap();
+        chooser.register(declared.parse().unwrap()).unwrap();
         let found = chooser.compact_candidates(problem, USE);
         assert_eq!(found.len(), shipped.len() + 1);
-        assert!(found.iter().any(|(spec, _)| spec.to_string() == own) && found.is_sorted_by(|a, b| a.1 <= b.1));
+        assert!(found.iter().any(|(spec, _)| spec.to_string() == declared) && found.is_sorted_by(|a, b| a.1 <= b.1));
     }
 
     #[test]
     fn what_the_architecture_cannot_run_is_not_registered() {
         let mut ada = PackedChooser::usual(Arch::Sm89);
-        assert!(matches!(ada.register(OWN[0].parse().unwrap()), Err(RegisterError::Arch { .. })));
+        assert!(matches!(ada.register(UNSHIPPED[0].parse().unwrap()), Err(RegisterError::Arch { .. })));
         assert_eq!(ada.registered(), &Registered::default());
     }
 }

@@ -75,16 +75,16 @@ impl RoutePolicy {
         let arch = self.chooser.arch();
         let mut all = Vec::new();
         for &epilogue in weight.epilogues() {
-            let wanted = |escapes, pdl| PackedUse { escapes, pdl, epilogue };
-            let every = |wanted| self.chooser.every_candidate(self.max_batch, wanted);
-            all.extend(weight.escapes().iter().flat_map(|escapes| every(wanted(*escapes, self.pdl))));
+            let packed_use = |escapes, pdl| PackedUse { escapes, pdl, epilogue };
+            let every = |packed_use| self.chooser.every_candidate(self.max_batch, packed_use);
+            all.extend(weight.escapes().iter().flat_map(|escapes| every(packed_use(*escapes, self.pdl))));
             let compact = self.stays_compact(weight);
             if compact {
-                all.extend(self.chooser.every_compact_candidate(wanted(true, self.pdl)));
+                all.extend(self.chooser.every_compact_candidate(packed_use(true, self.pdl)));
             }
             if compact && self.max_batch > COMPACT_BATCH {
                 all.push(expander(arch));
-                all.extend(every(wanted(true, false)));
+                all.extend(every(packed_use(true, false)));
             }
             // Whether and from which batch cuBLAS takes over depends on the card.
             let may = match self.expand {

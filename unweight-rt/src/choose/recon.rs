@@ -65,8 +65,9 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
     };
     // Tasks of 128 rows by one column tile.
     let tasks = u64::from(m.div_ceil(128)) * u64::from(n.div_ceil(64));
-    let fits =
-        |splits: u32| tasks * u64::from(splits) <= u64::from(room(sms, splits)) && k / 64 >= SPLIT_STEPS * splits;
+    let fits = |splits: u32| {
+        tasks * u64::from(splits) <= u64::from(resident_blocks(sms, splits)) && k / 64 >= SPLIT_STEPS * splits
+    };
     let mut preferred: Vec<(u32, u32, u32)> =
         [4, 2].into_iter().filter(|splits| fits(*splits)).map(|splits| (1, 6, splits)).collect();
     preferred.extend(match tasks <= u64::from(sms) {
@@ -74,8 +75,8 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
         false => [(2, 4, 1), (2, 3, 1), (2, 2, 1), (1, 6, 1)],
     });
     let rank = |spec: &GemmReconSpec| {
-        let own = (spec.n_tiles.get(), spec.stages.get(), spec.splits.get());
-        preferred.iter().position(|ring| *ring == own).unwrap_or(preferred.len())
+        let ring = (spec.n_tiles.get(), spec.stages.get(), spec.splits.get());
+        preferred.iter().position(|preferred| *preferred == ring).unwrap_or(preferred.len())
     };
     let whole = catalog::TABLE_5.into_iter().map(|ring| (ring, Splits::ALL[0]));
     // Beyond two rounds on a large device, a split gains nothing.
@@ -95,7 +96,7 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
 
 /// Returns how many blocks run at once in clusters of this size, one block per multiprocessor. An H200 runs 66 clusters
 /// of 2, but only 30 of 4: some of its parts have too few multiprocessors for a whole cluster.
-fn room(sms: u32, cluster: u32) -> u32 {
+fn resident_blocks(sms: u32, cluster: u32) -> u32 {
     if cluster > 2 { sms / 11 * 10 } else { sms }
 }
 
@@ -129,7 +130,7 @@ mod tests {
         assert_eq!(first(1, 4096, 4096, SMS), "n1p6s2");
         assert_eq!(first(128, 4096, 14336, SMS), "n1p6s2");
         assert_eq!(first(129, 4096, 4096, SMS), "n1p6", "two rows of tasks");
-        assert_eq!(first(1, 4096, 4096, 110), "n1p6", "a share of the device");
+        assert_eq!(first(1, 4096, 4096, 110), "n1p6", "on a part of the device");
         assert_eq!(first(1, 1024, 4096, SMS), "n1p6s4");
         // 30 clusters of 4 run at once.
         assert_eq!(first(1, 1920, 4096, SMS), "n1p6s4");

@@ -74,7 +74,7 @@ impl Weight {
 
     /// Returns whether a step is possible: GPU decoders need whole tiles; other shapes are decoded and padded on the
     /// host.
-    fn takes(&self, edge: &Edge) -> bool {
+    fn supports(&self, edge: &Edge) -> bool {
         match edge.step {
             Step::Decode(_) | Step::DecodeCompact => self.is_tiled(),
             _ => true,
@@ -83,7 +83,7 @@ impl Weight {
 
     /// Returns the steps by which a loader converts the weight: the shortest path through the packed encoding.
     pub fn conversion(&self) -> Vec<Edge> {
-        let routes = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
+        let routes = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.supports(edge)));
         routes
             .into_iter()
             .find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked))
@@ -243,8 +243,8 @@ impl RoutePolicy {
 
     /// Returns whether a layer of this weight stays compact.
     pub fn stays_compact(&self, weight: &Weight) -> bool {
-        let asked = self.placement == Placement::Compact;
-        asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
+        let is_compact = self.placement == Placement::Compact;
+        is_compact && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
     }
 
     /// Returns the routes of a layer that stays compact for every batch, grouped by epilogue and ascending in the
@@ -256,11 +256,14 @@ impl RoutePolicy {
         let (n, k) = (weight.n, weight.k);
         let small = self.max_batch.min(COMPACT_BATCH);
         let of = |&epilogue: &Epilogue| {
-            let wanted = PackedUse { escapes: true, pdl: self.pdl, epilogue };
-            let direct = self.chooser.compact_choices(n, k, small, wanted).into_iter();
+            let packed_use = PackedUse { escapes: true, pdl: self.pdl, epilogue };
+            let direct = self.chooser.compact_choices(n, k, small, packed_use).into_iter();
             let direct = direct.map(move |(last, kernel)| BatchRoute { epilogue, last, kernel: Route::Direct(kernel) });
-            let above =
-                if self.max_batch > small { self.chooser.choices(n, k, self.max_batch, wanted) } else { Vec::new() };
+            let above = if self.max_batch > small {
+                self.chooser.choices(n, k, self.max_batch, packed_use)
+            } else {
+                Vec::new()
+            };
             let above: Vec<_> = above.into_iter().filter(|(last, _)| *last > small).collect();
             direct.chain(self.expanded(weight, epilogue, (small, true), &above, |kernel| {
                 let product = ordinary(kernel)?;
@@ -275,9 +278,9 @@ impl RoutePolicy {
     pub fn packed_routes(&self, weight: &Weight, escapes: bool) -> Routes<VariantSpec> {
         let choices = self.gemms(weight, escapes);
         let of = |&epilogue: &Epilogue| {
-            let own = choices.iter().filter(|choice| choice.epilogue == epilogue);
-            let own: Vec<_> = own.map(|choice| (choice.last, choice.kernel)).collect();
-            self.expanded(weight, epilogue, (0, false), &own, |kernel| Some(Route::Direct(kernel)))
+            let of_epilogue = choices.iter().filter(|choice| choice.epilogue == epilogue);
+            let ranges: Vec<_> = of_epilogue.map(|choice| (choice.last, choice.kernel)).collect();
+            self.expanded(weight, epilogue, (0, false), &ranges, |kernel| Some(Route::Direct(kernel)))
         };
         weight.epilogues().iter().flat_map(of).collect()
     }
@@ -298,8 +301,8 @@ impl RoutePolicy {
             // The choice changes only at these batches, as for the kernels.
             let ends = (from / 8 * 8 + 8..last).step_by(8).chain([last]);
             for m in ends {
-                let taken = self.cublas_takes(weight, m, kernel, compact);
-                let chosen = if taken { self.by_cublas(epilogue, compact) } else { route(kernel) };
+                let use_cublas = self.prefers_cublas(weight, m, kernel, compact);
+                let chosen = if use_cublas { self.by_cublas(epilogue, compact) } else { route(kernel) };
                 let Some(chosen) = chosen else { continue };
                 match routes.last_mut() {
                     Some(same) if same.kernel == chosen => same.last = m,
@@ -312,7 +315,7 @@ impl RoutePolicy {
     }
 
     /// Returns whether cuBLAS multiplies a batch instead of this kernel.
-    fn cublas_takes(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
+    fn prefers_cublas(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
         let (arch, gpu) = (self.chooser.arch(), self.chooser.gpu_model());
         let Some((n, k)) = weight.padded() else { return false };
         match self.expand {
@@ -325,8 +328,8 @@ impl RoutePolicy {
                 let kernel = if compact { ordinary(kernel) } else { Some(kernel) };
                 let us = kernel.and_then(|kernel| predicted_us(&kernel, problem, gpu));
                 let Some(us) = us else { return false };
-                let own = us.max(mma_floor_us(gpu, problem)) + if compact { expand_us(gpu, n, k) } else { 0.0 };
-                bf16_us(gpu, n, k, compact) + cublas_us(gpu, problem) < own
+                let kernel_us = us.max(mma_floor_us(gpu, problem)) + if compact { expand_us(gpu, n, k) } else { 0.0 };
+                bf16_us(gpu, n, k, compact) + cublas_us(gpu, problem) < kernel_us
             }
         }
     }
@@ -366,8 +369,8 @@ impl RoutePolicy {
     pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<BatchRoute<VariantSpec>> {
         let Some((n, k)) = weight.padded() else { return Vec::new() };
         let of = |&epilogue: &Epilogue| {
-            let wanted = PackedUse { escapes, pdl: self.pdl, epilogue };
-            let ranges = self.chooser.choices(n, k, self.max_batch, wanted);
+            let packed_use = PackedUse { escapes, pdl: self.pdl, epilogue };
+            let ranges = self.chooser.choices(n, k, self.max_batch, packed_use);
             ranges.into_iter().map(move |(last, kernel)| BatchRoute { epilogue, last, kernel })
         };
         weight.epilogues().iter().flat_map(of).collect()

@@ -37,7 +37,7 @@ pub enum TableError {
         source: serde_json::Error,
     },
     /// The table belongs to another device.
-    #[error("{}: was measured on {of}, and this device is {device}", .path.display())]
+    #[error("{}: was measured on {of}, but this device is {device}", .path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
@@ -60,7 +60,7 @@ pub enum TableError {
     },
     /// A row names a variant that dispatch may not choose.
     #[error(
-        "{}: row {row}: {variant} does not ship and is not registered; register it with the `KernelSet` before a table \
+        "{}: row {row}: {variant} is neither built in nor registered; register it with the `KernelSet` before a table \
          names it", .path.display()
     )]
     Unregistered {
@@ -143,10 +143,11 @@ impl MeasuredTable {
             let (of, device) = (table.device, device.to_owned());
             return Err(TableError::Foreign { path: path.to_owned(), of, device });
         }
-        let known = |spec: &VariantSpec| spec.arch == arch && is_pdl(spec).is_some() && Plan::new(spec).is_ok();
+        let is_packed_gemm =
+            |spec: &VariantSpec| spec.arch == arch && is_pdl(spec).is_some() && Plan::new(spec).is_ok();
         for (row, MeasuredRow { variant, .. }) in table.rows.iter().enumerate() {
             let (path, name) = (|| path.to_owned(), || variant.to_string());
-            if !known(variant) {
+            if !is_packed_gemm(variant) {
                 return Err(TableError::Variant { path: path(), row, variant: name(), arch: arch.compiler_name() });
             }
             if !registered.offers(variant) {
@@ -166,20 +167,20 @@ impl MeasuredTable {
     #[must_use]
     pub fn over(mut self, other: &Self) -> Self {
         let key = |row: &MeasuredRow| (row.n, row.k, row.pdl, row.m);
-        let own: BTreeSet<_> = self.rows.iter().map(key).collect();
-        self.rows.extend(other.rows.iter().filter(|row| !own.contains(&key(row))).cloned());
+        let present: BTreeSet<_> = self.rows.iter().map(key).collect();
+        self.rows.extend(other.rows.iter().filter(|row| !present.contains(&key(row))).cloned());
         self
     }
 
     /// Returns the fastest variant at the smallest measured batch that is at least `m`. A measurement above twice `m`,
     /// rounded to whole tiles of the smallest batch tile, does not apply.
-    pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
+    pub fn choose(&self, problem: GemmShape, packed_use: PackedUse) -> Option<VariantSpec> {
         let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
         self.rows
             .iter()
-            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, wanted.pdl) && is_near(row.m))
+            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, packed_use.pdl) && is_near(row.m))
             .min_by_key(|row| row.m)
-            .and_then(|row| wanted.of(row.variant))
+            .and_then(|row| packed_use.of(row.variant))
     }
 }
 
@@ -199,10 +200,10 @@ mod tests {
             let same = |other: &&MeasuredRow| (other.n, other.k, other.pdl) == (row.n, row.k, row.pdl);
             let smallest = table.rows.iter().filter(same).map(|other| other.m).min().unwrap();
             for m in (0..13).map(|shift| 1 << shift).filter(|m| (smallest..=row.m).contains(m)) {
-                let wanted =
+                let packed_use =
                     PackedUse { escapes: true, pdl: row.pdl, epilogue: unweight_codegen::spec::Epilogue::Store };
                 let problem = GemmShape { m, n: row.n, k: row.k };
-                assert!(table.choose(problem, wanted).is_some(), "{problem:?}, pdl: {}", row.pdl);
+                assert!(table.choose(problem, packed_use).is_some(), "{problem:?}, pdl: {}", row.pdl);
             }
         }
     }
@@ -224,26 +225,36 @@ mod tests {
             MeasuredTable::read(&path, device, arch, &Registered::default())
         };
         assert_eq!(read(&table.to_json(), "NVIDIA L4", Arch::Sm89).unwrap(), table);
-        let says = |text: &str, device: &str, arch, words: &str| {
+        let assert_error = |text: &str, device: &str, arch, words: &str| {
             let error = read(text, device, arch).unwrap_err().to_string();
             assert!(error.starts_with(&path.display().to_string()) && error.contains(words), "{error}");
         };
-        says(&table.to_json(), "NVIDIA L40S", Arch::Sm89, "was measured on NVIDIA L4, and this device is NVIDIA L40S");
-        says(&table.to_json(), "NVIDIA L4", Arch::Sm86, "row 0: uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store is no");
+        assert_error(
+            &table.to_json(),
+            "NVIDIA L40S",
+            Arch::Sm89,
+            "was measured on NVIDIA L4, but this device is NVIDIA L40S",
+        );
+        assert_error(
+            &table.to_json(),
+            "NVIDIA L4",
+            Arch::Sm86,
+            "row 0: uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store is not a matmul",
+        );
         let other = table.to_json().replace("gemm_mma_b8_r2w8p3c1_async_esc_store", "unpack");
-        says(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_unpack is no");
+        assert_error(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_unpack is not a matmul");
         for text in ["", "[]", "{\"device\": \"NVIDIA L4\"}", &table.to_json().replace("uw_sm89", "uw_sm1")] {
-            says(text, "NVIDIA L4", Arch::Sm89, "not a table of measurements");
+            assert_error(text, "NVIDIA L4", Arch::Sm89, "not a table of measurements");
         }
         let none = Registered::default();
-        let nowhere = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89, &none);
-        assert!(matches!(nowhere, Err(TableError::Read { .. })));
+        let absent = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89, &none);
+        assert!(matches!(absent, Err(TableError::Read { .. })));
     }
 
     #[test]
     fn a_table_names_variants_that_ship_or_are_registered() {
-        let own = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
-        let rows = vec![row(1, "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store"), row(8, own)];
+        let variant = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
+        let rows = vec![row(1, "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store"), row(8, variant)];
         let table = MeasuredTable { device: "NVIDIA H200".to_owned(), rows };
         let (text, path) = (table.to_json(), Path::new("table.json"));
         let parse = |registered: &Registered| {
@@ -252,11 +263,11 @@ mod tests {
         let mut registered = Registered::default();
         match parse(&registered) {
             Err(error @ TableError::Unregistered { row: 1, .. }) => {
-                assert!(error.to_string().starts_with(&format!("table.json: row 1: {own} ")), "{error}");
+                assert!(error.to_string().starts_with(&format!("table.json: row 1: {variant} ")), "{error}");
             }
             other => panic!("{other:?}"),
         }
-        registered.add(Arch::Sm90a, own.parse().unwrap()).unwrap();
+        registered.add(Arch::Sm90a, variant.parse().unwrap()).unwrap();
         assert_eq!(parse(&registered).unwrap(), table);
     }
 
@@ -272,9 +283,9 @@ mod tests {
         let plain = PackedUse { escapes: true, pdl: false, epilogue: unweight_codegen::spec::Epilogue::Store };
         let at = |m| both.choose(GemmShape { m, n: 4096, k: 4096 }, plain).unwrap().to_string();
         assert_eq!((at(1).as_str(), at(2).as_str()), (first, second));
-        let holds = |row_m, m| of(vec![row(row_m, first)]).choose(GemmShape { m, n: 4096, k: 4096 }, plain).is_some();
-        assert_eq!([32, 33, 64, 65].map(|m| holds(64, m)), [false, true, true, false]);
-        assert_eq!([48, 49, 100].map(|m| holds(100, m)), [false, true, true]);
-        assert!(holds(15, 1) && !holds(16, 8) && holds(16, 9));
+        let applies = |row_m, m| of(vec![row(row_m, first)]).choose(GemmShape { m, n: 4096, k: 4096 }, plain).is_some();
+        assert_eq!([32, 33, 64, 65].map(|m| applies(64, m)), [false, true, true, false]);
+        assert_eq!([48, 49, 100].map(|m| applies(100, m)), [false, true, true]);
+        assert!(applies(15, 1) && !applies(16, 8) && applies(16, 9));
     }
 }

@@ -31,7 +31,7 @@ impl KernelSource for Recorder {
     }
 }
 
-fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> RoutePolicy {
+fn policy(max_batch: u32, pdl: bool, code_limit: u32) -> RoutePolicy {
     let chooser = PackedChooser::h200();
     RoutePolicy { placement: Placement::Packed, chooser, max_batch, pdl, code_limit, expand: Expand::Model }
 }
@@ -57,25 +57,25 @@ fn all_weights() -> Vec<Weight> {
 }
 
 /// Makes a loader's calls for a weight, with a recorder in place of the device.
-fn load(wanted: &RoutePolicy, weight: &Weight, escapes: bool, recorder: &Recorder) -> Routes<VariantSpec> {
-    recorder.take(&packing(wanted.chooser.arch())).unwrap();
+fn load(policy: &RoutePolicy, weight: &Weight, escapes: bool, recorder: &Recorder) -> Routes<VariantSpec> {
+    recorder.take(&packing(policy.chooser.arch())).unwrap();
     if weight.conversion().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
-        recorder.take(&[wanted.decoder().unwrap()]).unwrap();
+        recorder.take(&[policy.decoder().unwrap()]).unwrap();
     }
     if weight.conversion().iter().any(|edge| edge.step == Step::DecodeCompact) {
-        recorder.take(&[wanted.decode_compact()]).unwrap();
+        recorder.take(&[policy.decode_compact()]).unwrap();
     }
-    RoutePolicy::take_routes(recorder, &wanted.packed_routes(weight, escapes)).unwrap()
+    RoutePolicy::take_routes(recorder, &policy.packed_routes(weight, escapes)).unwrap()
 }
 
 #[test]
-fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
+fn reachable_kernels_are_exactly_those_a_loader_requests() {
     for (max_batch, pdl, code_limit) in [(1, true, 7), (64, false, 6), (300, true, 15), (4096, true, 7)] {
-        let wanted = wanted(max_batch, pdl, code_limit);
+        let policy = policy(max_batch, pdl, code_limit);
         for weight in all_weights() {
             let recorder = Recorder::default();
             for &escapes in weight.escapes() {
-                let choices = load(&wanted, &weight, escapes, &recorder);
+                let choices = load(&policy, &weight, escapes, &recorder);
                 // Every batch and epilogue has a route.
                 for &epilogue in weight.epilogues() {
                     for m in [1, 8, 9, 63, 64, 65, max_batch].into_iter().filter(|m| *m <= max_batch) {
@@ -86,8 +86,8 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
                     }
                 }
             }
-            let asked: Vec<VariantSpec> = recorder.0.into_inner().into_iter().collect();
-            assert_eq!(wanted.reachable([weight]), asked, "{weight:?}, batches to {max_batch}");
+            let requested: Vec<VariantSpec> = recorder.0.into_inner().into_iter().collect();
+            assert_eq!(policy.reachable([weight]), requested, "{weight:?}, batches to {max_batch}");
         }
     }
 }
@@ -96,19 +96,19 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
 /// which is launched afterwards.
 #[test]
 fn compact_weights_are_expanded_above_batch_32() {
-    let wanted = RoutePolicy { placement: Placement::Compact, ..wanted(700, true, 7) };
-    let fast = RoutePolicy { placement: Placement::Packed, ..wanted.clone() };
+    let policy = RoutePolicy { placement: Placement::Compact, ..policy(700, true, 7) };
+    let fast = RoutePolicy { placement: Placement::Packed, ..policy.clone() };
     for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
         let compact = weight.node == Node::Compact && weight.is_tiled();
-        assert_eq!((wanted.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
+        assert_eq!((policy.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
         if !compact {
-            assert_eq!(wanted.reachable([weight]), fast.reachable([weight]), "{weight:?}");
+            assert_eq!(policy.reachable([weight]), fast.reachable([weight]), "{weight:?}");
             continue;
         }
         let recorder = Recorder::default();
-        let routes = RoutePolicy::take_routes(&recorder, &wanted.compact_routes(&weight)).unwrap();
-        assert_eq!(routes, wanted.compact_routes(&weight), "a source's kernels are those that were asked for");
-        let packed = wanted.gemms(&weight, true);
+        let routes = RoutePolicy::take_routes(&recorder, &policy.compact_routes(&weight)).unwrap();
+        assert_eq!(routes, policy.compact_routes(&weight), "the source returns the requested kernels");
+        let packed = policy.gemms(&weight, true);
         for &epilogue in weight.epilogues() {
             for m in [1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300, 700] {
                 let first = |last: u32, of: Epilogue| of == epilogue && m <= last;
@@ -130,7 +130,7 @@ fn compact_weights_are_expanded_above_batch_32() {
             }
         }
         // All routes are compiled ahead, including those for a weight that is packed after all.
-        let reachable = wanted.reachable([weight]);
+        let reachable = policy.reachable([weight]);
         assert!(recorder.0.borrow().iter().all(|spec| reachable.contains(spec)), "{weight:?}");
         assert!(fast.reachable([weight]).iter().all(|spec| reachable.contains(spec)), "{weight:?}");
         assert!(reachable.iter().all(|spec| Plan::new(spec).is_ok()), "{weight:?}");
@@ -142,12 +142,12 @@ fn compact_placement_needs_compact_kernels() {
     let weight = Weight::stored(4096, 4096, EncodingId::COMPACT);
     for arch in Arch::ALL.iter().copied() {
         let chooser = PackedChooser::model(GpuModel::usual(arch));
-        let wanted = RoutePolicy { placement: Placement::Compact, chooser, ..wanted(64, true, 7) };
+        let policy = RoutePolicy { placement: Placement::Compact, chooser, ..policy(64, true, 7) };
         let has = matches!(arch, Arch::Sm90a | Arch::Sm100a | Arch::Sm103a);
-        assert_eq!((has_compact_gemms(arch), wanted.stays_compact(&weight)), (has, has), "{arch:?}");
-        assert_eq!(wanted.compact_routes(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
+        assert_eq!((has_compact_gemms(arch), policy.stays_compact(&weight)), (has, has), "{arch:?}");
+        assert_eq!(policy.compact_routes(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
     }
-    let bf16 = RoutePolicy { placement: Placement::Bf16, ..wanted(64, true, 7) };
+    let bf16 = RoutePolicy { placement: Placement::Bf16, ..policy(64, true, 7) };
     assert!(!bf16.stays_compact(&weight));
 }
 
@@ -174,12 +174,12 @@ const CARDS: [Card; 13] = [
 
 /// Returns the time of the product by `gemm_mma` over that of expansion and cuBLAS, by data sheets alone: an H200
 /// reached 94 % of its bus and 65 % of its tensor cores.
-fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
+fn gain_by_data_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
     let &(_, _, _, _, gb_per_s, [mma, cublas]) = card;
     let (weights, read) = (f64::from(n) * f64::from(k), 0.936 * gb_per_s * 1e3);
     let multiplied = |tflops: f64| 2.0 * weights * f64::from(m) / (0.654 * tflops * 1e6);
-    let own = (f64::from(m.div_ceil(64)) * 1.5 * weights / read).max(multiplied(mma));
-    own / (3.5 * weights / read + (2.0 * weights / read).max(multiplied(cublas)))
+    let gemm_us = (f64::from(m.div_ceil(64)) * 1.5 * weights / read).max(multiplied(mma));
+    gemm_us / (3.5 * weights / read + (2.0 * weights / read).max(multiplied(cublas)))
 }
 
 /// If one route is clearly faster by a card's data sheet, the layer uses it; if they are close, either is fine.
@@ -189,23 +189,23 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
     for card @ (arch, name, sms, boost_mhz, gb_per_s, _) in CARDS {
         let (memory, tensor) = (gb_per_s * 1e3, GpuModel::tensor_rate(arch, name));
         let chooser = PackedChooser::model(GpuModel { arch, sms, memory, clock_mhz: boost_mhz, tensor });
-        let wanted = RoutePolicy { chooser, ..wanted(4096, true, 7) };
+        let policy = RoutePolicy { chooser, ..policy(4096, true, 7) };
         for weight in [
             Weight::stored(14336, 4096, EncodingId::PACKED),
             Weight::stored(4096, 14336, EncodingId::PACKED),
             Weight::merged(28672, 4096, true),
         ] {
-            let routes = wanted.packed_routes(&weight, true);
+            let routes = policy.packed_routes(&weight, true);
             for &epilogue in weight.epilogues() {
-                let own: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
-                assert!(own.windows(2).all(|pair| pair[0].last < pair[1].last), "{name}: ascending");
-                assert_eq!(own.last().unwrap().last, 4096);
-                let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
+                let routes: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
+                assert!(routes.windows(2).all(|pair| pair[0].last < pair[1].last), "{name}: routes must be ascending");
+                assert_eq!(routes.last().unwrap().last, 4096);
+                let at = |m: u32| routes.iter().find(|choice| m <= choice.last).unwrap().kernel;
                 for m in [1, 16, 32, 64] {
                     assert!(!matches!(at(m), Route::ExpandToBf16 { .. }), "{name} {weight:?} at {m}");
                 }
                 for m in [128, 192, 256, 384, 512, 768, 1024, 2048, 4096] {
-                    let gain = by_the_sheet(&card, (weight.n, weight.k), m);
+                    let gain = gain_by_data_sheet(&card, (weight.n, weight.k), m);
                     let route = at(m);
                     if let Route::ExpandToBf16 { expand, activate } = route {
                         assert!(expand.to_string().ends_with("_unpack") && expand.arch == arch, "{expand}");
@@ -218,12 +218,12 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
                     }
                 }
             }
-            let reachable = wanted.reachable([weight]);
-            let asked = routes.iter().flat_map(|choice| choice.kernel.kernels());
-            assert!(asked.into_iter().all(|spec| reachable.contains(spec)), "{name} {weight:?}");
+            let reachable = policy.reachable([weight]);
+            let requested = routes.iter().flat_map(|choice| choice.kernel.kernels());
+            assert!(requested.into_iter().all(|spec| reachable.contains(spec)), "{name} {weight:?}");
         }
     }
-    assert!(clear > 300, "{clear} problems have a clear answer");
+    assert!(clear > 300, "{clear} problems have a clearly faster route");
 }
 
 /// The smallest batch at which a product of 14336x4096 is expanded (docs/adr/0014-gpu-model.md has the table).
@@ -233,7 +233,7 @@ fn batches_from_which_weights_are_expanded() {
     let from = |(arch, name, sms, clock_mhz, gb_per_s, _): Card| {
         let (memory, tensor) = (gb_per_s * 1e3, GpuModel::tensor_rate(arch, name));
         let chooser = PackedChooser::model(GpuModel { arch, sms, memory, clock_mhz, tensor });
-        let routes = RoutePolicy { chooser, ..wanted(4096, true, 7) }.packed_routes(&weight, true);
+        let routes = RoutePolicy { chooser, ..policy(4096, true, 7) }.packed_routes(&weight, true);
         let plain: Vec<_> = routes.iter().filter(|choice| choice.epilogue == Epilogue::Store).collect();
         let first = plain.iter().position(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. }))?;
         Some(plain[first - 1].last + 1)
@@ -245,21 +245,21 @@ fn batches_from_which_weights_are_expanded() {
 
 /// Compact layers are expanded from the same batch on, and none of those batches is multiplied directly.
 #[test]
-fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
+fn compact_weights_are_expanded_for_cublas_without_wgmma() {
     let weight = Weight::stored(14336, 4096, EncodingId::COMPACT);
     let chooser = PackedChooser::model(GpuModel::usual(Arch::Sm100a));
-    let wanted = RoutePolicy { placement: Placement::Compact, chooser, ..wanted(4096, true, 7) };
-    assert!(wanted.stays_compact(&weight));
-    let routes = wanted.compact_routes(&weight);
+    let policy = RoutePolicy { placement: Placement::Compact, chooser, ..policy(4096, true, 7) };
+    assert!(policy.stays_compact(&weight));
+    let routes = policy.compact_routes(&weight);
     for &epilogue in weight.epilogues() {
-        let own: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
-        let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
-        assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Route::Direct(_))), "{own:?}");
-        assert!(!matches!(at(64), Route::ExpandToBf16 { .. }), "{own:?}");
-        let Route::ExpandToBf16 { expand, activate: None } = at(2048) else { panic!("{own:?}") };
+        let routes: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
+        let at = |m: u32| routes.iter().find(|choice| m <= choice.last).unwrap().kernel;
+        assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Route::Direct(_))), "{routes:?}");
+        assert!(!matches!(at(64), Route::ExpandToBf16 { .. }), "{routes:?}");
+        let Route::ExpandToBf16 { expand, activate: None } = at(2048) else { panic!("{routes:?}") };
         assert!(expand.to_string().ends_with("decode_compact_full"), "{expand}");
     }
-    let reachable = wanted.reachable([weight]);
+    let reachable = policy.reachable([weight]);
     assert!(routes.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
 }
 
@@ -267,11 +267,11 @@ fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
 /// the kernels of one card do not.
 #[test]
 fn kernels_for_any_gpu_cover_every_gpu() {
-    type Figures = (u32, f64, f64);
+    type CardSpec = (u32, f64, f64);
     // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40;
     // RTX 4060 Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100
     // (PCIe), H20, H200.
-    let cards: [(Arch, &[Figures]); 6] = [
+    let cards: [(Arch, &[CardSpec]); 6] = [
         (
             Arch::Sm86,
             &[
@@ -308,51 +308,51 @@ fn kernels_for_any_gpu_cover_every_gpu() {
         let merged = merged.map(|(n, gated)| Weight::merged(n, hidden, gated).all_compact(compact));
         stored.map(|(n, k)| Weight::stored(n, k, encoding)).into_iter().chain(merged).collect::<Vec<_>>()
     };
-    let mut beyond_the_usual = 0;
-    for (arch, figures) in cards {
+    let mut beyond_typical = 0;
+    for (arch, specs) in cards {
         for (max_batch, pdl, encoding) in
             [(8, false, EncodingId::PACKED), (256, true, EncodingId::PACKED), (256, true, EncodingId::COMPACT)]
         {
             let on = |gpu| RoutePolicy {
                 placement: Placement::Compact,
                 chooser: PackedChooser::model(gpu),
-                ..wanted(max_batch, pdl, 7)
+                ..policy(max_batch, pdl, 7)
             };
-            let usual = on(GpuModel::usual(arch));
+            let typical = on(GpuModel::usual(arch));
             for model in models {
-                let any = usual.reachable_on_any_card(weights(model, encoding));
+                let any = typical.reachable_on_any_card(weights(model, encoding));
                 assert!(any.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
-                let usual = usual.reachable(weights(model, encoding));
+                let typical = typical.reachable(weights(model, encoding));
                 for (&(sms, gb, clock_mhz), name) in
-                    figures.iter().flat_map(|card| ["GeForce", ""].map(|name| (card, name)))
+                    specs.iter().flat_map(|card| ["GeForce", ""].map(|name| (card, name)))
                 {
                     let tensor = GpuModel::tensor_rate(arch, name);
                     let card = on(GpuModel { arch, sms, memory: gb * 1e3, clock_mhz, tensor });
-                    let asked = card.reachable(weights(model, encoding));
-                    let missing: Vec<_> = asked.iter().filter(|spec| !any.contains(spec)).collect();
+                    let requested = card.reachable(weights(model, encoding));
+                    let missing: Vec<_> = requested.iter().filter(|spec| !any.contains(spec)).collect();
                     assert!(missing.is_empty(), "{arch:?}, {sms} multiprocessors, {gb} GB/s: {missing:?}");
-                    beyond_the_usual += asked.iter().filter(|spec| !usual.contains(spec)).count();
+                    beyond_typical += requested.iter().filter(|spec| !typical.contains(spec)).count();
                 }
             }
         }
     }
-    assert!(beyond_the_usual > 100, "{beyond_the_usual}: cards of an architecture ask for different kernels");
+    assert!(beyond_typical > 100, "{beyond_typical}: cards of one architecture must request different kernels");
 }
 
 /// On Hopper, only tests request expansion; without cuBLAS, nothing is expanded on any GPU.
 #[test]
 fn expansion_of_packed_weights_by_gpu() {
     let weight = Weight::merged(4096, 4096, true);
-    let cublas = |wanted: &RoutePolicy| {
-        let routes = wanted.packed_routes(&weight, true).into_iter();
+    let cublas = |policy: &RoutePolicy| {
+        let routes = policy.packed_routes(&weight, true).into_iter();
         let first = routes.scan(1, |first, choice| Some((std::mem::replace(first, choice.last + 1), choice.kernel)));
         first.filter(|(_, route)| matches!(route, Route::ExpandToBf16 { .. })).map(|(m, _)| m).collect::<Vec<u32>>()
     };
-    let hopper = wanted(4096, true, 7);
+    let hopper = policy(4096, true, 7);
     assert_eq!(cublas(&hopper), [] as [u32; 0]);
     assert_eq!(cublas(&RoutePolicy { expand: Expand::Above(64), ..hopper.clone() }), [65]);
     assert_eq!(cublas(&RoutePolicy { expand: Expand::Above(0), max_batch: 8, ..hopper }), [1]);
-    let ada = RoutePolicy { chooser: PackedChooser::model(GpuModel::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
+    let ada = RoutePolicy { chooser: PackedChooser::model(GpuModel::usual(Arch::Sm89)), ..policy(4096, true, 7) };
     assert!(cublas(&ada)[0] > 64, "{:?}", cublas(&ada));
     assert_eq!(cublas(&RoutePolicy { expand: Expand::Never, ..ada }), [] as [u32; 0]);
 }
@@ -362,7 +362,7 @@ fn slot_holds_everything_the_kernel_writes() {
     for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
         let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
         assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
-        assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "as they are stored");
+        assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "heads and counter must be aligned");
         assert_eq!(plan.bytes - plan.group_words, tiles.div_ceil(16) * 4);
         assert!(plan.group_words >= plan.inexact + 8);
     }
@@ -370,13 +370,13 @@ fn slot_holds_everything_the_kernel_writes() {
 
 /// Layers for cuBLAS need decoders and the packing kernels, but no matmul.
 #[test]
-fn layers_for_cublas_ask_for_no_matmul() {
-    let wanted = RoutePolicy { placement: Placement::Bf16, ..wanted(4096, true, 7) };
+fn layers_for_cublas_request_no_matmul() {
+    let policy = RoutePolicy { placement: Placement::Bf16, ..policy(4096, true, 7) };
     let mut expected = packing(Arch::Sm90a);
-    expected.extend(wanted.decoder());
-    expected.push(wanted.decode_compact());
+    expected.extend(policy.decoder());
+    expected.push(policy.decode_compact());
     expected.sort_unstable();
-    assert_eq!(wanted.reachable(all_weights()), expected);
+    assert_eq!(policy.reachable(all_weights()), expected);
 }
 
 #[test]
@@ -395,18 +395,22 @@ fn weights_are_decoded_through_packed() {
 /// An execution context sized for the largest batch of each range is large enough for every batch.
 #[test]
 fn largest_batch_of_a_range_needs_the_most_workspace() {
-    let wanted = wanted(700, true, 7);
+    let policy = policy(700, true, 7);
     for (n, k) in SHAPES {
         let weight = Weight::merged(n, k, false);
         let (n, k) = weight.padded().unwrap();
         let mut first = 1;
-        for choice in wanted.gemms(&weight, true) {
+        for choice in policy.gemms(&weight, true) {
             let plan = Plan::new(&choice.kernel).unwrap();
             let need = |m| plan.workspace(GemmShape { m, n, k }, 132);
-            let most = need(choice.last);
+            let max_need = need(choice.last);
             for m in first..=choice.last {
-                let less = need(m);
-                assert!(less.bytes <= most.bytes && less.counters <= most.counters, "{} m = {m}", choice.kernel);
+                let smaller_need = need(m);
+                assert!(
+                    smaller_need.bytes <= max_need.bytes && smaller_need.counters <= max_need.counters,
+                    "{} m = {m}",
+                    choice.kernel
+                );
             }
             first = if choice.last == 700 { 1 } else { choice.last + 1 };
         }
@@ -416,29 +420,29 @@ fn largest_batch_of_a_range_needs_the_most_workspace() {
 #[test]
 fn every_shipped_kernel_is_reachable() {
     let shipped = catalog::all(Arch::Sm90a);
-    for spec in wanted(4096, true, 7).reachable(all_weights()) {
-        let of_a_use = matches!(spec.op, Op::GemmMma(_) | Op::GemmWgmma(_));
-        assert!(of_a_use || shipped.contains(&spec), "{spec}");
+    for spec in policy(4096, true, 7).reachable(all_weights()) {
+        let has_use = matches!(spec.op, Op::GemmMma(_) | Op::GemmWgmma(_));
+        assert!(has_use || shipped.contains(&spec), "{spec}");
         assert!(Plan::new(&spec).is_ok() && spec.arch == Arch::Sm90a, "{spec}");
     }
 }
 
 /// A layer uses a registered variant, which is compiled ahead with the others, for this card and for any card.
 #[test]
-fn registered_variants_are_reached_by_the_layers_that_choose_them() {
-    let own: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store".parse().unwrap();
+fn registered_variants_are_reachable_from_layers_that_choose_them() {
+    let declared: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store".parse().unwrap();
     let used: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_pdl_store_add".parse().unwrap();
-    let mut wanted = wanted(64, true, 7);
+    let mut policy = policy(64, true, 7);
     let weight = Weight::merged(2048, 2048, false);
-    let kernels = |wanted: &RoutePolicy| {
-        let routes = wanted.packed_routes(&weight, true).into_iter();
+    let kernels = |policy: &RoutePolicy| {
+        let routes = policy.packed_routes(&weight, true).into_iter();
         routes.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()).collect::<Vec<_>>()
     };
-    for reached in [kernels(&wanted), wanted.reachable([weight]), wanted.reachable_on_any_card([weight])] {
-        assert!(!reached.contains(&used));
+    for found in [kernels(&policy), policy.reachable([weight]), policy.reachable_on_any_card([weight])] {
+        assert!(!found.contains(&used));
     }
-    wanted.chooser.register(own).unwrap();
-    for reached in [kernels(&wanted), wanted.reachable([weight]), wanted.reachable_on_any_card([weight])] {
-        assert!(reached.contains(&used));
+    policy.chooser.register(declared).unwrap();
+    for found in [kernels(&policy), policy.reachable([weight]), policy.reachable_on_any_card([weight])] {
+        assert!(found.contains(&used));
     }
 }

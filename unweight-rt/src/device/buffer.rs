@@ -46,7 +46,7 @@ impl<T: Pod> DeviceBuffer<T> {
         // SAFETY: the memory is cleared below, before anything can read it.
         let allocated = unsafe { result::malloc_sync(bytes) }.call("allocating device memory");
         let address = allocated.map_err(|error| {
-            error.of_room(|| {
+            error.or_out_of_memory(|| {
                 let free = device.memory().map_or(0, |(free, _)| free as u64);
                 DeviceError::Room { bytes: bytes as u64, free }
             })
@@ -76,7 +76,7 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 
     /// Creates an empty buffer without memory.
-    pub(crate) fn nothing(device: &Device) -> Self {
+    pub(crate) fn empty(device: &Device) -> Self {
         Self { device: device.clone(), address: 0, len: 0, is_owned: false, marker: PhantomData }
     }
 

@@ -107,7 +107,7 @@ mod tests {
         }
         let text = have.check(ContextSize { counters: 5, ..ContextSize::default() }).unwrap_err().to_string();
         assert!(
-            text.contains("needs an execution context of 0 B, 5 counters, this one has 100 B, 4 counters, 10 + 20"),
+            text.contains("needs an execution context of 0 B, 5 counters, but this one has 100 B, 4 counters, 10 + 20"),
             "{text}"
         );
     }
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn huge_sizes_do_not_overflow() {
-        let most = ContextSize { padded_x: u64::MAX, padded_y: u64::MAX, ..ContextSize::default() };
-        assert_eq!(most.to_string(), format!("0 B, 0 counters, {0} + {0} padded elements", u64::MAX));
+        let large = ContextSize { padded_x: u64::MAX, padded_y: u64::MAX, ..ContextSize::default() };
+        assert_eq!(large.to_string(), format!("0 B, 0 counters, {0} + {0} padded elements", u64::MAX));
     }
 }

@@ -48,11 +48,11 @@ fn arch_name<S: serde::Serializer>(arch: &Arch, serializer: S) -> Result<S::Ok, 
 impl From<&DeviceInfo> for GpuModel {
     fn from(info: &DeviceInfo) -> Self {
         let DeviceInfo { arch, sms, clock_mhz, memory_mb_per_s, .. } = *info;
-        // Values that the driver does not report default to those of a usual device.
-        let usual = Self::usual(arch);
-        let or = |said: f64, usual: f64| if said > 0.0 { said } else { usual };
-        let memory = or(memory_mb_per_s as f64, usual.memory);
-        let clock_mhz = or(f64::from(clock_mhz), usual.clock_mhz);
+        // Values that the driver does not report default to those of a typical device.
+        let typical = Self::usual(arch);
+        let reported_or = |reported: f64, typical: f64| if reported > 0.0 { reported } else { typical };
+        let memory = reported_or(memory_mb_per_s as f64, typical.memory);
+        let clock_mhz = reported_or(f64::from(clock_mhz), typical.clock_mhz);
         Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, &info.name) }
     }
 }
@@ -65,7 +65,7 @@ struct Shared {
     context: Arc<CudaContext>,
     info: DeviceInfo,
     /// Whether the driver has `cuStreamGetCaptureInfo_v3`.
-    knows_captures: bool,
+    has_capture_info_v3: bool,
 }
 
 impl Device {
@@ -89,7 +89,7 @@ impl Device {
             return Err(DeviceError::Ordinal { ordinal, count });
         }
         // Below the number of devices, which is an int.
-        let device = result::device::get(ordinal as i32).call("looking at the device")?;
+        let device = result::device::get(ordinal as i32).call("getting the device handle")?;
         let attribute = |which| {
             // SAFETY: the driver has just returned this device.
             unsafe { result::device::get_attribute(device, which) }.call("reading the compute capability")
@@ -139,8 +139,8 @@ impl Device {
             memory_bytes: context.total_mem().call("reading the device's memory")? as u64,
             driver: driver.to_string(),
         };
-        let knows_captures = driver >= Version { major: 12, minor: 3 };
-        Ok(Self(Arc::new(Shared { context, info, knows_captures })))
+        let has_capture_info_v3 = driver >= Version { major: 12, minor: 3 };
+        Ok(Self(Arc::new(Shared { context, info, has_capture_info_v3 })))
     }
 
     /// Returns the properties of the GPU.
@@ -149,8 +149,8 @@ impl Device {
     }
 
     /// Returns whether the driver can identify captures.
-    pub(crate) fn knows_captures(&self) -> bool {
-        self.0.knows_captures
+    pub(crate) fn has_capture_info_v3(&self) -> bool {
+        self.0.has_capture_info_v3
     }
 
     /// Returns the CUDA device ordinal, from 0.
@@ -192,17 +192,17 @@ mod tests {
     fn h200_model_matches_its_driver() {
         let record = include_str!("../../../docs/records/2026-11-22/decode-compact.json");
         let record: serde_json::Value = serde_json::from_str(record).unwrap();
-        let said = |key: &str| record["device"][key].as_u64().unwrap();
+        let field = |key: &str| record["device"][key].as_u64().unwrap();
         let info = DeviceInfo {
             ordinal: 0,
             name: record["device"]["name"].as_str().unwrap().to_owned(),
             arch: Arch::of_compiler_name(record["device"]["arch"].as_str().unwrap()).unwrap(),
-            sms: said("sms") as u32,
-            clock_mhz: said("clock_mhz") as u32,
-            memory_mb_per_s: said("memory_mb_per_s"),
-            l2_bytes: said("l2_bytes"),
-            smem_bytes_per_block: said("smem_bytes_per_block") as u32,
-            memory_bytes: said("memory_bytes"),
+            sms: field("sms") as u32,
+            clock_mhz: field("clock_mhz") as u32,
+            memory_mb_per_s: field("memory_mb_per_s"),
+            l2_bytes: field("l2_bytes"),
+            smem_bytes_per_block: field("smem_bytes_per_block") as u32,
+            memory_bytes: field("memory_bytes"),
             driver: String::new(),
         };
         assert_eq!(GpuModel::from(&info), GpuModel::H200);

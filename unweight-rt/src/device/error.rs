@@ -60,7 +60,8 @@ pub enum DeviceError {
     },
     /// The device has a compute capability without kernels.
     #[error(
-        "{name} has compute capability {major}.{minor}; kernels exist for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0 (Ampere to Blackwell)"
+        "{name} has compute capability {major}.{minor}; kernels exist for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0 \
+         (Ampere to Blackwell)"
     )]
     Arch {
         /// The device's name.
@@ -71,7 +72,7 @@ pub enum DeviceError {
         minor: i32,
     },
     /// The device ordinal does not exist.
-    #[error("device {ordinal} does not exist, {count} devices are visible; check CUDA_VISIBLE_DEVICES")]
+    #[error("device {ordinal} does not exist: {count} devices are visible; check CUDA_VISIBLE_DEVICES")]
     Ordinal {
         /// The ordinal, from 0.
         ordinal: usize,
@@ -91,7 +92,8 @@ pub enum DeviceError {
     Operand(#[from] LaunchError),
     /// Metadata of a tile point outside their section. The decoder skipped the tile.
     #[error(
-        "tile {tile} of a tensor has metadata that point outside their section; its output is not valid; verify the bundle"
+        "tile {tile} of a tensor has metadata that points outside its section, so its output is invalid; verify \
+         the bundle"
     )]
     Fault {
         /// The last reported tile.
@@ -153,10 +155,10 @@ impl DeviceError {
         }
     }
 
-    /// Turns the out-of-memory status of an allocation into the error that `room` returns.
-    pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
+    /// Turns the out-of-memory status of an allocation into the error that `describe` returns.
+    pub(super) fn or_out_of_memory(self, describe: impl FnOnce() -> Self) -> Self {
         match self {
-            Self::Driver { code: OUT_OF_MEMORY, .. } => room(),
+            Self::Driver { code: OUT_OF_MEMORY, .. } => describe(),
             error => error,
         }
     }
@@ -208,7 +210,7 @@ pub enum LaunchError {
         of: u32,
     },
     /// A batch larger than the layer was loaded for.
-    #[error("a batch of {m} rows, the layer was loaded for at most {max_batch}; raise LoadOptions::max_batch")]
+    #[error("the batch has {m} rows, but the layer was loaded for at most {max_batch}; raise LoadOptions::max_batch")]
     Batch {
         /// Batch rows.
         m: u32,
@@ -216,7 +218,7 @@ pub enum LaunchError {
         max_batch: u32,
     },
     /// An epilogue that a layer was not loaded for.
-    #[error("the layer was not loaded for the epilogue {}; use {}", .asked.tag(), .loaded.tag())]
+    #[error("the layer was not loaded for epilogue {}; use {}", .asked.tag(), .loaded.tag())]
     Epilogue {
         /// The epilogue of the call.
         asked: Epilogue,
@@ -224,10 +226,12 @@ pub enum LaunchError {
         loaded: Epilogue,
     },
     /// The weights have escapes, and the kernel does not read escapes.
-    #[error("reads no escapes, the tensor has some; use a variant with _esc")]
+    #[error("the kernel does not read escapes, but the tensor has some; use a variant with _esc")]
     Escapes,
     /// A tile has more verbatim rows than the kernel supports.
-    #[error("takes {room} verbatim rows per tile, the weights have up to {rows}; use a variant with more")]
+    #[error(
+        "the kernel supports {room} verbatim rows per tile, but the weights have up to {rows}; use a variant with more"
+    )]
     VerbatimRows {
         /// The maximum number of verbatim rows per tile of the kernel.
         room: u32,
@@ -235,7 +239,7 @@ pub enum LaunchError {
         rows: u32,
     },
     /// The weights have another source than the kernel reads.
-    #[error("reads weights from {takes}, got {got}; use a variant for {got}")]
+    #[error("the kernel reads weights from {takes}, got {got}; use a variant for {got}")]
     Source {
         /// The kernel's source: `exponent` or `palette`.
         takes: &'static str,
@@ -245,7 +249,7 @@ pub enum LaunchError {
 
     // ---- activations ----
     /// The head size differs from the kernel's.
-    #[error("takes heads of {takes} elements, got {got}; use the variant for heads of {got}")]
+    #[error("the kernel supports heads of {takes} elements, got {got}; use the variant for heads of {got}")]
     HeadSize {
         /// Elements per head of the kernel.
         takes: u32,
@@ -276,7 +280,7 @@ pub enum LaunchError {
         head_dim: u32,
     },
     /// Rows are past the last position of a table.
-    #[error("{what} ends at position {limit}, the rows at {end}; make it longer")]
+    #[error("{what} ends at position {limit}, but the rows end at {end}; extend {what}")]
     Positions {
         /// One past the last row's position.
         end: u64,
@@ -287,7 +291,7 @@ pub enum LaunchError {
     },
     /// Routing does not support this number of experts, or of experts per token.
     #[error(
-        "{experts} experts with {top_k} per token; routing takes 1 to {} experts and 1 to {} per token",
+        "routing supports 1 to {} experts and 1 to {} per token, got {experts} with {top_k} per token",
         RouteSpec::EXPERTS_MAX,
         RouteSpec::TOP_K_MAX
     )]
@@ -298,7 +302,7 @@ pub enum LaunchError {
         top_k: u32,
     },
     /// A kernel does not support this number of columns.
-    #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}; pad {operand}")]
+    #[error("{operand} has {cols} columns; the kernel supports multiples of {of} up to {max}; pad {operand}")]
     Columns {
         /// The matrix.
         operand: &'static str,
@@ -310,7 +314,7 @@ pub enum LaunchError {
         max: u32,
     },
     /// A gate and an up projection whose shape does not match the activated output.
-    #[error("x{x:?} must have the rows of y{y:?} and twice its columns: those of the gate, then those of the up")]
+    #[error("x{x:?} must have as many rows as y{y:?} and twice as many columns: first the gate, then the up")]
     Gated {
         /// Gate and up, next to each other.
         x: [u64; 2],
@@ -318,7 +322,7 @@ pub enum LaunchError {
         y: [u64; 2],
     },
     /// A vocabulary larger than the embedding table.
-    #[error("a vocabulary of {vocabulary} ids, the embedding has {rows} rows; use the model's vocabulary")]
+    #[error("the vocabulary has {vocabulary} ids, but the embedding has {rows} rows; use the model's vocabulary")]
     Vocabulary {
         /// Token ids.
         vocabulary: u32,
@@ -326,7 +330,7 @@ pub enum LaunchError {
         rows: u64,
     },
     /// The sampling kernel does not support the vocabulary.
-    #[error("logits of {cols} tokens; the sampling kernel takes 1 to {max}")]
+    #[error("the logits have {cols} columns; the sampling kernel supports 1 to {max}")]
     Logits {
         /// Columns of the logits.
         cols: u32,
@@ -341,7 +345,10 @@ pub enum LaunchError {
     },
 
     /// The kernel is for another head size than that of the KV cache.
-    #[error("takes heads of {takes} elements, the KV cache has heads of {cache}; use the variant for heads of {cache}")]
+    #[error(
+        "the kernel supports heads of {takes} elements, but the KV cache has heads of {cache}; use the variant for \
+         heads of {cache}"
+    )]
     HeadDimOf {
         /// Elements per head of the kernel.
         takes: u32,
@@ -349,7 +356,14 @@ pub enum LaunchError {
         cache: u32,
     },
     /// Two KV caches have different heads.
-    #[error("the packed KV cache has [{}, {}] KV heads and elements, the BF16 pages have [{}, {}]; make both for one model", packed[0], packed[1], bf16[0], bf16[1])]
+    #[error(
+        "the packed KV cache has {} KV heads of {} elements, but the BF16 pages have {} of {}; create both for the \
+         same model",
+        packed[0],
+        packed[1],
+        bf16[0],
+        bf16[1]
+    )]
     KvHeads {
         /// KV heads and elements per head of the packed cache.
         packed: [u32; 2],
@@ -357,7 +371,7 @@ pub enum LaunchError {
         bf16: [u32; 2],
     },
     /// The kernel is for another kind of step.
-    #[error("is for step = {takes}, not {asked}; use a variant for step = {asked}")]
+    #[error("the kernel supports step = {takes}, not {asked}; use a variant for step = {asked}")]
     Step {
         /// The kernel's step.
         takes: &'static str,
@@ -365,7 +379,9 @@ pub enum LaunchError {
         asked: &'static str,
     },
     /// The kernel does not support this split of the KV cache.
-    #[error("{parts} parts per row; this kernel takes 1 to {limit}; more than one part needs a variant with split")]
+    #[error(
+        "the kernel supports 1 to {limit} parts per row, got {parts}; more than one part needs a variant with split"
+    )]
     Parts {
         /// Parts per row.
         parts: u32,
@@ -373,7 +389,10 @@ pub enum LaunchError {
         limit: u32,
     },
     /// A page table that ends before the last token.
-    #[error("{tokens} tokens of a sequence need more than the {pages} pages of 64 tokens of its table; make it longer")]
+    #[error(
+        "{tokens} tokens of a sequence need more than the {pages} pages of 64 tokens in its page table; extend \
+         the table"
+    )]
     Pages {
         /// Tokens of the sequence, up to the last of the chunk.
         tokens: u64,
@@ -382,8 +401,8 @@ pub enum LaunchError {
     },
     /// A QKV matrix and an output whose columns do not match the KV heads.
     #[error(
-        "QKV{qkv:?} and output{out:?} for {kv_heads} KV heads of {head_dim} elements: the output must have 1 to 16 heads \
-         per KV head, and QKV two heads per KV head more"
+        "QKV{qkv:?} and output{out:?} do not fit {kv_heads} KV heads of {head_dim} elements: the output must have 1 to \
+         16 heads per KV head, and QKV two more heads per KV head than the output"
     )]
     AttentionHeads {
         /// Shape of QKV.
@@ -397,8 +416,8 @@ pub enum LaunchError {
     },
     /// A rotary table whose columns do not fit a head.
     #[error(
-        "a rotary table of {cols} columns for heads of {head_dim} elements: the columns must be even, and at most half \
-         of a head"
+        "the rotary table has {cols} columns for heads of {head_dim} elements; the columns must be even and at most \
+         half of a head"
     )]
     Rotary {
         /// Columns of the cosines.
@@ -410,7 +429,8 @@ pub enum LaunchError {
     // ---- views ----
     /// A matrix is larger than its memory.
     #[error(
-        "a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the buffer has {have}; use a larger one"
+        "a matrix [{rows}, {cols}] with pitch {pitch} needs {need} elements, but the buffer has {have}; use a larger \
+         buffer"
     )]
     Extent {
         /// Rows.
@@ -433,7 +453,7 @@ pub enum LaunchError {
         pitch: u64,
     },
     /// The operation does not support the pitch.
-    #[error("{operand} has pitch {pitch}, which must be {wanted}; copy it to a matrix of its own")]
+    #[error("{operand} has pitch {pitch}, which must be {wanted}; copy it to a separate matrix")]
     Pitch {
         /// The operand, such as `x`.
         operand: &'static str,
@@ -453,7 +473,7 @@ pub enum LaunchError {
         bytes: u64,
     },
     /// An output that overlaps an input.
-    #[error("{written} overlaps {other}: a kernel would read what it writes; give {written} a buffer of its own")]
+    #[error("{written} overlaps {other}, so the kernel would read what it writes; use a separate buffer for {written}")]
     Overlap {
         /// The output.
         written: &'static str,
@@ -461,7 +481,7 @@ pub enum LaunchError {
         other: &'static str,
     },
     /// An operand on another device than the kernel.
-    #[error("{operand} is on device {other}, the kernel on device {own}; copy it to device {own}")]
+    #[error("{operand} is on device {other}, but the kernel is on device {own}; copy it to device {own}")]
     OtherDevice {
         /// The operand.
         operand: &'static str,
@@ -471,7 +491,7 @@ pub enum LaunchError {
         other: usize,
     },
     /// An output whose shape is not that of its source.
-    #[error("the output is {output:?}, its source {tensor:?}; the shapes must be equal")]
+    #[error("the output has shape {output:?}, but its source has shape {tensor:?}; the shapes must be equal")]
     Output {
         /// Shape of the output.
         output: [u64; 2],
@@ -489,7 +509,7 @@ pub enum LaunchError {
         have: u64,
     },
     /// A buffer whose length does not match a shape.
-    #[error("{buffer} has {got} elements, the shape needs {expected}")]
+    #[error("{buffer} has {got} elements, but the shape needs {expected}")]
     Elements {
         /// The buffer or section.
         buffer: &'static str,
@@ -509,7 +529,7 @@ pub enum LaunchError {
         unit: u64,
     },
     /// A range outside a buffer or a matrix.
-    #[error("the range of {len} from {at} is outside of 0..{have}")]
+    #[error("the range of {len} elements from {at} is outside 0..{have}")]
     Range {
         /// The first element, row or column.
         at: u64,
@@ -532,7 +552,8 @@ pub enum LaunchError {
     // ---- contexts and launches ----
     /// The execution context has too little memory for the launch.
     #[error(
-        "needs an execution context of {need}, this one has {have}; call ExecContext::reserve with the layer's size first"
+        "needs an execution context of {need}, but this one has {have}; call ExecContext::reserve with the layer's \
+         size first"
     )]
     ContextTooSmall {
         /// The size that the launch needs.
@@ -545,8 +566,8 @@ pub enum LaunchError {
     Capturing,
     /// Experts in host memory cannot be fetched during a capture.
     #[error(
-        "experts in host memory cannot be captured: the host fetches the experts that a router chose; enqueue them \
-         outside of a capture, or keep all experts on the device"
+        "experts in host memory cannot be captured, because the host copies the experts that a router chose; enqueue \
+         them outside a capture, or keep all experts on the device"
     )]
     Fetching,
     /// A grid that cannot be launched.
@@ -563,7 +584,8 @@ pub enum LaunchError {
     },
     /// A cooperative grid has more blocks than can be resident on the device.
     #[error(
-        "{blocks} blocks wait for each other, and the device runs {resident} at once; use a variant without stream-K"
+        "{blocks} blocks wait for each other, but the device runs only {resident} at once; use a variant without \
+         stream-K"
     )]
     CooperativeGrid {
         /// Blocks of the grid.
@@ -572,7 +594,7 @@ pub enum LaunchError {
         resident: u32,
     },
     /// Arguments of another kernel family.
-    #[error("does not take {given}; pass the argument struct of its family")]
+    #[error("the kernel does not accept {given}; pass the argument struct of its family")]
     Arguments {
         /// The argument struct of the call.
         given: &'static str,
@@ -581,13 +603,13 @@ pub enum LaunchError {
     #[error("the layer is not packed; only packed layers run in the memory of another framework")]
     NotPacked,
     /// The kernel belongs to another family.
-    #[error("is not {wanted}; load a variant that is")]
+    #[error("the kernel is not {wanted}; load a variant that is")]
     Family {
         /// The kernels that the operation launches.
         wanted: &'static str,
     },
     /// The decoder writes another output.
-    #[error("writes {}, not {}; use a decoder of {}", .writes.tag(), .asked.tag(), .asked.tag())]
+    #[error("the decoder writes {}, not {}; use a decoder of {}", .writes.tag(), .asked.tag(), .asked.tag())]
     Decodes {
         /// The kernel's output.
         writes: DecodeOutput,
@@ -595,7 +617,10 @@ pub enum LaunchError {
         asked: DecodeOutput,
     },
     /// The decoder writes another element type.
-    #[error("writes {}, the tensor holds {}; use a decoder of {}", .writes.tag(), .tensor.tag(), .tensor.tag())]
+    #[error(
+        "the decoder writes {}, but the tensor holds {}; use a decoder of {}",
+        .writes.tag(), .tensor.tag(), .tensor.tag()
+    )]
     DecodesElement {
         /// The kernel's element type.
         writes: DecodeElement,
@@ -609,7 +634,10 @@ pub enum LaunchError {
         float: Float,
     },
     /// The tensor has longer codes than the decoder supports.
-    #[error("decodes codes of up to {limit} bits, the tensor has codes of {bits}; use a variant for longer codes")]
+    #[error(
+        "the kernel decodes codes of up to {limit} bits, but the tensor has codes of {bits}; use a variant for longer \
+         codes"
+    )]
     CodeBits {
         /// The maximum code length of the kernel in bits.
         limit: u32,
@@ -627,7 +655,9 @@ pub enum LaunchError {
         wanted: String,
     },
     /// The artifact has the arguments of another version.
-    #[error("takes {takes} B of arguments, this version passes {passes} B; clear the kernel cache")]
+    #[error(
+        "the compiled kernel expects {takes} B of arguments, but this version passes {passes} B; clear the kernel cache"
+    )]
     ArgumentBytes {
         /// Bytes of arguments that the artifact expects.
         takes: u64,
@@ -635,7 +665,7 @@ pub enum LaunchError {
         passes: u64,
     },
     /// The kernel needs more shared memory per block than the device has.
-    #[error("a block needs {need} B of shared memory, the device has {limit} B; use a variant with fewer stages")]
+    #[error("a block needs {need} B of shared memory, but the device has {limit} B; use a variant with fewer stages")]
     SharedMemory {
         /// Bytes per block that the kernel needs.
         need: u64,
@@ -644,7 +674,8 @@ pub enum LaunchError {
     },
     /// The plan has more threads per block than the compiled kernel supports.
     #[error(
-        "the plan has {planned} threads per block, the compiled kernel runs with at most {runs}; use a smaller variant"
+        "the plan has {planned} threads per block, but the compiled kernel runs with at most {runs}; use a smaller \
+         variant"
     )]
     Threads {
         /// Threads per block of the plan.
@@ -655,7 +686,7 @@ pub enum LaunchError {
 
     // ---- tensor maps ----
     /// A tensor map cannot describe the matrix.
-    #[error("tensor map [{rows}, {cols}]: {value} is not {rule}")]
+    #[error("tensor map [{rows}, {cols}]: {value} must be {rule}")]
     TensorMap {
         /// Rows of the matrix.
         rows: u64,
@@ -719,8 +750,8 @@ impl std::fmt::Display for MapRule {
             Self::Aligned => "an address that is 16-byte aligned",
             Self::Extent => "an extent of 1..=2^32",
             Self::Pitch => "a pitch in bytes that is a multiple of 16 below 2^40; pad the columns",
-            Self::BoxSide => "a side of a box, 1..=256",
-            Self::BoxRow => "bytes of a box row: a multiple of 16, at most 128 with the swizzle",
+            Self::BoxSide => "the side of a box, 1..=256",
+            Self::BoxRow => "the bytes of a box row: a multiple of 16, at most 128 with the swizzle",
         })
     }
 }

@@ -31,7 +31,7 @@ impl ExternalKernel {
     pub fn of(kernels: &KernelSet, kernel: ExternalSource) -> Result<Self, DeviceError> {
         let request = CompileRequest::external(&kernel)?;
         let name = kernel.name();
-        let wanted = ExpectedArtifact {
+        let expected = ExpectedArtifact {
             name: &name,
             arch: kernel.arch,
             args_bytes: kernel.args.bytes,
@@ -39,11 +39,11 @@ impl ExternalKernel {
             threads: kernel.threads,
         };
         let artifact = kernels.cache().get(&request)?;
-        let loaded = match wanted.load(kernels.device(), &artifact) {
+        let loaded = match expected.load(kernels.device(), &artifact) {
             // Attached for another driver, or damaged.
             Err(_) if artifact.state == CacheState::Attached => {
-                let own = kernels.cache().compile_own(&[request], 1, &|_| {})?.swap_remove(0);
-                wanted.load(kernels.device(), &own)
+                let compiled = kernels.cache().compile_without_attached(&[request], 1, &|_| {})?.swap_remove(0);
+                expected.load(kernels.device(), &compiled)
             }
             loaded => loaded,
         };

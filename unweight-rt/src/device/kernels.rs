@@ -30,7 +30,7 @@ pub struct KernelSet {
     threads: usize,
     chooser: PackedChooser,
     /// A table from the caller; overrides the cache's table.
-    given: Option<MeasuredTable>,
+    supplied_table: Option<MeasuredTable>,
     /// Why the cache's table is not used.
     table_error: Option<TableError>,
     loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
@@ -58,7 +58,15 @@ impl KernelSet {
     /// kind of device that the cache contains.
     pub fn new(device: &Device, cache: KernelCache, threads: usize) -> Self {
         let (chooser, table_error) = chooser(device.info(), &cache, Registered::default());
-        Self { device: device.clone(), cache, threads, chooser, given: None, table_error, loaded: Mutex::default() }
+        Self {
+            device: device.clone(),
+            cache,
+            threads,
+            chooser,
+            supplied_table: None,
+            table_error,
+            loaded: Mutex::default(),
+        }
     }
 
     /// Adds a table that was measured on this kind of device; it overrides the table in the cache. A table of another
@@ -67,7 +75,7 @@ impl KernelSet {
     pub fn with_table(mut self, table: MeasuredTable) -> Self {
         self.chooser = self.chooser.with_table(&self.device.info().name, table.clone());
         if table.device == self.device.info().name {
-            self.given = Some(match &self.given {
+            self.supplied_table = Some(match &self.supplied_table {
                 Some(before) => table.over(before),
                 None => table,
             });
@@ -109,8 +117,8 @@ impl KernelSet {
         if matches!(self.table_error, Some(TableError::Unregistered { .. })) {
             let info = self.device.info();
             let (chooser, table_error) = chooser(info, &self.cache, self.chooser.registered().clone());
-            let given = self.given.clone().unwrap_or_default();
-            (self.chooser, self.table_error) = (chooser.with_table(&info.name, given), table_error);
+            let supplied_table = self.supplied_table.clone().unwrap_or_default();
+            (self.chooser, self.table_error) = (chooser.with_table(&info.name, supplied_table), table_error);
         }
         Ok(())
     }
@@ -169,9 +177,9 @@ impl KernelSet {
             }
         }
         let (specs, requests): (Vec<_>, Vec<_>) = refused.into_iter().unzip();
-        let own = self.cache.compile_own(&requests, self.threads, progress)?;
-        compiled += own.iter().filter(|artifact| !artifact.state.is_hit()).count();
-        for (spec, artifact) in specs.into_iter().zip(&own) {
+        let recompiled = self.cache.compile_without_attached(&requests, self.threads, progress)?;
+        compiled += recompiled.iter().filter(|artifact| !artifact.state.is_hit()).count();
+        for (spec, artifact) in specs.into_iter().zip(&recompiled) {
             self.load(spec, artifact)?;
         }
         Ok(Prepared { loaded: missing.len(), compiled, elapsed: start.elapsed() })
@@ -190,7 +198,7 @@ impl KernelSet {
         match self.load(spec, &artifact) {
             // As in `prepare`. One request has one artifact.
             Err(_) if artifact.state == CacheState::Attached => {
-                self.load(spec, &self.cache.compile_own(&[request], 1, &|_| {})?.swap_remove(0))
+                self.load(spec, &self.cache.compile_without_attached(&[request], 1, &|_| {})?.swap_remove(0))
             }
             loaded => loaded,
         }
@@ -285,23 +293,24 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let cache = |mode| cache(&home.path().join("cache"), mode);
         let choice = |chooser: &PackedChooser, m| {
-            let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::StoreAdd };
-            chooser.choose(GemmShape { m, n: 4096, k: 4096 }, wanted).unwrap().to_string()
+            let packed_use = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::StoreAdd };
+            chooser.choose(GemmShape { m, n: 4096, k: 4096 }, packed_use).unwrap().to_string()
         };
         let chooser = |info: &DeviceInfo, cache: &KernelCache| chooser(info, cache, Registered::default());
         let (model, error) = chooser(&info, &cache(JitMode::Auto));
         assert!(error.is_none());
         // A shape that the model would not choose.
-        let ours = ["b8_r2w8p3c1", "b8_r4w8p1c1"].into_iter().find(|shape| !choice(&model, 8).contains(shape)).unwrap();
-        let variant = format!("uw_sm89_gemm_mma_{ours}_async_esc_store").parse().unwrap();
+        let shape =
+            ["b8_r2w8p3c1", "b8_r4w8p1c1"].into_iter().find(|shape| !choice(&model, 8).contains(shape)).unwrap();
+        let variant = format!("uw_sm89_gemm_mma_{shape}_async_esc_store").parse().unwrap();
         let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: false, variant };
         let table = MeasuredTable { device: info.name.clone(), rows: vec![row] };
-        let keep =
+        let store_table =
             |text: &str| _ = cache(JitMode::Auto).store().unwrap().keep_table(&info.name, text.as_bytes()).unwrap();
-        keep(&table.to_json());
+        store_table(&table.to_json());
         let (measured, error) = chooser(&info, &cache(JitMode::Auto));
         assert!(error.is_none(), "{error:?}");
-        assert_eq!(choice(&measured, 8), format!("uw_sm89_gemm_mma_{ours}_async_esc_store_add"));
+        assert_eq!(choice(&measured, 8), format!("uw_sm89_gemm_mma_{shape}_async_esc_store_add"));
         assert_eq!(choice(&measured, 9), choice(&model, 9), "not measured");
         // With the cache off, its table is not used.
         assert_eq!(choice(&chooser(&info, &cache(JitMode::Off)).0, 8), choice(&model, 8));
@@ -312,10 +321,10 @@ mod tests {
         );
         let foreign = table.to_json().replace("NVIDIA L4", "nvidia l4");
         for (text, code) in [("{", "dispatch-table-invalid"), (&*foreign, "dispatch-table-of-another-gpu")] {
-            keep(text);
-            let (passed_over, error) = chooser(&info, &cache(JitMode::Auto));
+            store_table(text);
+            let (ignored, error) = chooser(&info, &cache(JitMode::Auto));
             assert_eq!(error.map(|error| error.code()), Some(code), "{text}");
-            assert_eq!(choice(&passed_over, 8), choice(&model, 8));
+            assert_eq!(choice(&ignored, 8), choice(&model, 8));
         }
     }
     /// The cache's table is used as soon as the variants that it names are registered.
@@ -339,15 +348,15 @@ mod tests {
         let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: false, variant };
         let table = MeasuredTable { device: info.name.clone(), rows: vec![row] };
         cache.store().unwrap().keep_table(&info.name, table.to_json().as_bytes()).unwrap();
-        let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+        let packed_use = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
         let problem = GemmShape { m: 8, n: 4096, k: 4096 };
         let (before, error) = chooser(&info, &cache, Registered::default());
         assert!(matches!(error, Some(TableError::Unregistered { row: 0, .. })), "{error:?}");
-        assert_ne!(before.choose(problem, wanted), Some(variant));
+        assert_ne!(before.choose(problem, packed_use), Some(variant));
         let mut registered = Registered::default();
         registered.add(info.arch, variant).unwrap();
         let (after, error) = chooser(&info, &cache, registered);
         assert!(error.is_none(), "{error:?}");
-        assert_eq!(after.choose(problem, wanted), Some(variant));
+        assert_eq!(after.choose(problem, packed_use), Some(variant));
     }
 }

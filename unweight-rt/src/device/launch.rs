@@ -90,8 +90,8 @@ impl LoadedKernel {
             .or_else(|refusal| self.refuse(refusal))?;
         let LaunchPlan { threads, cluster, pdl, .. } = self.plan().launch;
         // Unused attributes are set to IGNORE in a fixed-size array, so that a launch allocates nothing.
-        let attribute = |wanted: bool, id, value| sys::CUlaunchAttribute {
-            id: if wanted { id } else { sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE },
+        let attribute = |is_used: bool, id, value| sys::CUlaunchAttribute {
+            id: if is_used { id } else { sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE },
             pad: [0; 4],
             value,
         };
@@ -148,7 +148,7 @@ mod tests {
     /// Kernels whose blocks wait for each other are launched cooperatively or not at all.
     #[test]
     fn waiting_blocks_must_be_co_resident() {
-        let mut waiting = 0;
+        let mut cooperative_launches = 0;
         for spec in catalog::all(Arch::Sm90a) {
             let plan = Plan::new(&spec).unwrap();
             for m in [1, 64, 129, 1000, 4096] {
@@ -157,11 +157,11 @@ mod tests {
                     let Ok(blocks) = blocks(&plan, problem, 132) else { continue };
                     match cooperative(&plan, problem, blocks, 132) {
                         Ok(true) => {
-                            waiting += 1;
+                            cooperative_launches += 1;
                             assert!(plan.launch.co_resident && blocks <= 132, "{spec} {problem:?}");
-                            let few = cooperative(&plan, problem, blocks, blocks - 1);
+                            let too_few = cooperative(&plan, problem, blocks, blocks - 1);
                             assert_eq!(
-                                few,
+                                too_few,
                                 Err(LaunchError::CooperativeGrid { blocks, resident: blocks - 1 }),
                                 "{spec}"
                             );
@@ -172,6 +172,6 @@ mod tests {
                 }
             }
         }
-        assert!(waiting > 100, "{waiting}");
+        assert!(cooperative_launches > 100, "{cooperative_launches}");
     }
 }

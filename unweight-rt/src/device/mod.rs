@@ -17,7 +17,7 @@
 
 pub mod buffer;
 pub mod context_size;
-#[expect(clippy::module_inception, reason = "the room and what it is named for")]
+#[expect(clippy::module_inception, reason = "the module is named after its type")]
 pub mod device;
 pub mod error;
 pub mod external;

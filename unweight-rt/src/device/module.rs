@@ -37,14 +37,14 @@ impl LoadedKernel {
     /// The artifact belongs to another variant or disagrees with the plan, or the driver rejects it.
     pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
         let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
-        let wanted = ExpectedArtifact {
+        let expected = ExpectedArtifact {
             name: &spec.name(),
             arch: spec.arch,
             args_bytes: spec.op.info().args.bytes,
             smem_bytes: plan.smem.bytes(),
             threads: plan.launch.threads,
         };
-        let Function { function, registers, resident_blocks } = wanted.load(device, artifact)?;
+        let Function { function, registers, resident_blocks } = expected.load(device, artifact)?;
         Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
@@ -138,12 +138,12 @@ impl ExpectedArtifact<'_> {
                     // At most the device's limit, which is an i32.
                     self.smem_bytes.cast_signed(),
                 )
-                .call("raising the shared memory of a kernel")?;
+                .call("raising the shared memory limit of a kernel")?;
         }
         // After the line above: the shared memory limit of a block affects occupancy.
         let per_sm = function
             .occupancy_max_active_blocks_per_multiprocessor(self.threads, self.smem_bytes as usize, None)
-            .call("asking how many blocks fit a multiprocessor")?;
+            .call("querying the resident blocks per multiprocessor")?;
         let resident_blocks = per_sm.saturating_mul(device.info().sms);
         // The errors above return before any launch, so the module may be dropped there.
         Ok(Function { function: Box::leak(Box::new(function)), registers, resident_blocks })

@@ -56,10 +56,11 @@ impl<T: Pod> Pinned<T> {
         })?;
         device.bind()?;
         // SAFETY: the memory is cleared below, before anything can read it. Page-aligned, so aligned for any `Pod`.
-        let allocated = unsafe { result::malloc_host(bytes, 0) }.call("allocating page-locked memory");
-        let start = allocated.map_err(|error| error.of_room(|| DeviceError::HostRoom { bytes: bytes as u64 }))?;
+        let allocated = unsafe { result::malloc_host(bytes, 0) }.call("allocating pinned host memory");
+        let start =
+            allocated.map_err(|error| error.or_out_of_memory(|| DeviceError::HostRoom { bytes: bytes as u64 }))?;
         let start = NonNull::new(start.cast::<T>()).ok_or_else(|| DeviceError::Driver {
-            call: "allocating page-locked memory",
+            call: "allocating pinned host memory",
             code: 0,
             text: "the driver returned null".to_owned(),
         })?;
@@ -83,7 +84,7 @@ impl Pinned<u8> {
             // SAFETY: the caller's promise; the transfer keeps the host's memory until the copy is done.
             unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
         }
-        DeviceBuffer::<u8>::under_way(stream, self)
+        DeviceBuffer::<u8>::begin_transfer(stream, self)
     }
 }
 
@@ -234,7 +235,7 @@ impl<T: Pod> DeviceBuffer<T> {
             // SAFETY: the range is inside the buffer; the transfer keeps the host's memory until the copy is done.
             unsafe { result::memcpy_dtoh_async(host, from, stream.raw()) }.call("copying from the device")?;
         }
-        Self::under_way(stream, pinned)
+        Self::begin_transfer(stream, pinned)
     }
 
     /// Enqueues a copy of the first `len` elements of `pinned` to index `at` of the buffer.
@@ -257,11 +258,11 @@ impl<T: Pod> DeviceBuffer<T> {
             // SAFETY: the range is inside the buffer; the transfer keeps the host's memory until the copy is done.
             unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
         }
-        Self::under_way(stream, pinned)
+        Self::begin_transfer(stream, pinned)
     }
 
     /// Records an event at the end of a copy.
-    fn under_way(stream: &Stream, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
+    fn begin_transfer(stream: &Stream, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
         match stream.event() {
             Ok(done) => Ok(Transfer { pinned: Some(pinned), done }),
             Err(error) => {

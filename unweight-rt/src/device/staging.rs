@@ -20,9 +20,9 @@ pub struct Staging {
 
 impl Staging {
     /// Size of each buffer in bytes.
-    const BYTES: usize = 64 << 20;
+    const BUFFER_BYTES: usize = 64 << 20;
     /// Bytes that one processor copies at a time.
-    const SHARE: usize = 1 << 20;
+    const CHUNK_BYTES: usize = 1 << 20;
 
     /// Creates buffers for uploads on a stream; allocates nothing yet.
     pub fn new(stream: &Stream) -> Self {
@@ -51,13 +51,13 @@ impl Staging {
     /// `to` is the address of `bytes.len()` bytes on the stream's device, which only `cuMemFree` frees.
     unsafe fn send(&mut self, to: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         let mut to = to;
-        for piece in bytes.chunks(Self::BYTES) {
+        for piece in bytes.chunks(Self::BUFFER_BYTES) {
             let mut pinned = match self.slots[0].take() {
                 Some(transfer) => transfer.wait()?,
-                None => Pinned::zeroed(self.stream.device(), Self::BYTES)?,
+                None => Pinned::zeroed(self.stream.device(), Self::BUFFER_BYTES)?,
             };
-            let shares = pinned.par_chunks_mut(Self::SHARE).zip(piece.par_chunks(Self::SHARE));
-            shares.for_each(|(to, from)| to[..from.len()].copy_from_slice(from));
+            let chunks = pinned.par_chunks_mut(Self::CHUNK_BYTES).zip(piece.par_chunks(Self::CHUNK_BYTES));
+            chunks.for_each(|(to, from)| to[..from.len()].copy_from_slice(from));
             // SAFETY: a part of the range that the caller promises.
             self.slots[0] = Some(unsafe { pinned.send(&self.stream, to, piece.len()) }?);
             self.slots.swap(0, 1);

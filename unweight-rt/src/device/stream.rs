@@ -97,7 +97,7 @@ impl Stream {
     pub fn capture(&self, enqueue: impl FnOnce() -> Result<(), DeviceError>) -> Result<Graph, DeviceError> {
         self.inner
             .begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-            .call("beginning a capture")?;
+            .call("starting a capture")?;
         let recording = Recording(self);
         let enqueued = enqueue();
         let ended = self.inner.end_capture(sys::CUgraphInstantiate_flags(0)).call("ending a capture");
@@ -121,7 +121,7 @@ impl Stream {
 
     /// Returns whether the stream is being captured.
     pub fn is_capturing(&self) -> Result<bool, DeviceError> {
-        let status = self.inner.capture_status().call("asking whether a stream is captured")?;
+        let status = self.inner.capture_status().call("querying whether a stream is being captured")?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
@@ -130,7 +130,7 @@ impl Stream {
         if !self.is_capturing()? {
             return Ok(Captured::No);
         }
-        if !self.device.knows_captures() {
+        if !self.device.has_capture_info_v3() {
             return Ok(Captured::Unknown);
         }
         let (mut status, mut number) = (sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE, 0);
@@ -147,7 +147,7 @@ impl Stream {
             )
         }
         .result()
-        .call("asking which capture records a stream")?;
+        .call("querying the capture of a stream")?;
         Ok(match status {
             sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE => Captured::By(number),
             // An error ended the capture; the driver rejects further work.
@@ -228,7 +228,7 @@ impl Mark {
     /// A driver error.
     pub fn new(device: &Device) -> Result<Self, DeviceError> {
         let event = device.context().new_event(Some(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));
-        Ok(Self(event.call("making an event")?))
+        Ok(Self(event.call("creating an event")?))
     }
 }
 
@@ -247,6 +247,6 @@ impl Event {
 
     /// Returns the microseconds from this point to a later one. Waits for both.
     pub fn elapsed_us(&self, later: &Event) -> Result<f64, DeviceError> {
-        Ok(f64::from(self.0.elapsed_ms(&later.0).call("reading a time")?) * 1e3)
+        Ok(f64::from(self.0.elapsed_ms(&later.0).call("reading the time between events")?) * 1e3)
     }
 }

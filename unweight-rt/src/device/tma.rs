@@ -9,7 +9,7 @@ use std::{ffi::c_void, ptr};
 use cudarc::driver::sys;
 use unweight_codegen::abi::TensorMap;
 
-use crate::device::{Call, Device, DeviceError, LaunchError, error::MapRule, view::Place};
+use crate::device::{Call, Device, DeviceError, LaunchError, error::MapRule, view::MatrixDesc};
 
 /// Element type of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub struct TensorMapParams {
 impl TensorMapParams {
     /// Describes activations: BF16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read
     /// as zeros.
-    pub(crate) fn activations(x: &Place, box_rows: u32) -> Self {
+    pub(crate) fn activations(x: &MatrixDesc, box_rows: u32) -> Self {
         Self {
             element: Element::Bf16,
             address: x.address,
@@ -80,12 +80,12 @@ impl TensorMapParams {
     }
 
     /// Describes a product: BF16 `[m, n]` in boxes of 32 x 64 with the 128-byte swizzle. Rows past `m` are not written.
-    pub(crate) fn product(y: &Place) -> Self {
+    pub(crate) fn product(y: &MatrixDesc) -> Self {
         Self::activations(y, 32)
     }
 
     /// Describes the product of a gate and an up: BF16 `[m, n / 2]` in boxes of 32 x 32 with the 64-byte swizzle.
-    pub(crate) fn gated_product(y: &Place) -> Self {
+    pub(crate) fn gated_product(y: &MatrixDesc) -> Self {
         Self { box_cols: 32, swizzle: Swizzle::Bytes64, ..Self::product(y) }
     }
 
@@ -107,25 +107,29 @@ impl TensorMapParams {
     ///
     /// Source: CUDA driver API 13.0, `cuTensorMapEncodeTiled`.
     pub fn check(&self) -> Result<(), LaunchError> {
-        let hold = |holds: bool, value: u64, rule| {
-            if holds { Ok(()) } else { Err(LaunchError::TensorMap { rows: self.rows, cols: self.cols, value, rule }) }
+        let check = |is_valid: bool, value: u64, rule| {
+            if is_valid {
+                Ok(())
+            } else {
+                Err(LaunchError::TensorMap { rows: self.rows, cols: self.cols, value, rule })
+            }
         };
-        hold(self.address != 0 && self.address.is_multiple_of(16), self.address, MapRule::Aligned)?;
+        check(self.address != 0 && self.address.is_multiple_of(16), self.address, MapRule::Aligned)?;
         for extent in [self.rows, self.cols] {
-            hold((1..=1 << 32).contains(&extent), extent, MapRule::Extent)?;
+            check((1..=1 << 32).contains(&extent), extent, MapRule::Extent)?;
         }
         let pitch = self.pitch.saturating_mul(self.element.bytes());
-        hold(self.pitch >= self.cols && pitch.is_multiple_of(16) && pitch < 1 << 40, pitch, MapRule::Pitch)?;
+        check(self.pitch >= self.cols && pitch.is_multiple_of(16) && pitch < 1 << 40, pitch, MapRule::Pitch)?;
         for side in [self.box_rows, self.box_cols] {
-            hold((1..=256).contains(&side), side.into(), MapRule::BoxSide)?;
+            check((1..=256).contains(&side), side.into(), MapRule::BoxSide)?;
         }
         let inner = u64::from(self.box_cols) * self.element.bytes();
-        let most = match self.swizzle {
+        let max = match self.swizzle {
             Swizzle::None => u64::MAX,
             Swizzle::Bytes64 => 64,
             Swizzle::Bytes128 => 128,
         };
-        hold(inner.is_multiple_of(16) && inner <= most, inner, MapRule::BoxRow)
+        check(inner.is_multiple_of(16) && inner <= max, inner, MapRule::BoxRow)
     }
 
     /// Returns the tensor map, as passed to kernels.
@@ -174,7 +178,7 @@ mod tests {
     use super::*;
 
     fn activations(rows: u32, cols: u32, pitch: u64) -> TensorMapParams {
-        TensorMapParams::activations(&Place::new(0, 0x7f00_0000_0100, rows, cols, pitch, u64::MAX).unwrap(), 64)
+        TensorMapParams::activations(&MatrixDesc::new(0, 0x7f00_0000_0100, rows, cols, pitch, u64::MAX).unwrap(), 64)
     }
 
     #[test]
@@ -184,7 +188,7 @@ mod tests {
             assert_eq!(activations(m, 4096, 6144).check(), Ok(()), "columns of a wider matrix");
         }
         assert_eq!(TensorMapParams::sign_mantissa(256, 14336, 4096).check(), Ok(()));
-        let y = Place::new(0, 0x7f00_0000_0100, 3, 96, 96, u64::MAX).unwrap();
+        let y = MatrixDesc::new(0, 0x7f00_0000_0100, 3, 96, 96, u64::MAX).unwrap();
         let gated = TensorMapParams::gated_product(&y);
         assert_eq!((gated.check(), gated.element.bytes() * u64::from(gated.box_cols)), (Ok(()), 64));
         let x = activations(3, 512, 512);
@@ -210,6 +214,6 @@ mod tests {
         let wide = TensorMapParams { swizzle: Swizzle::Bytes64, box_cols: 64, ..wide };
         assert_eq!(broken(wide), (128, MapRule::BoxRow));
         let text = TensorMapParams { cols: 72, pitch: 72, ..good }.check().unwrap_err().to_string();
-        assert!(text.contains("[64, 72]: 72 is not a pitch in bytes that is a multiple of 16"), "{text}");
+        assert!(text.contains("[64, 72]: 72 must be a pitch in bytes that is a multiple of 16"), "{text}");
     }
 }

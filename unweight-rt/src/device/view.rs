@@ -1,6 +1,6 @@
 //! Views of matrices in device memory: the operands of launches.
 //!
-//! A view is a place (device, address, rows, columns, pitch) that was checked against a buffer and borrows it.
+//! A view is a descriptor (device, address, rows, columns, pitch) that was checked against a buffer and borrows it.
 //! [`MatrixRef::from_raw`] views memory that something else owns; its caller keeps that memory valid.
 //!
 //! The borrow ends when the call that enqueues work returns, not when the work is done. On one stream that is enough:
@@ -40,7 +40,7 @@ const COPY: u64 = 16;
 
 /// The device, address and shape of a matrix. Its end is inside the address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct MatrixDesc {
     pub device: usize,
     pub address: u64,
     pub rows: u32,
@@ -49,21 +49,21 @@ pub(crate) struct Place {
     pub pitch: u64,
 }
 
-impl Place {
-    /// Creates a place after checking that it fits in `have` elements of memory.
+impl MatrixDesc {
+    /// Creates a descriptor after checking that it fits in `have` elements of memory.
     ///
     /// The pitch of a single row has no meaning and may exceed the limit of a copy or tensor map, so it is replaced by
     /// the number of columns.
     pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, LaunchError> {
-        let place = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
+        let desc = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
         if pitch < u64::from(cols) {
             return Err(LaunchError::PitchBelowColumns { cols, pitch });
         }
-        let need = place
+        let need = desc
             .elements()
             .filter(|elements| elements.checked_mul(ELEMENT).and_then(|bytes| bytes.checked_add(address)).is_some());
         match need {
-            Some(need) if need <= have => Ok(place),
+            Some(need) if need <= have => Ok(desc),
             _ => Err(LaunchError::Extent { rows, cols, pitch, need: need.unwrap_or(u64::MAX), have }),
         }
     }
@@ -140,29 +140,29 @@ impl Place {
         }
     }
 
-    /// Checks that the matrix is on device `own`.
-    pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), LaunchError> {
-        check_device(operand, self.device, own)
+    /// Checks that the matrix is on device `ordinal`.
+    pub fn check_device(&self, operand: &'static str, ordinal: usize) -> Result<(), LaunchError> {
+        check_device(operand, self.device, ordinal)
     }
 }
 
-/// Checks that an operand is on device `own`.
-pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> Result<(), LaunchError> {
-    if other == own { Ok(()) } else { Err(LaunchError::OtherDevice { operand, own, other }) }
+/// Checks that an operand is on device `ordinal`.
+pub(crate) fn check_device(operand: &'static str, other: usize, ordinal: usize) -> Result<(), LaunchError> {
+    if other == ordinal { Ok(()) } else { Err(LaunchError::OtherDevice { operand, own: ordinal, other }) }
 }
 
-/// Checks that a buffer is on device `own` and has at least `expected` elements.
+/// Checks that a buffer is on device `ordinal` and has at least `expected` elements.
 pub(crate) fn check_buffer<T>(
     what: &'static str,
     buffer: &DeviceBuffer<T>,
     expected: u64,
-    own: usize,
+    ordinal: usize,
 ) -> Result<(), LaunchError> {
     let got = buffer.len() as u64;
     if got < expected {
         return Err(LaunchError::Elements { buffer: what, got, expected });
     }
-    check_device(what, buffer.device().ordinal(), own)
+    check_device(what, buffer.device().ordinal(), ordinal)
 }
 
 /// Checks that `written` overlaps none of the read ranges. Conservative: gaps between the rows of a view count as read.
@@ -182,14 +182,14 @@ pub(crate) fn check_apart(
 /// A read-only view of a row-major BF16 matrix `[rows, cols]`; rows are `pitch` elements apart.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixRef<'a> {
-    place: Place,
+    desc: MatrixDesc,
     memory: PhantomData<&'a [u16]>,
 }
 
 /// A writable view of a row-major BF16 matrix `[rows, cols]`; rows are `pitch` elements apart.
 #[derive(Debug)]
 pub struct MatrixMut<'a> {
-    place: Place,
+    desc: MatrixDesc,
     memory: PhantomData<&'a mut [u16]>,
 }
 
@@ -199,8 +199,9 @@ impl<'a> MatrixRef<'a> {
     /// # Errors
     /// [`LaunchError::Extent`] if the buffer is too short, [`LaunchError::PitchBelowColumns`].
     pub fn new(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
-        let place = Place::new(buffer.device().ordinal(), buffer.address(), rows, cols, pitch, buffer.len() as u64)?;
-        Ok(Self { place, memory: PhantomData })
+        let desc =
+            MatrixDesc::new(buffer.device().ordinal(), buffer.address(), rows, cols, pitch, buffer.len() as u64)?;
+        Ok(Self { desc, memory: PhantomData })
     }
 
     /// Returns a view of memory that something else owns, such as a tensor of another framework.
@@ -219,19 +220,19 @@ impl<'a> MatrixRef<'a> {
         cols: u32,
         pitch: u64,
     ) -> Result<Self, LaunchError> {
-        let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
-        Ok(Self { place, memory: PhantomData })
+        let desc = MatrixDesc::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
+        Ok(Self { desc, memory: PhantomData })
     }
 
     /// Returns a view of a buffer that has exactly these rows and columns.
     pub(crate) fn whole(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
-        let place =
-            Place { device: buffer.device().ordinal(), address: buffer.address(), rows, cols, pitch: cols.into() };
-        Self { place, memory: PhantomData }
+        let desc =
+            MatrixDesc { device: buffer.device().ordinal(), address: buffer.address(), rows, cols, pitch: cols.into() };
+        Self { desc, memory: PhantomData }
     }
 
-    pub(crate) fn place(&self) -> &Place {
-        &self.place
+    pub(crate) fn desc(&self) -> &MatrixDesc {
+        &self.desc
     }
 
     /// Returns a view of a range of rows and columns.
@@ -239,22 +240,22 @@ impl<'a> MatrixRef<'a> {
     /// # Errors
     /// [`LaunchError::Range`] if the range exceeds the matrix.
     pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, LaunchError> {
-        Ok(Self { place: self.place.part(rows, cols)?, memory: PhantomData })
+        Ok(Self { desc: self.desc.part(rows, cols)?, memory: PhantomData })
     }
 
     /// Returns the number of rows.
     pub fn rows(&self) -> u32 {
-        self.place.rows
+        self.desc.rows
     }
 
     /// Returns the number of columns.
     pub fn cols(&self) -> u32 {
-        self.place.cols
+        self.desc.cols
     }
 
     /// Returns the elements from one row to the next; the number of columns if there is at most one row.
     pub fn pitch(&self) -> u64 {
-        self.place.pitch
+        self.desc.pitch
     }
 }
 
@@ -264,8 +265,8 @@ impl<'a> MatrixMut<'a> {
     /// # Errors
     /// [`LaunchError::Extent`] if the buffer is too short, [`LaunchError::PitchBelowColumns`].
     pub fn new(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
-        let MatrixRef { place, .. } = MatrixRef::new(buffer, rows, cols, pitch)?;
-        Ok(Self { place, memory: PhantomData })
+        let MatrixRef { desc, .. } = MatrixRef::new(buffer, rows, cols, pitch)?;
+        Ok(Self { desc, memory: PhantomData })
     }
 
     /// Returns a view of memory that something else owns, such as a tensor of another framework.
@@ -282,28 +283,28 @@ impl<'a> MatrixMut<'a> {
         cols: u32,
         pitch: u64,
     ) -> Result<Self, LaunchError> {
-        let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
-        Ok(Self { place, memory: PhantomData })
+        let desc = MatrixDesc::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
+        Ok(Self { desc, memory: PhantomData })
     }
 
     /// Returns a view of a buffer that has exactly these rows and columns.
     pub(crate) fn whole(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
-        let MatrixRef { place, .. } = MatrixRef::whole(buffer, rows, cols);
-        Self { place, memory: PhantomData }
+        let MatrixRef { desc, .. } = MatrixRef::whole(buffer, rows, cols);
+        Self { desc, memory: PhantomData }
     }
 
-    pub(crate) fn place(&self) -> &Place {
-        &self.place
+    pub(crate) fn desc(&self) -> &MatrixDesc {
+        &self.desc
     }
 
     /// Returns a read-only view.
     pub fn as_ref(&self) -> MatrixRef<'_> {
-        MatrixRef { place: self.place, memory: PhantomData }
+        MatrixRef { desc: self.desc, memory: PhantomData }
     }
 
     /// Returns this view with a shorter borrow.
     pub fn reborrow(&mut self) -> MatrixMut<'_> {
-        MatrixMut { place: self.place, memory: PhantomData }
+        MatrixMut { desc: self.desc, memory: PhantomData }
     }
 
     /// Returns a view of a range of rows and columns.
@@ -311,22 +312,22 @@ impl<'a> MatrixMut<'a> {
     /// # Errors
     /// [`LaunchError::Range`] if the range exceeds the matrix.
     pub fn part(&mut self, rows: Range<u32>, cols: Range<u32>) -> Result<MatrixMut<'_>, LaunchError> {
-        Ok(MatrixMut { place: self.place.part(rows, cols)?, memory: PhantomData })
+        Ok(MatrixMut { desc: self.desc.part(rows, cols)?, memory: PhantomData })
     }
 
     /// Returns the number of rows.
     pub fn rows(&self) -> u32 {
-        self.place.rows
+        self.desc.rows
     }
 
     /// Returns the number of columns.
     pub fn cols(&self) -> u32 {
-        self.place.cols
+        self.desc.cols
     }
 
     /// Returns the elements from one row to the next; the number of columns if there is at most one row.
     pub fn pitch(&self) -> u64 {
-        self.place.pitch
+        self.desc.pitch
     }
 
     /// Writes the rows from contiguous little-endian BF16. Waits for the copy.
@@ -341,7 +342,7 @@ impl<'a> MatrixMut<'a> {
 
     /// Returns the address if the rows are contiguous and have this many bytes.
     pub(super) fn check_bytes(&self, stream: &Stream, bytes: usize) -> Result<u64, LaunchError> {
-        let to = &self.place;
+        let to = &self.desc;
         to.check_dense("the target of a copy")?;
         to.check_device("the target of a copy", stream.device().ordinal())?;
         let (got, expected) = (bytes as u64, u64::from(to.rows) * u64::from(to.cols) * ELEMENT);
@@ -357,13 +358,13 @@ impl<'a> MatrixMut<'a> {
     /// # Errors
     /// Another shape or device, matrices that overlap, or a driver error.
     pub fn copy_from(&mut self, stream: &Stream, source: MatrixRef<'_>) -> Result<(), DeviceError> {
-        let (to, from) = (&self.place, &source.place);
+        let (to, from) = (&self.desc, &source.desc);
         if to.shape() != from.shape() {
             return Err(LaunchError::Output { output: to.shape(), tensor: from.shape() }.into());
         }
-        let own = stream.device().ordinal();
-        to.check_device("the target of a copy", own)?;
-        from.check_device("the source of a copy", own)?;
+        let ordinal = stream.device().ordinal();
+        to.check_device("the target of a copy", ordinal)?;
+        from.check_device("the source of a copy", ordinal)?;
         check_apart(("the target of a copy", to.span()), [("its source", from.span())])?;
         if to.rows == 0 || to.cols == 0 {
             return Ok(());
@@ -399,43 +400,43 @@ mod tests {
 
     const ADDRESS: u64 = 0x7f00_0000_0000;
 
-    fn place(rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Place, LaunchError> {
-        Place::new(0, ADDRESS, rows, cols, pitch, have)
+    fn desc(rows: u32, cols: u32, pitch: u64, have: u64) -> Result<MatrixDesc, LaunchError> {
+        MatrixDesc::new(0, ADDRESS, rows, cols, pitch, have)
     }
 
     #[test]
     fn views_fit_their_memory() {
-        assert_eq!(place(3, 64, 64, 192).unwrap().span(), ADDRESS..ADDRESS + 384);
+        assert_eq!(desc(3, 64, 64, 192).unwrap().span(), ADDRESS..ADDRESS + 384);
         // The last row may end where the memory does.
-        assert_eq!(place(3, 64, 100, 264).unwrap().span(), ADDRESS..ADDRESS + 528);
+        assert_eq!(desc(3, 64, 100, 264).unwrap().span(), ADDRESS..ADDRESS + 528);
         assert_eq!(
-            place(3, 64, 100, 263),
+            desc(3, 64, 100, 263),
             Err(LaunchError::Extent { rows: 3, cols: 64, pitch: 100, need: 264, have: 263 })
         );
-        assert_eq!(place(3, 64, 63, 1 << 20), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
-        assert!(place(0, 64, 64, 0).unwrap().span().is_empty() && place(5, 0, 0, 0).unwrap().span().is_empty());
+        assert_eq!(desc(3, 64, 63, 1 << 20), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
+        assert!(desc(0, 64, 64, 0).unwrap().span().is_empty() && desc(5, 0, 0, 0).unwrap().span().is_empty());
         // A need above 64 bits is not truncated.
-        assert!(matches!(place(u32::MAX, 1, u64::MAX, u64::MAX), Err(LaunchError::Extent { need: u64::MAX, .. })));
+        assert!(matches!(desc(u32::MAX, 1, u64::MAX, u64::MAX), Err(LaunchError::Extent { need: u64::MAX, .. })));
         assert!(matches!(
-            Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
+            MatrixDesc::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
             Err(LaunchError::Extent { need: u64::MAX, .. })
         ));
     }
 
     #[test]
     fn parts_lie_inside_their_matrix() {
-        let whole = place(4, 64, 80, 304).unwrap();
+        let whole = desc(4, 64, 80, 304).unwrap();
         assert_eq!(whole.part(0..4, 0..64), Ok(whole));
         let corner = whole.part(1..3, 16..48).unwrap();
         assert_eq!((corner.address, corner.shape(), corner.pitch), (ADDRESS + (80 + 16) * 2, [2, 32], 80));
         let last = whole.part(3..4, 60..64).unwrap();
-        assert_eq!((last.span().end, last.pitch), (whole.span().end, 4), "of one row the pitch says nothing");
+        assert_eq!((last.span().end, last.pitch), (whole.span().end, 4), "the pitch of one row has no meaning");
         for empty in [whole.part(4..4, 0..64).unwrap(), whole.part(0..4, 64..64).unwrap()] {
             assert!(empty.span().is_empty(), "{empty:?}");
         }
         assert_eq!(whole.part(0..5, 0..64), Err(LaunchError::Range { at: 0, len: 5, have: 4 }));
         assert_eq!(whole.part(0..4, 1..65), Err(LaunchError::Range { at: 1, len: 64, have: 64 }));
-        #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
+        #[expect(clippy::reversed_empty_ranges, reason = "the test checks that it is rejected")]
         let reversed = whole.part(3..1, 0..64);
         assert_eq!(reversed, Err(LaunchError::Range { at: 3, len: 0, have: 4 }));
     }
@@ -444,26 +445,26 @@ mod tests {
     fn pitch_of_a_single_row_is_its_columns() {
         for rows in [0, 1] {
             for pitch in [64, 65, 1 << 40, u64::MAX] {
-                let only = place(rows, 64, pitch, 64).unwrap();
+                let only = desc(rows, 64, pitch, 64).unwrap();
                 assert_eq!((only.pitch, only.check_rows_aligned("x"), only.check_dense("y")), (64, Ok(()), Ok(())));
             }
-            assert_eq!(place(rows, 64, 63, 64), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
+            assert_eq!(desc(rows, 64, 63, 64), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
         }
-        assert_eq!(place(2, 64, 65, 1 << 20).unwrap().pitch, 65);
+        assert_eq!(desc(2, 64, 65, 1 << 20).unwrap().pitch, 65);
     }
 
     #[test]
     fn rows_are_aligned_to_16_bytes() {
-        assert_eq!(place(3, 60, 64, 1 << 20).unwrap().check_rows_aligned("x"), Ok(()));
-        let odd = place(3, 60, 60, 1 << 20).unwrap().check_rows_aligned("x").unwrap_err();
+        assert_eq!(desc(3, 60, 64, 1 << 20).unwrap().check_rows_aligned("x"), Ok(()));
+        let odd = desc(3, 60, 60, 1 << 20).unwrap().check_rows_aligned("x").unwrap_err();
         assert_eq!(
             odd.to_string(),
-            "x has pitch 60, which must be a multiple of 8 elements; copy it to a matrix of its own"
+            "x has pitch 60, which must be a multiple of 8 elements; copy it to a separate matrix"
         );
-        let odd = Place { address: ADDRESS + 2, ..place(3, 64, 64, 1 << 20).unwrap() };
+        let odd = MatrixDesc { address: ADDRESS + 2, ..desc(3, 64, 64, 1 << 20).unwrap() };
         assert!(matches!(odd.check_rows_aligned("x"), Err(LaunchError::Alignment { operand: "x", bytes: 16, .. })));
-        assert_eq!(place(1, 64, 72, 64).unwrap().check_dense("y"), Ok(()), "one row has no gap");
-        let gap = place(2, 64, 72, 136).unwrap().check_dense("y").unwrap_err();
+        assert_eq!(desc(1, 64, 72, 64).unwrap().check_dense("y"), Ok(()), "one row has no gap");
+        let gap = desc(2, 64, 72, 136).unwrap().check_dense("y").unwrap_err();
         assert!(gap.to_string().contains("y has pitch 72, which must be its 64 columns"), "{gap}");
     }
 
@@ -480,8 +481,8 @@ mod tests {
 
     #[test]
     fn an_operand_of_another_device_is_named() {
-        let there = place(1, 1, 1, 1).unwrap();
-        assert_eq!(there.check_device("x", 0), Ok(()));
-        assert_eq!(there.check_device("x", 1), Err(LaunchError::OtherDevice { operand: "x", own: 1, other: 0 }));
+        let desc = desc(1, 1, 1, 1).unwrap();
+        assert_eq!(desc.check_device("x", 0), Ok(()));
+        assert_eq!(desc.check_device("x", 1), Err(LaunchError::OtherDevice { operand: "x", own: 1, other: 0 }));
     }
 }

@@ -48,7 +48,7 @@ pub struct ExecContext {
     faults: DeviceBuffer<u32>,
     cublas: Option<Cublas>,
     /// Memory that `reserve` replaced. Graphs captured with it may still be launched.
-    outgrown: Vec<Box<dyn Any + Send + Sync>>,
+    replaced: Vec<Box<dyn Any + Send + Sync>>,
 }
 
 /// One word for the decoders' tiles, and one per [`RowFault`].
@@ -91,7 +91,7 @@ impl ExecContext {
             slot: DeviceBuffer::zeroed(stream, length("bytes of a slot", size.slot_bytes)?)?,
             faults: DeviceBuffer::zeroed(stream, FAULT_WORDS)?,
             cublas: if size.cublas { Some(Cublas::new(stream)?) } else { None },
-            outgrown: Vec::new(),
+            replaced: Vec::new(),
             stream: stream.clone(),
         })
     }
@@ -105,9 +105,9 @@ impl ExecContext {
         cublas: Option<Cublas>,
     ) -> Self {
         let device = stream.device();
-        let padded = Padded { x: DeviceBuffer::nothing(device), y: DeviceBuffer::nothing(device) };
-        let faults = DeviceBuffer::nothing(device);
-        Self { workspace, padded, slot, faults, cublas, outgrown: Vec::new(), stream }
+        let padded = Padded { x: DeviceBuffer::empty(device), y: DeviceBuffer::empty(device) };
+        let faults = DeviceBuffer::empty(device);
+        Self { workspace, padded, slot, faults, cublas, replaced: Vec::new(), stream }
     }
 
     /// Returns the cuBLAS handle, so that another context can use it.
@@ -142,26 +142,26 @@ impl ExecContext {
     /// # Errors
     /// [`LaunchError::Capturing`] if the stream is being captured, too little memory, or no cuBLAS.
     pub fn reserve(&mut self, size: ContextSize) -> Result<(), DeviceError> {
-        let (have, want) = (self.size(), self.size().max(size));
-        if want == have {
+        let (have, target) = (self.size(), self.size().max(size));
+        if target == have {
             return Ok(());
         }
         if self.stream.is_capturing()? {
             return Err(LaunchError::Capturing.into());
         }
-        if (want.workspace_bytes, want.counters) != (have.workspace_bytes, have.counters) {
-            let workspace = Workspace::new(&self.stream, want)?;
-            self.outgrown.push(Box::new(std::mem::replace(&mut self.workspace, workspace)));
+        if (target.workspace_bytes, target.counters) != (have.workspace_bytes, have.counters) {
+            let workspace = Workspace::new(&self.stream, target)?;
+            self.replaced.push(Box::new(std::mem::replace(&mut self.workspace, workspace)));
         }
-        if (want.padded_x, want.padded_y) != (have.padded_x, have.padded_y) {
-            let padded = Padded::new(&self.stream, want)?;
-            self.outgrown.push(Box::new(std::mem::replace(&mut self.padded, padded)));
+        if (target.padded_x, target.padded_y) != (have.padded_x, have.padded_y) {
+            let padded = Padded::new(&self.stream, target)?;
+            self.replaced.push(Box::new(std::mem::replace(&mut self.padded, padded)));
         }
-        if want.slot_bytes != have.slot_bytes {
-            let slot = DeviceBuffer::zeroed(&self.stream, length("bytes of a slot", want.slot_bytes)?)?;
-            self.outgrown.push(Box::new(std::mem::replace(&mut self.slot, slot)));
+        if target.slot_bytes != have.slot_bytes {
+            let slot = DeviceBuffer::zeroed(&self.stream, length("bytes of a slot", target.slot_bytes)?)?;
+            self.replaced.push(Box::new(std::mem::replace(&mut self.slot, slot)));
         }
-        if want.cublas && self.cublas.is_none() {
+        if target.cublas && self.cublas.is_none() {
             self.cublas = Some(Cublas::new(&self.stream)?);
         }
         Ok(())
@@ -216,11 +216,11 @@ impl ExecContext {
 
 /// Returns the first fault in an execution context's fault words.
 fn fault_of(words: &[u32]) -> Option<DeviceError> {
-    let place = words.iter().position(|word| *word != 0)?;
-    let value = words[place] - 1;
-    Some(match place.checked_sub(1) {
+    let index = words.iter().position(|word| *word != 0)?;
+    let value = words[index] - 1;
+    Some(match index.checked_sub(1) {
         None => DeviceError::Fault { tile: value },
-        Some(row) => DeviceError::Row { row: value, what: RowFault::ALL[row] },
+        Some(kind) => DeviceError::Row { row: value, what: RowFault::ALL[kind] },
     })
 }
 

@@ -12,7 +12,8 @@ use cudarc::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream, context_size::CUBLAS_BYTES, view::Place,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream, context_size::CUBLAS_BYTES,
+        view::MatrixDesc,
     },
     exec::operands::check_product,
     jit::{process, toolchain::Library},
@@ -70,12 +71,12 @@ pub(crate) struct Product {
 impl Product {
     /// Creates the product of matrices whose shapes agree. Checks that extents and pitches fit cuBLAS's 32-bit
     /// integers.
-    pub(crate) fn new(x: &Place, w: &Place, y: &Place, add: bool) -> Result<Self, LaunchError> {
+    pub(crate) fn new(x: &MatrixDesc, w: &MatrixDesc, y: &MatrixDesc, add: bool) -> Result<Self, LaunchError> {
         let int = |what, value: u64| {
             let limit = i32::MAX as u64;
             i32::try_from(value).map_err(|_| LaunchError::TooLarge { what, value, limit })
         };
-        let pitch = |place: &Place| int("a pitch", place.pitch.max(1));
+        let pitch = |desc: &MatrixDesc| int("a pitch", desc.pitch.max(1));
         let extents = Extents {
             m: int("m", y.rows.into())?,
             n: int("n", y.cols.into())?,
@@ -117,23 +118,23 @@ impl Cublas {
     /// # Errors
     /// cuBLAS cannot be used.
     pub fn new(stream: &Stream) -> Result<Self, DeviceError> {
-        let mut cublas = Self::unplaced(stream)?;
-        cublas.place(stream, DeviceBuffer::zeroed(stream, CUBLAS_BYTES)?)?;
+        let mut cublas = Self::without_workspace(stream)?;
+        cublas.set_workspace(stream, DeviceBuffer::zeroed(stream, CUBLAS_BYTES)?)?;
         Ok(cublas)
     }
 
     /// Creates a handle that must be placed on a stream before each use.
-    pub(crate) fn unplaced(stream: &Stream) -> Result<Self, DeviceError> {
+    pub(crate) fn without_workspace(stream: &Stream) -> Result<Self, DeviceError> {
         process::require(Library::Cublas)?;
         stream.device().bind()?;
-        let workspace = DeviceBuffer::nothing(stream.device());
+        let workspace = DeviceBuffer::empty(stream.device());
         let handle = result::create_handle().map_err(|error| refuse("cublasCreate", error))?;
         Ok(Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace })
     }
 
     /// Moves the handle to another stream of the same device, with a workspace of [`CUBLAS_BYTES`]. Products enqueued
     /// earlier keep their stream and workspace. Allowed during a capture.
-    pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
+    pub(crate) fn set_workspace(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let (need, have) = (CUBLAS_BYTES as u64, workspace.len() as u64);
         if have < need {
             return Err(LaunchError::Room { buffer: "bytes of cuBLAS's workspace", need, have }.into());
@@ -205,7 +206,7 @@ impl Cublas {
             let Some(Product { extents, addresses }) = self.check(x, *w, &y, add)? else { continue };
             let first = *problem.get_or_insert(extents);
             if extents != first {
-                let w = w.place().shape();
+                let w = w.desc().shape();
                 return Err(LaunchError::Output { output: w, tensor: [first.n as u64, first.k as u64] }.into());
             }
             products.push(addresses);
@@ -261,10 +262,10 @@ impl Cublas {
         y: &MatrixMut<'_>,
         add: bool,
     ) -> Result<Option<Product>, DeviceError> {
-        let own = self.stream.device().ordinal();
-        let (x, w, y) = (x.place(), w.place(), y.place());
-        check_product(own, x, w.shape(), w.rows.into(), y, [("the weights", w.span())])?;
-        w.check_device("the weights", own)?;
+        let ordinal = self.stream.device().ordinal();
+        let (x, w, y) = (x.desc(), w.desc(), y.desc());
+        check_product(ordinal, x, w.shape(), w.rows.into(), y, [("the weights", w.span())])?;
+        w.check_device("the weights", ordinal)?;
         if y.rows == 0 || y.cols == 0 {
             return Ok(None);
         }

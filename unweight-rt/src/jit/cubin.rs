@@ -3,11 +3,12 @@
 //! A cubin is a 64-bit little-endian ELF file of machine 190. This module reads these sections:
 //!
 //! ```text
-//! .nv.info              per kernel: 0x2f registers, 0x11 frame bytes, 0x12 minimal stack bytes (payload: symbol u32, value u32)
-//! .nv.info.<kernel>     0x05 maximal threads (3 x u32), 0x10 required threads (3 x u32), 0x17 a parameter (its size: bits
-//!                       18 and up of the third word)
-//! .nv.shared.<kernel>   its size: static shared memory and 1024 bytes of the system's
-//! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
+//! .nv.info              per kernel (payload: symbol u32, value u32): 0x2f registers, 0x11 frame bytes,
+//!                       0x12 minimum stack bytes
+//! .nv.info.<kernel>     0x05 maximum threads (3 x u32), 0x10 required threads (3 x u32),
+//!                       0x17 a parameter (its size: bits 18 and up of the third word)
+//! .nv.shared.<kernel>   its size: static shared memory and 1024 bytes reserved by the system
+//! .text.<kernel>        16 bytes per instruction (sm_70 and newer); opcode = low 9 bits
 //! ```
 //!
 //! An attribute is `format u8, id u8`, followed by nothing (format 1), one byte (2), two bytes (3), or a size u16 and
@@ -135,8 +136,8 @@ pub enum CubinError {
     #[error("not a readable cubin: {0}; delete it and compile again")]
     Elf(String),
     /// The ELF file is for another machine.
-    #[error("ELF machine {found}, expected {EM_CUDA} (CUDA)")]
-    GpuModel {
+    #[error("ELF machine {found}, expected {EM_CUDA} (CUDA); delete it and compile again")]
+    ElfMachine {
         /// The header's machine number.
         found: u16,
     },
@@ -151,10 +152,10 @@ pub enum CubinError {
         what: &'static str,
     },
     /// The cubin has no kernel.
-    #[error("the cubin holds no kernel")]
+    #[error("the cubin contains no kernel")]
     Empty,
     /// The cubin does not contain the requested kernel.
-    #[error("the cubin holds no kernel {name}, only {}", .present.join(", "))]
+    #[error("the cubin contains no kernel {name}, only {}", .present.join(", "))]
     NoSuchKernel {
         /// The requested kernel.
         name: String,
@@ -213,10 +214,10 @@ pub fn program(bytes: &[u8]) -> Result<Vec<ProgramPart>, CubinError> {
         }
     }
     for symbol in sections.symbols(endian, &*aligned, object::elf::SHT_SYMTAB)?.iter() {
-        let (size, place) = (symbol.st_size(endian), usize::from(symbol.st_shndx(endian).0));
-        let Some(name) = names.get(place).filter(|name| name.starts_with(".nv.global")) else { continue };
+        let (size, index) = (symbol.st_size(endian), usize::from(symbol.st_shndx(endian).0));
+        let Some(name) = names.get(index).filter(|name| name.starts_with(".nv.global")) else { continue };
         if size > FOLDED_BYTES {
-            let section = sections.section(object::SectionIndex(place))?.data(endian, &*aligned)?;
+            let section = sections.section(object::SectionIndex(index))?.data(endian, &*aligned)?;
             let value = symbol.st_value(endian);
             // An uninitialised object occupies no bytes in the file.
             let range = usize::try_from(value).ok().zip(usize::try_from(value.saturating_add(size)).ok());
@@ -233,7 +234,7 @@ fn header_of(bytes: &[u8]) -> Result<(&FileHeader64<LittleEndian>, LittleEndian)
     let endian = header.endian()?;
     match header.e_machine(endian).0 {
         EM_CUDA => Ok((header, endian)),
-        found => Err(CubinError::GpuModel { found }),
+        found => Err(CubinError::ElfMachine { found }),
     }
 }
 
@@ -436,7 +437,7 @@ mod tests {
         assert_eq!(resources.instructions, kernel.opcodes.values().sum::<u64>());
         assert!(!kernel.spills());
         let error = info.kernel("other").unwrap_err();
-        assert_eq!(error.to_string(), "the cubin holds no kernel other, only k");
+        assert_eq!(error.to_string(), "the cubin contains no kernel other, only k");
     }
 
     #[test]
@@ -488,6 +489,6 @@ mod tests {
         assert!(matches!(read(b"text"), Err(CubinError::Elf(_))));
         let mut other = CUBIN.to_vec();
         other[18] = 62; // x86-64
-        assert_eq!(read(&other), Err(CubinError::GpuModel { found: 62 }));
+        assert_eq!(read(&other), Err(CubinError::ElfMachine { found: 62 }));
     }
 }

@@ -114,7 +114,7 @@ impl fmt::Display for MissingKernel {
 #[non_exhaustive]
 pub enum NotCompiled {
     /// `UNWEIGHT_JIT=cache-only` forbids compiling.
-    #[error("UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto")]
+    #[error("UNWEIGHT_JIT=cache-only; compile them with UNWEIGHT_JIT=auto where the cache is writable")]
     CacheOnly,
     /// The compiler cannot be used.
     #[error(transparent)]
@@ -122,9 +122,9 @@ pub enum NotCompiled {
 }
 
 fn absent(missing: &[MissingKernel], dir: Option<&Path>) -> String {
-    let place = dir.map_or_else(|| "no cache folder".to_owned(), |dir| dir.display().to_string());
-    let kernels = if missing.len() == 1 { "kernel" } else { "kernels" };
-    format!("{} {kernels} not in the cache ({place}) and not compiled", missing.len())
+    let cache = dir.map_or_else(|| "no cache folder".to_owned(), |dir| dir.display().to_string());
+    let kernels = if missing.len() == 1 { "1 kernel is".to_owned() } else { format!("{} kernels are", missing.len()) };
+    format!("{kernels} not in the cache ({cache}) and not compiled")
 }
 
 fn lines(missing: &[MissingKernel]) -> String {

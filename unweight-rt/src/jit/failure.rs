@@ -74,24 +74,27 @@ impl fmt::Display for CompileFailure {
         }
         match &self.kept {
             Some(folder) => write!(f, "\nsource, headers, options and full log: {}", folder.display()),
-            None => write!(f, "\n(source and log could not be kept; the cache folder is not writable or not used)"),
+            None => write!(f, "\n(source and log could not be saved; the cache folder is not writable or not used)"),
         }
     }
 }
 
 /// Returns excerpts at the positions that a log reports as errors: `file(line): error...: message`.
 fn excerpts(request: &CompileRequest, log: &str) -> Vec<Excerpt> {
-    let own = request.file_name();
+    let source_name = request.file_name();
     log.lines()
         .filter_map(|text| {
-            let (place, message) = text.split_once("): ")?;
+            let (location, message) = text.split_once("): ")?;
             if !(message.starts_with("error") || message.starts_with("catastrophic error")) {
                 return None;
             }
-            let (file, line) = place.rsplit_once('(')?;
+            let (file, line) = location.rsplit_once('(')?;
             let line: usize = line.parse().ok().filter(|line| *line > 0)?;
-            let body =
-                if file == own { &request.source } else { &request.headers.iter().find(|(name, _)| name == file)?.1 };
+            let body = if file == source_name {
+                &request.source
+            } else {
+                &request.headers.iter().find(|(name, _)| name == file)?.1
+            };
             let first = line.saturating_sub(2).max(1);
             let lines = body
                 .lines()

@@ -74,7 +74,7 @@ pub enum NvrtcError {
         log: String,
     },
     /// A string contains a zero byte.
-    #[error("{what} holds a zero byte at offset {offset}")]
+    #[error("{what} contains a zero byte at offset {offset}")]
     ZeroByte {
         /// The string: a source, a header or an option.
         what: String,
@@ -83,7 +83,8 @@ pub enum NvrtcError {
     },
     /// The options name a virtual architecture, for which NVRTC produces no binary.
     #[error(
-        "no binary was made: the options name no real architecture such as sm_90a (a virtual one, compute_90a, gives PTX only)"
+        "NVRTC produced no binary; the options must name a real architecture such as sm_90a (a virtual one such as \
+         compute_90a gives PTX only)"
     )]
     NoBinary,
 }

@@ -10,8 +10,8 @@ use crate::jit::toolchain::{Found, Library, MissingLibrary, find};
 ///
 /// Call it before anything in cudarc that belongs to `library`.
 pub fn require(library: Library) -> Result<&'static Found, Error> {
-    static ANSWERS: [OnceLock<Result<Found, MissingLibrary>>; Library::ALL.len()] =
+    static FOUND: [OnceLock<Result<Found, MissingLibrary>>; Library::ALL.len()] =
         [const { OnceLock::new() }; Library::ALL.len()];
     let env = Env::process()?;
-    ANSWERS[library as usize].get_or_init(|| find(library, env)).as_ref().map_err(|error| error.clone().into())
+    FOUND[library as usize].get_or_init(|| find(library, env)).as_ref().map_err(|error| error.clone().into())
 }

@@ -32,11 +32,11 @@ impl CompileRequest {
     }
 
     fn of(source: Source, arch: Arch) -> CompileRequest {
-        let own = |text: &&str| (*text).to_owned();
+        let to_owned = |text: &&str| (*text).to_owned();
         CompileRequest {
             name: source.name,
             source: source.text,
-            headers: source.headers.iter().map(|(name, text)| (own(name), own(text))).collect(),
+            headers: source.headers.iter().map(|(name, text)| (to_owned(name), to_owned(text))).collect(),
             options: source.options,
             arch: arch.compiler_name().to_owned(),
         }

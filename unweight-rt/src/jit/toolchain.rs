@@ -51,7 +51,7 @@ impl Library {
             Library::Driver => "everything on the GPU; compressing and decompressing on the CPU work",
             Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
             Library::CublasLt | Library::Cublas => {
-                "the matmul of raw tensors, the faster way above batch 64 on GPUs other than Hopper's, and the BF16 \
+                "the matmul of raw tensors, the faster route above batch 64 on GPUs other than Hopper, and the BF16 \
                  baseline of the benchmarks"
             }
         }
@@ -62,11 +62,11 @@ impl Library {
         match self {
             Library::Driver => "install the NVIDIA driver, or start the container with the GPU passed through",
             Library::Nvrtc => {
-                "`pip install -U nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a CUDA 12 driver), \
-                 or set UNWEIGHT_NVRTC to a libnvrtc.so"
+                "`pip install -U nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a \
+                 CUDA 12 driver), or set UNWEIGHT_NVRTC to a libnvrtc.so"
             }
             Library::CublasLt | Library::Cublas => {
-                "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a folder that holds it"
+                "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a folder that contains it"
             }
         }
     }
@@ -118,7 +118,7 @@ impl Library {
 }
 
 /// The first version that supports Hopper's `sm_90a`. Some architectures require a later compiler: [`OldNvrtc`].
-const OLDEST: Version = Version { major: 12, minor: 0 };
+const MIN_VERSION: Version = Version { major: 12, minor: 0 };
 
 /// A version as reported by the library itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -228,8 +228,8 @@ impl fmt::Display for MissingLibrary {
 /// The found NVRTC is too old for an architecture.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "NVRTC {version} ({}) does not know {}: the first that does is {first}; {}, then `unweight doctor` shows which one is \
-     found",
+    "NVRTC {version} ({}) does not support {}: the first version that does is {first}; {}, then check the found \
+     version with `unweight doctor`",
     .path.display(),
     .arch.compiler_name(),
     Library::Nvrtc.remedy()
@@ -278,7 +278,7 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
         if files.is_empty() {
             tried.push(Tried {
                 what: format!("{name}={}", path.display()),
-                why: format!("no {}.so* there", library.stem()),
+                why: format!("no {}.so* found", library.stem()),
             });
         }
         return first_usable(library, files, &Origin::Variable(name), &mut tried).ok_or_else(|| missing(tried));
@@ -329,11 +329,11 @@ pub fn report(env: &Env) -> Report {
     let mut warnings = Vec::new();
     for library in [Library::Nvrtc, Library::Cublas] {
         // A cubin of CUDA 13 does not load on a CUDA 12 driver; within one major version, it loads.
-        if let (Some(own), Some(driver)) = (version(library), version(Library::Driver))
-            && own.major > driver.major
+        if let (Some(found), Some(driver)) = (version(library), version(Library::Driver))
+            && found.major > driver.major
         {
             warnings.push(format!(
-                "{} {own} is newer than the driver's CUDA {driver}; what it makes may not load: \
+                "{} {found} is newer than the driver's CUDA {driver}; its output may not load: \
                  update the driver, or install {}'s {}.x version",
                 library.stem(),
                 library.stem(),
@@ -393,11 +393,11 @@ fn files_in(folder: &Path, stem: &str) -> Vec<PathBuf> {
         std::cmp::Reverse((numbers(&name), name))
     });
     // Links to one file are one candidate.
-    let mut seen = Vec::new();
+    let mut targets = Vec::new();
     files.retain(|path| {
         let real = path.canonicalize().unwrap_or_else(|_| path.clone());
-        let new = !seen.contains(&real);
-        seen.push(real);
+        let new = !targets.contains(&real);
+        targets.push(real);
         new
     });
     files
@@ -441,9 +441,9 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
             return Err(format!("has no {name}: too old or not {}", library.stem()));
         }
     }
-    let version = version_of(library, &handle).ok_or("does not tell its version")?;
-    if version < OLDEST {
-        return Err(format!("version {version} is older than {OLDEST}"));
+    let version = version_of(library, &handle).ok_or("does not report its version")?;
+    if version < MIN_VERSION {
+        return Err(format!("version {version} is older than {MIN_VERSION}"));
     }
     let path =
         if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
@@ -534,7 +534,7 @@ mod tests {
             };
             if let Some(minor) = first {
                 let text = old(arch, 12, minor).unwrap_err().to_string();
-                let first = format!("the first that does is 12.{}", minor + 1);
+                let first = format!("the first version that does is 12.{}", minor + 1);
                 let found = format!("NVRTC 12.{minor} (/lib/nvrtc.so)");
                 for part in [&found, arch.compiler_name(), &first, "pip install -U nvidia-cuda-nvrtc"] {
                     assert!(text.contains(part), "{text}");
@@ -600,13 +600,13 @@ mod tests {
     fn wrong_library_variable_is_final() {
         let folder = tempfile::tempdir().unwrap();
         let mut env = Env::parse(|name| std::env::var_os(name)).unwrap();
-        env.nvrtc = Some(folder.path().join("nowhere.so"));
+        env.nvrtc = Some(folder.path().join("absent.so"));
         let missing = find(Library::Nvrtc, &env).unwrap_err();
         assert_eq!(missing.tried.len(), 1);
         assert!(missing.to_string().contains("UNWEIGHT_NVRTC="), "{missing}");
         env.nvrtc = Some(folder.path().to_owned());
         let missing = find(Library::Nvrtc, &env).unwrap_err();
-        assert!(missing.to_string().contains("no libnvrtc.so* there"), "{missing}");
+        assert!(missing.to_string().contains("no libnvrtc.so* found"), "{missing}");
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! Builds layers from matrices on the device.
 //!
 //! ```text
-//! parts --rows concatenated or interleaved--> scratch [n, k] --pad, pack--> packed weights --> matmul of packed weights
-//!                                                  |--what cannot be packed--> BF16 --> cuBLAS
-//!                                                  +--encode, if compact is wanted----> compact weights
+//! parts --rows concatenated or interleaved--> scratch [n, k]
+//! scratch --pad, pack------------------------> packed weights --> matmul of packed weights
+//!         --if it cannot be packed-----------> BF16 --> cuBLAS
+//!         --encode, for placement `Compact`--> compact weights
 //! ```
 //! The whole build runs on the GPU and produces the same bytes as the host codec. The scratch is as large as the
 //! largest layer, and is freed with the builder.
@@ -62,7 +63,7 @@ impl KernelSource for KernelSet {
 pub struct LayerBuilder<'k> {
     pub(super) kernels: &'k KernelSet,
     pub(super) packer: Packer,
-    pub(super) wanted: RoutePolicy,
+    pub(super) policy: RoutePolicy,
     /// Created for the first layer that is encoded.
     compressor: Option<EncodeCompact>,
     scratch: Scratch,
@@ -161,11 +162,11 @@ pub(super) fn has_cublas() -> bool {
     process::require(Library::Cublas).is_ok()
 }
 
-/// Returns `wanted`, without expansion to BF16 if cuBLAS is missing and only the GPU model would use it. Results stay
+/// Returns `policy`, without expansion to BF16 if cuBLAS is missing and only the GPU model would use it. Results stay
 /// correct, but large batches are slower.
-pub(super) fn expanding(wanted: RoutePolicy, has_cublas: impl FnOnce() -> bool) -> RoutePolicy {
-    let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
-    if may && !has_cublas() { RoutePolicy { expand: Expand::Never, ..wanted } } else { wanted }
+pub(super) fn expanding(policy: RoutePolicy, has_cublas: impl FnOnce() -> bool) -> RoutePolicy {
+    let may = policy.expand == Expand::Model && !policy.chooser.arch().has(Instruction::Wgmma);
+    if may && !has_cublas() { RoutePolicy { expand: Expand::Never, ..policy } } else { policy }
 }
 
 impl<'k> LayerBuilder<'k> {
@@ -179,14 +180,14 @@ impl<'k> LayerBuilder<'k> {
         Self::of(kernels, stream, options.wanted(kernels.chooser().clone(), 0))
     }
 
-    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: RoutePolicy) -> Result<Self, DeviceError> {
-        let wanted = expanding(wanted, has_cublas);
+    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, policy: RoutePolicy) -> Result<Self, DeviceError> {
+        let policy = expanding(policy, has_cublas);
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
             packer: Packer::new(stream, kernels)?,
             compressor: None,
             kernels,
-            wanted,
+            policy,
             scratch: Scratch { whole: empty()?, other: empty()? },
             context_size: ContextSize::default(),
             copies: None,
@@ -200,17 +201,17 @@ impl<'k> LayerBuilder<'k> {
 
     /// Returns the placement of layers built from now on.
     pub fn placement(&self) -> Placement {
-        self.wanted.placement
+        self.policy.placement
     }
 
     /// Sets how layers built from now on hold their weights on the device. Returns the previous setting.
     pub fn set_placement(&mut self, placement: Placement) -> Placement {
-        std::mem::replace(&mut self.wanted.placement, placement.linear())
+        std::mem::replace(&mut self.policy.placement, placement.linear())
     }
 
     /// Sets which batches cuBLAS multiplies in layers built from now on. Returns the previous setting.
     pub fn set_expand(&mut self, expand: Expand) -> Expand {
-        std::mem::replace(&mut self.wanted.expand, expand)
+        std::mem::replace(&mut self.policy.expand, expand)
     }
 
     /// Builds a layer from weights `[n, k]`, which are copied. Errors refer to them as `name`. With
@@ -237,11 +238,11 @@ impl<'k> LayerBuilder<'k> {
 
     /// Builds one layer from several parts.
     pub(super) fn merge(&mut self, parts: &Parts<'_>, fill: Fill<'_>) -> Result<Linear, LoadError> {
-        let weight = parts.weight(self.wanted.placement)?;
+        let weight = parts.weight(self.policy.placement)?;
         let device = in_tensor(parts.first());
         let (n, k) = (weight.n, weight.k);
         let stream = self.packer.stream().clone();
-        if self.wanted.placement == Placement::Bf16 {
+        if self.policy.placement == Placement::Bf16 {
             let mut whole = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
             stack(&mut self.packer, parts, whole.view_mut(), fill)?;
             return self.whole(whole).map_err(&device);
@@ -254,7 +255,7 @@ impl<'k> LayerBuilder<'k> {
             stack(&mut self.packer, parts, whole, fill)?;
         }
         let compact =
-            if self.wanted.stays_compact(&weight) { self.encode_scratch((n, k)).map_err(&device)? } else { None };
+            if self.policy.stays_compact(&weight) { self.encode_scratch((n, k)).map_err(&device)? } else { None };
         self.layer_of_scratch(parts.first(), &weight, compact)
     }
 
@@ -284,9 +285,9 @@ impl<'k> LayerBuilder<'k> {
             (Ok(packed), Some(compact)) => {
                 let escapes = packed.into_escapes();
                 let routes =
-                    RoutePolicy::take_routes(self.kernels, &self.wanted.compact_routes(weight)).map_err(&device)?;
+                    RoutePolicy::take_routes(self.kernels, &self.policy.compact_routes(weight)).map_err(&device)?;
                 let layer = CompactLinear::new(compact, escapes, routes).map_err(&device)?;
-                Ok(self.noted(Linear::Compact(layer)))
+                Ok(self.reserve_context(Linear::Compact(layer)))
             }
             (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
         }
@@ -414,19 +415,19 @@ impl<'k> LayerBuilder<'k> {
 
     /// Builds a layer of packed weights and loads every kernel that any batch needs.
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
-        let routes = self.wanted.packed_routes(weight, packed.has_escapes());
+        let routes = self.policy.packed_routes(weight, packed.has_escapes());
         let routes = RoutePolicy::take_routes(self.kernels, &routes)?;
         let layer = PackedLinear::new((weight.n, weight.k), packed, routes)?;
-        Ok(self.noted(Linear::Packed(layer)))
+        Ok(self.reserve_context(Linear::Packed(layer)))
     }
 
     /// Builds a BF16 layer. Waits for its weights, so that any stream may run it.
     fn whole(&mut self, weights: DeviceMatrix) -> Result<Linear, DeviceError> {
         self.packer.stream().synchronize()?;
-        Ok(self.noted(Linear::Bf16(Bf16Linear::new(weights))))
+        Ok(self.reserve_context(Linear::Bf16(Bf16Linear::new(weights))))
     }
 
-    fn noted(&mut self, layer: Linear) -> Linear {
+    fn reserve_context(&mut self, layer: Linear) -> Linear {
         self.context_size = self.context_size.max(layer.context_size());
         layer
     }
@@ -491,8 +492,8 @@ fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill:
     for (part, &(rows, k)) in parts.shapes.iter().enumerate() {
         // Their sum fits 32 bits.
         let last = first + rows;
-        let own = whole.part(first..last, 0..k).map_err(refused(&in_tensor(parts.name(part))))?;
-        fill(part, packer, own)?;
+        let target = whole.part(first..last, 0..k).map_err(refused(&in_tensor(parts.name(part))))?;
+        fill(part, packer, target)?;
         first = last;
     }
     Ok(())

@@ -79,10 +79,10 @@ pub enum Unsuitable {
         extent: u64,
     },
     /// A merge names no tensors.
-    #[error("no tensors were named; name at least one")]
+    #[error("no tensors were given; pass at least one")]
     Nothing,
     /// The tensors of a merged layer have different numbers of columns.
-    #[error("has {cols} columns, {first} has {first_cols}; tensors of a merged layer must have the same columns")]
+    #[error("has {cols} columns, but {first} has {first_cols}; merged tensors must have the same number of columns")]
     Columns {
         /// Columns of this tensor.
         cols: u32,
@@ -92,15 +92,15 @@ pub enum Unsuitable {
         first_cols: u32,
     },
     /// A merge of a gate and an up projection names a number of tensors other than two.
-    #[error("a gate and an up projection are 2 tensors, {count} were named")]
+    #[error("a gate and an up projection are 2 tensors, got {count}; pass one of each")]
     NotAPair {
         /// The number of named tensors.
         count: usize,
     },
     /// A gate and an up projection whose shapes cannot become one layer.
     #[error(
-        "a gate [{gate}, {k}] and an up [{up}, {k}] must have the same number of rows, a multiple of 32, and a multiple of \
-         64 columns; load them as separate layers"
+        "a gate [{gate}, {k}] and an up [{up}, {k}] must have the same number of rows, a multiple of 32, and a number \
+         of columns that is a multiple of 64; load them as separate layers"
     )]
     Pair {
         /// Rows of the gate.
@@ -117,13 +117,13 @@ pub enum Unsuitable {
     #[error("cannot be packed: {0}; load it as a BF16 matrix")]
     Unpackable(Unpackable),
     /// The stored tensor does not have the encoding that the manifest states.
-    #[error("is not the {encoding} tensor that the manifest says; the bundle is damaged")]
+    #[error("is not the {encoding} tensor that the manifest states; the bundle is damaged")]
     OtherEncoding {
         /// The encoding in the manifest.
         encoding: EncodingId,
     },
     /// The stored codes are longer than the manifest states.
-    #[error("has codes of {bits} bits, the manifest states at most {limit}; the bundle is damaged")]
+    #[error("has codes of {bits} bits, but the manifest states at most {limit}; the bundle is damaged")]
     CodeBits {
         /// The length of the longest code in bits.
         bits: u32,

@@ -53,17 +53,17 @@ pub struct Loader<'k> {
 /// Returns every kernel that a loader with these options can need for any tensor of this bundle, alone or merged as
 /// servers merge them. Reads only the manifest; needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
-    all_reachable(bundle, options, &wanted(bundle, options, chooser))
+    all_reachable(bundle, options, &policy(bundle, options, chooser))
 }
 
 /// Like [`reachable()`], but for every GPU of an architecture. The kernels for one GPU depend on its number of
 /// multiprocessors and its memory; the result covers all such GPUs.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
-    let wanted = wanted(bundle, options, PackedChooser::usual(arch));
-    with_decoders(bundle, &wanted, wanted.reachable_on_any_card(weights(bundle, options)))
+    let policy = policy(bundle, options, PackedChooser::usual(arch));
+    with_decoders(bundle, &policy, policy.reachable_on_any_card(weights(bundle, options)))
 }
 
-fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> RoutePolicy {
+fn policy(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> RoutePolicy {
     options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
@@ -73,19 +73,19 @@ fn weights(bundle: &Bundle, options: LoadOptions) -> impl Iterator<Item = Weight
     reachable::weights(bundle).into_iter().map(of)
 }
 
-fn all_reachable(bundle: &Bundle, options: LoadOptions, wanted: &RoutePolicy) -> Vec<VariantSpec> {
-    with_decoders(bundle, wanted, wanted.reachable(weights(bundle, options)))
+fn all_reachable(bundle: &Bundle, options: LoadOptions, policy: &RoutePolicy) -> Vec<VariantSpec> {
+    with_decoders(bundle, policy, policy.reachable(weights(bundle, options)))
 }
 
-fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
+fn with_decoders(bundle: &Bundle, policy: &RoutePolicy, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
     // An embedding is also decoded, although it is not the weight of a layer.
     if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::HUFFMAN) {
-        variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
+        variants.extend(policy.decoder().filter(|decoder| !variants.contains(decoder)));
     }
     if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::COMPACT)
-        && !variants.contains(&wanted.decode_compact())
+        && !variants.contains(&policy.decode_compact())
     {
-        variants.push(wanted.decode_compact());
+        variants.push(policy.decode_compact());
     }
     variants
 }
@@ -130,9 +130,9 @@ impl<'k> Loader<'k> {
         options: LoadOptions,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<(Self, Prepared), DeviceError> {
-        let wanted = wanted(bundle, options, kernels.chooser().clone());
-        let prepared = kernels.prepare(&all_reachable(bundle, options, &wanted), progress)?;
-        let builder = LayerBuilder::of(kernels, stream, wanted)?;
+        let policy = policy(bundle, options, kernels.chooser().clone());
+        let prepared = kernels.prepare(&all_reachable(bundle, options, &policy), progress)?;
+        let builder = LayerBuilder::of(kernels, stream, policy)?;
         Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))
     }
 
@@ -143,13 +143,13 @@ impl<'k> Loader<'k> {
     pub fn load(&mut self, name: &str) -> Result<Linear, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
         let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
-        match self.builder.wanted.placement {
+        match self.builder.policy.placement {
             Placement::Bf16 => self.merge(&[name], Merge::Rows),
             _ if is_packed(&weight) => {
                 let packed = self.parts().1.packed(name)?;
                 self.builder.packed(packed, &weight).map_err(in_tensor(name))
             }
-            _ if self.builder.wanted.stays_compact(&weight) => {
+            _ if self.builder.policy.stays_compact(&weight) => {
                 let compact = self.parts().1.compact(name)?;
                 self.builder.compact(name, &weight, compact)
             }
@@ -178,7 +178,7 @@ impl<'k> Loader<'k> {
     /// # Errors
     /// As for [`Loader::merge`].
     pub fn gate_up(&mut self, name: &str) -> Result<Linear, LoadError> {
-        if self.builder.wanted.placement == Placement::Bf16 {
+        if self.builder.policy.placement == Placement::Bf16 {
             // A BF16 layer concatenates the rows.
             return self.load(name);
         }
@@ -301,10 +301,10 @@ impl<'k> Loader<'k> {
                     return Err(unsuitable(first, Unsuitable::NotAPair { count: each.len() }));
                 }
                 for [gate, up, down] in each {
-                    for (name, wanted) in
+                    for (name, expected) in
                         [(gate, [intermediate, hidden]), (up, [intermediate, hidden]), (down, [hidden, intermediate])]
                     {
-                        of_shape(self.bundle, name, &wanted)?;
+                        check_shape(self.bundle, name, &expected)?;
                     }
                 }
                 let (builder, mut tensors) = self.parts();
@@ -313,17 +313,17 @@ impl<'k> Loader<'k> {
                     let (rows, cols) = (output.rows() / experts, output.cols());
                     for (expert, names) in (0..experts).zip(each) {
                         let name = names[part as usize];
-                        let own = output.part(expert * rows..(expert + 1) * rows, 0..cols);
-                        let own = own.map_err(|refusal| in_tensor(name)(refusal.into()))?;
-                        tensors.decode(name, &mut decoding, own)?;
+                        let target = output.part(expert * rows..(expert + 1) * rows, 0..cols);
+                        let target = target.map_err(|refusal| in_tensor(name)(refusal.into()))?;
+                        tensors.decode(name, &mut decoding, target)?;
                     }
                     Ok(())
                 })
             }
             ExpertTensors::Stacked { gate_up, down } => {
                 let (wide, narrow) = ([experts, 2 * intermediate, hidden], [experts, hidden, intermediate]);
-                of_shape(self.bundle, gate_up, &wide)?;
-                of_shape(self.bundle, down, &narrow)?;
+                check_shape(self.bundle, gate_up, &wide)?;
+                check_shape(self.bundle, down, &narrow)?;
                 let (builder, mut tensors) = self.parts();
                 let mut stack = |name: &str, rows: u32, cols: u32, packer: &mut Packer| {
                     let mut matrix = DeviceMatrix::zeroed(packer.stream(), rows, cols).map_err(in_tensor(name))?;
@@ -390,8 +390,8 @@ impl<'k> Loader<'k> {
     /// Returns the builder of layers, and the source of their weights.
     fn parts(&mut self) -> (&mut LayerBuilder<'k>, Tensors<'_>) {
         let Self { bundle, builder, staging } = self;
-        let LayerBuilder { kernels, wanted, .. } = &*builder;
-        let tensors = Tensors { bundle, kernels, decoder: wanted.decoder(), code_limit: wanted.code_limit, staging };
+        let LayerBuilder { kernels, policy, .. } = &*builder;
+        let tensors = Tensors { bundle, kernels, decoder: policy.decoder(), code_limit: policy.code_limit, staging };
         (builder, tensors)
     }
 }
@@ -462,9 +462,9 @@ impl Tensors<'_> {
 }
 
 /// Rejects a tensor of another shape or type.
-fn of_shape(bundle: &Bundle, name: &str, wanted: &[u32]) -> Result<(), LoadError> {
+fn check_shape(bundle: &Bundle, name: &str, expected: &[u32]) -> Result<(), LoadError> {
     let entry = bundle.tensor(name)?.entry();
-    let same = entry.shape.iter().map(|extent| *extent as u64).eq(wanted.iter().map(|extent| u64::from(*extent)));
+    let same = entry.shape.iter().map(|extent| *extent as u64).eq(expected.iter().map(|extent| u64::from(*extent)));
     if same && entry.dtype == Dtype::Bf16 {
         return Ok(());
     }

@@ -24,7 +24,7 @@ use crate::{
     device::{
         ContextSize, DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_buffer, check_device},
+        view::{MatrixDesc, check_apart, check_buffer, check_device},
     },
     exec::{ExecContext, context::ContextParts},
     ops::{kv::KvLayer, kv_packed::DecodeCache},
@@ -224,7 +224,7 @@ impl Attention {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Attention(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "attention" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an attention kernel" }),
         }
     }
 
@@ -256,19 +256,23 @@ impl Attention {
         if (1..=limit).contains(&parts) { Ok(()) } else { Err(LaunchError::Parts { parts, limit }) }
     }
 
-    fn check_step(&self, asked: AttentionStep) -> Result<(), LaunchError> {
-        let takes = self.spec.step;
-        if takes == asked { Ok(()) } else { Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() }) }
+    fn check_step(&self, requested: AttentionStep) -> Result<(), LaunchError> {
+        let supported = self.spec.step;
+        if supported == requested {
+            Ok(())
+        } else {
+            Err(LaunchError::Step { takes: supported.tag(), asked: requested.tag() })
+        }
     }
 
     /// Checks that the kernel has a soft cap if and only if scores need one.
-    fn check_softcap(&self, asked: Option<f32>, has_norms: bool) -> Result<(), LaunchError> {
-        match (self.spec.softcap, asked) {
+    fn check_softcap(&self, requested: Option<f32>, has_norms: bool) -> Result<(), LaunchError> {
+        match (self.spec.softcap, requested) {
             (false, None) => Ok(()),
             (true, Some(_)) if !has_norms => Ok(()),
-            (true, Some(_)) => Err(LaunchError::Family { wanted: "attention with norms of heads" }),
-            (true, None) => Err(LaunchError::Family { wanted: "attention without a soft cap" }),
-            (false, Some(_)) => Err(LaunchError::Family { wanted: "attention with a soft cap" }),
+            (true, Some(_)) => Err(LaunchError::Family { wanted: "an attention kernel with head norms" }),
+            (true, None) => Err(LaunchError::Family { wanted: "an attention kernel without a soft cap" }),
+            (false, Some(_)) => Err(LaunchError::Family { wanted: "an attention kernel with a soft cap" }),
         }
     }
 
@@ -299,8 +303,8 @@ impl Attention {
         rows: ChunkRows<'_>,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (qkv, out) = (qkv.place(), out.place());
-        let own = self.kernel.device().ordinal();
+        let (qkv, out) = (qkv.desc(), out.desc());
+        let ordinal = self.kernel.device().ordinal();
         let head_dim = self.spec.head_dim.get();
         let check = || {
             self.check_step(AttentionStep::Prefill)?;
@@ -310,10 +314,10 @@ impl Attention {
             }
             let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
             rows.check(qkv.rows)?;
-            check_device("the page table", rows.page_table.device().ordinal(), own)?;
-            qkv.check_device("QKV", own)?;
-            out.check_device("A", own)?;
-            layer.check_device(own)?;
+            check_device("the page table", rows.page_table.device().ordinal(), ordinal)?;
+            qkv.check_device("QKV", ordinal)?;
+            out.check_device("A", ordinal)?;
+            layer.check_device(ordinal)?;
             let read =
                 [("QKV", qkv.span()), ("the page table", rows.page_table.span()), ("the KV cache", layer.span())];
             check_apart(("A", out.span()), read)?;
@@ -369,9 +373,9 @@ impl Attention {
         options: AttentionOptions<'_>,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (qkv, out, cache) = (qkv.place(), out.place(), cache.into());
-        let (cosines, sines) = (options.rotary.cosines.place(), options.rotary.sines.place());
-        let own = self.kernel.device().ordinal();
+        let (qkv, out, cache) = (qkv.desc(), out.desc(), cache.into());
+        let (cosines, sines) = (options.rotary.cosines.desc(), options.rotary.sines.desc());
+        let ordinal = self.kernel.device().ordinal();
         let (head_dim, parts) = (self.spec.head_dim.get(), options.parts);
         let have = ctx.size();
         let check = || {
@@ -390,7 +394,7 @@ impl Attention {
                 if (buffer.len() as u64) < expected || rows.table_pages == 0 {
                     return Err(LaunchError::Elements { buffer: what, got: buffer.len() as u64, expected });
                 }
-                check_device(what, buffer.device().ordinal(), own)?;
+                check_device(what, buffer.device().ordinal(), ordinal)?;
                 read.push((what, buffer.span()));
             }
             for (what, vector, expected) in options.vectors(qkv.cols, head_dim) {
@@ -399,11 +403,11 @@ impl Attention {
                     let (got, expected) = (vector.len() as u64, expected.into());
                     return Err(LaunchError::Elements { buffer: what, got, expected });
                 }
-                check_device(what, vector.device().ordinal(), own)?;
+                check_device(what, vector.device().ordinal(), ordinal)?;
                 read.push((what, vector.span()));
             }
-            for (what, place) in [("QKV", qkv), ("A", out), ("the cosines", cosines), ("the sines", sines)] {
-                place.check_device(what, own)?;
+            for (what, desc) in [("QKV", qkv), ("A", out), ("the cosines", cosines), ("the sines", sines)] {
+                desc.check_device(what, ordinal)?;
             }
             if let DecodeCache::Packed { pages, hot_table, .. } = &cache {
                 read.extend(pages.spans());
@@ -459,7 +463,7 @@ impl Attention {
     /// Checks that the kernel supports this cache for `m` rows; returns the BF16 pages into which new tokens are
     /// stored.
     fn check_cache<'a, 'c>(&self, cache: &'a DecodeCache<'c>, m: u32) -> Result<&'a KvLayer<'c>, LaunchError> {
-        let (own, head_dim) = (self.kernel.device().ordinal(), self.spec.head_dim.get());
+        let (ordinal, head_dim) = (self.kernel.device().ordinal(), self.spec.head_dim.get());
         let (got, written) = match cache {
             DecodeCache::Bf16(layer) => (KvCache::Bf16, layer),
             DecodeCache::Packed { hot, .. } => (KvCache::Packed, hot),
@@ -471,11 +475,11 @@ impl Attention {
         if cache_dim != head_dim {
             return Err(LaunchError::HeadDimOf { takes: head_dim, cache: cache_dim });
         }
-        written.check_device(own)?;
+        written.check_device(ordinal)?;
         if let DecodeCache::Packed { pages, hot, hot_table } = cache {
-            pages.check(own, head_dim)?;
+            pages.check(ordinal, head_dim)?;
             pages.check_heads(&hot.shape())?;
-            check_buffer("the table of hot pages", hot_table, m.into(), own)?;
+            check_buffer("the table of hot pages", hot_table, m.into(), ordinal)?;
         }
         Ok(written)
     }
@@ -518,7 +522,7 @@ struct Heads {
 
 impl Heads {
     /// Checks that the shapes match: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
-    fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
+    fn of(qkv: &MatrixDesc, out: &MatrixDesc, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
         let refusal = LaunchError::AttentionHeads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
         let all = u64::from(kv_heads) * u64::from(head_dim);
         let group = u64::from(out.cols).checked_div(all).unwrap_or(0);
@@ -555,16 +559,16 @@ impl Heads {
 }
 
 /// Checks that these can be the angles of heads of this size.
-fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), LaunchError> {
+fn check_rotary(cosines: &MatrixDesc, sines: &MatrixDesc, head_dim: u32) -> Result<(), LaunchError> {
     if cosines.shape() != sines.shape() {
         return Err(LaunchError::Output { output: sines.shape(), tensor: cosines.shape() });
     }
     if !cosines.cols.is_multiple_of(2) || cosines.cols > head_dim / 2 {
         return Err(LaunchError::Rotary { cols: cosines.cols, head_dim });
     }
-    for (what, place) in [("the cosines", cosines), ("the sines", sines)] {
-        place.check_dense(what)?;
-        place.check_aligned(what)?;
+    for (what, desc) in [("the cosines", cosines), ("the sines", sines)] {
+        desc.check_dense(what)?;
+        desc.check_aligned(what)?;
     }
     Ok(())
 }
@@ -573,14 +577,14 @@ fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), Lau
 mod tests {
     use super::*;
 
-    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
-        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32, pitch: u64) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
     }
 
     #[test]
     fn heads_must_divide_the_columns() {
         let of = |q: (u32, u32), o: (u32, u32), kv_heads, head_dim| {
-            Heads::of(&place(q.0, q.1, q.1.into()), &place(o.0, o.1, o.1.into()), kv_heads, head_dim)
+            Heads::of(&desc(q.0, q.1, q.1.into()), &desc(o.0, o.1, o.1.into()), kv_heads, head_dim)
         };
         assert_eq!(of((3, 6144), (3, 4096), 8, 128), Ok(Heads { rows: 3, kv_heads: 8, group: 4 }));
         assert_eq!(of((1, 18 * 64), (1, 16 * 64), 1, 64), Ok(Heads { rows: 1, kv_heads: 1, group: 16 }));
@@ -598,19 +602,19 @@ mod tests {
                 "{q:?} {o:?} {kv_heads}"
             );
         }
-        let apart = Heads::of(&place(3, 384, 388), &place(3, 256, 256), 1, 64);
+        let apart = Heads::of(&desc(3, 384, 388), &desc(3, 256, 256), 1, 64);
         assert!(matches!(apart, Err(LaunchError::Pitch { operand: "QKV", .. })), "{apart:?}");
         let many = Heads { rows: u32::MAX, kv_heads: 8, group: 1 };
         assert!(matches!(many.problem(1), Err(LaunchError::TooLarge { what: "rows times KV heads", .. })));
-        let parted = Heads { rows: 1 << 26, kv_heads: 8, group: 1 };
-        assert_eq!(parted.problem(2), Ok(GemmShape::rows(1 << 30)));
-        assert!(matches!(parted.problem(8), Err(LaunchError::TooLarge { .. })));
+        let split = Heads { rows: 1 << 26, kv_heads: 8, group: 1 };
+        assert_eq!(split.problem(2), Ok(GemmShape::rows(1 << 30)));
+        assert!(matches!(split.problem(8), Err(LaunchError::TooLarge { .. })));
     }
 
     #[test]
     fn angles_are_for_pairs_of_a_head() {
         let check = |rows: u32, cols: u32, pitch: u64, head_dim| {
-            let table = place(rows, cols, pitch);
+            let table = desc(rows, cols, pitch);
             check_rotary(&table, &table, head_dim)
         };
         assert_eq!(check(100, 64, 64, 128), Ok(()));
@@ -618,7 +622,7 @@ mod tests {
         assert_eq!(check(100, 66, 66, 128), Err(LaunchError::Rotary { cols: 66, head_dim: 128 }));
         assert_eq!(check(100, 7, 7, 128), Err(LaunchError::Rotary { cols: 7, head_dim: 128 }));
         assert!(matches!(check(100, 64, 72, 128), Err(LaunchError::Pitch { .. })));
-        let other = check_rotary(&place(100, 64, 64), &place(99, 64, 64), 128);
+        let other = check_rotary(&desc(100, 64, 64), &desc(99, 64, 64), 128);
         assert!(matches!(other, Err(LaunchError::Output { .. })));
     }
 }

@@ -50,7 +50,7 @@ impl CompactDecoder {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Full => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "compact to bf16" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a decoder from compact to BF16" }),
         }
     }
 
@@ -59,20 +59,20 @@ impl CompactDecoder {
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn full(&self, stream: &Stream, tensor: &DeviceCompact, output: MatrixMut<'_>) -> Result<(), DeviceError> {
-        let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
+        let (desc, expected) = (output.desc(), weight::shape(tensor.grid()));
         let check = || {
-            if place.shape() != wanted {
-                return Err(LaunchError::Output { output: place.shape(), tensor: wanted });
+            if desc.shape() != expected {
+                return Err(LaunchError::Output { output: desc.shape(), tensor: expected });
             }
-            let own = self.kernel.device().ordinal();
-            place.check_dense("the output")?;
-            place.check_aligned("the output")?;
-            place.check_device("the output", own)?;
-            check_device("the tensor", tensor.device().ordinal(), own)?;
-            check_apart(("the output", place.span()), tensor.spans())
+            let ordinal = self.kernel.device().ordinal();
+            desc.check_dense("the output")?;
+            desc.check_aligned("the output")?;
+            desc.check_device("the output", ordinal)?;
+            check_device("the tensor", tensor.device().ordinal(), ordinal)?;
+            check_apart(("the output", desc.span()), tensor.spans())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let args = DecodeCompactArgs { weights: place.address, ..args(tensor) };
+        let args = DecodeCompactArgs { weights: desc.address, ..args(tensor) };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
         // SAFETY: the sections belong to a checked tensor, with the counts that bound them, and `output` has the grid's
         // shape. Dropping a buffer waits for the kernel.
@@ -96,7 +96,7 @@ impl Expander {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Packed => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "compact to packed tiles" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a decoder from compact to packed tiles" }),
         }
     }
 
@@ -108,11 +108,11 @@ impl Expander {
     /// Checks all operands without enqueuing anything.
     pub(crate) fn check(&self, tensor: &DeviceCompact, slot: &DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let check = || {
-            let own = self.kernel.device().ordinal();
+            let ordinal = self.kernel.device().ordinal();
             let need = Self::slot_bytes(tensor.grid());
-            weight::room("the slot", slot.len(), usize::try_from(need).unwrap_or(usize::MAX))?;
-            check_device("the slot", slot.device().ordinal(), own)?;
-            check_device("the tensor", tensor.device().ordinal(), own)
+            weight::check_capacity("the slot", slot.len(), usize::try_from(need).unwrap_or(usize::MAX))?;
+            check_device("the slot", slot.device().ordinal(), ordinal)?;
+            check_device("the tensor", tensor.device().ordinal(), ordinal)
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }

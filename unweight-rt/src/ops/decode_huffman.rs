@@ -63,18 +63,18 @@ impl Decoder {
         tensor: &DeviceHuffman,
         output: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
+        let (desc, expected) = (output.desc(), weight::shape(tensor.grid()));
         let check = || {
-            if place.shape() != wanted {
-                return Err(LaunchError::Output { output: place.shape(), tensor: wanted });
+            if desc.shape() != expected {
+                return Err(LaunchError::Output { output: desc.shape(), tensor: expected });
             }
-            place.check_dense("the output")?;
-            place.check_aligned("the output")?;
-            place.check_device("the output", self.kernel.device().ordinal())?;
-            check_apart(("the output", place.span()), tensor.spans())
+            desc.check_dense("the output")?;
+            desc.check_aligned("the output")?;
+            desc.check_device("the output", self.kernel.device().ordinal())?;
+            check_apart(("the output", desc.span()), tensor.spans())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        self.enqueue_huffman(ctx, DecodeOutput::Full, tensor, place.address)
+        self.enqueue_huffman(ctx, DecodeOutput::Full, tensor, desc.address)
     }
 
     /// Enqueues decoding of weights of types other than BF16 to contiguous row-major `[n, k]`: the little-endian bytes
@@ -89,10 +89,10 @@ impl Decoder {
         tensor: &DeviceExponents,
         output: &mut DeviceBuffer<u8>,
     ) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
+        let ordinal = self.kernel.device().ordinal();
         weight::elements("the output", output.len(), tensor.decoded_bytes())
-            .and_then(|()| check_device("the output", output.device().ordinal(), own))
-            .and_then(|()| check_device("the tensor", tensor.device().ordinal(), own))
+            .and_then(|()| check_device("the output", output.device().ordinal(), ordinal))
+            .and_then(|()| check_device("the tensor", tensor.device().ordinal(), ordinal))
             .and_then(|()| check_apart(("the output", output.span()), tensor.spans()))
             .or_else(|refusal| self.kernel.refuse(refusal))?;
         let what = (DecodeOutput::Full, DecodeElement::of(tensor.float()));
@@ -141,27 +141,28 @@ impl Decoder {
     fn enqueue_huffman(
         &self,
         ctx: &mut ExecContext,
-        asked: DecodeOutput,
+        output_kind: DecodeOutput,
         tensor: &DeviceHuffman,
         address: u64,
     ) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
-        check_device("the tensor", tensor.device().ordinal(), own).or_else(|refusal| self.kernel.refuse(refusal))?;
+        let ordinal = self.kernel.device().ordinal();
+        check_device("the tensor", tensor.device().ordinal(), ordinal)
+            .or_else(|refusal| self.kernel.refuse(refusal))?;
         let source = (&tensor.coded, tensor.sign_mantissa.address());
-        self.enqueue(ctx, (asked, DecodeElement::Bf16), source, address)
+        self.enqueue(ctx, (output_kind, DecodeElement::Bf16), source, address)
     }
 
     /// Enqueues the kernel. The last pair is the coded exponents, and the address of signs and fractions.
     fn enqueue(
         &self,
         ctx: &mut ExecContext,
-        (asked, element): (DecodeOutput, DecodeElement),
+        (output_kind, element): (DecodeOutput, DecodeElement),
         (coded, fractions): (&DeviceCoded, u64),
         address: u64,
     ) -> Result<(), DeviceError> {
         let (writes, limit) = (self.spec.output, self.spec.code_limit.get());
-        if writes != asked {
-            return self.kernel.refuse(LaunchError::Decodes { writes, asked });
+        if writes != output_kind {
+            return self.kernel.refuse(LaunchError::Decodes { writes, asked: output_kind });
         }
         if self.spec.element != element {
             return self.kernel.refuse(LaunchError::DecodesElement { writes: self.spec.element, tensor: element });

@@ -12,7 +12,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{
         ExecContext,
@@ -59,7 +59,7 @@ impl Embed {
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Embed(spec) = kernel.spec().op else {
-            return kernel.refuse(LaunchError::Family { wanted: "a lookup of embeddings" });
+            return kernel.refuse(LaunchError::Family { wanted: "an embedding kernel" });
         };
         Ok(Self { kernel, spec })
     }
@@ -82,21 +82,21 @@ impl Embed {
         table: EmbedTable<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (y, own) = (y.place(), self.kernel.device().ordinal());
+        let (y, ordinal) = (y.desc(), self.kernel.device().ordinal());
         let check = || {
-            let (takes, got) = (self.spec.source, table.source());
-            if takes != got {
-                return Err(LaunchError::Source { takes: takes.tag(), got: got.tag() });
+            let (supported, got) = (self.spec.source, table.source());
+            if supported != got {
+                return Err(LaunchError::Source { takes: supported.tag(), got: got.tag() });
             }
             check_activations("y", y, u32::MAX)?;
             check_len("ids", ids.len().min(y.rows as usize), y.rows)?;
-            check_device("ids", ids.device().ordinal(), own)?;
-            y.check_device("y", own)?;
+            check_device("ids", ids.device().ordinal(), ordinal)?;
+            y.check_device("y", ordinal)?;
             check_apart(("y", y.span()), [("ids", ids.span())])?;
             match table {
-                EmbedTable::Bf16(table) => check_bf16(table.place(), y, own),
+                EmbedTable::Bf16(table) => check_bf16(table.desc(), y, ordinal),
                 EmbedTable::Packed { weights, vocabulary } => {
-                    check_device("the table", weights.device().ordinal(), own)?;
+                    check_device("the table", weights.device().ordinal(), ordinal)?;
                     check_apart(("y", y.span()), weights.spans())?;
                     check_packed(weight::shape(weights.grid()), vocabulary, y)
                 }
@@ -122,7 +122,7 @@ impl Embed {
 fn args(table: &EmbedTable<'_>) -> EmbedArgs {
     match table {
         EmbedTable::Bf16(table) => {
-            let Place { address, rows, pitch, .. } = *table.place();
+            let MatrixDesc { address, rows, pitch, .. } = *table.desc();
             EmbedArgs { table: address, table_pitch: pitch, vocabulary: rows, ..EmbedArgs::default() }
         }
         EmbedTable::Packed { weights, vocabulary } => EmbedArgs {
@@ -139,9 +139,9 @@ fn args(table: &EmbedTable<'_>) -> EmbedArgs {
     }
 }
 
-fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), LaunchError> {
+fn check_bf16(table: &MatrixDesc, y: &MatrixDesc, ordinal: usize) -> Result<(), LaunchError> {
     table.check_rows_aligned("the table")?;
-    table.check_device("the table", own)?;
+    table.check_device("the table", ordinal)?;
     if table.cols != y.cols {
         return Err(LaunchError::Output { output: y.shape(), tensor: table.shape() });
     }
@@ -149,7 +149,7 @@ fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), LaunchError> {
 }
 
 /// Checks that `y` can be rows of packed weights `[n, k]`.
-fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), LaunchError> {
+fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &MatrixDesc) -> Result<(), LaunchError> {
     if u64::from(vocabulary) > n {
         return Err(LaunchError::Vocabulary { vocabulary, rows: n });
     }
@@ -165,24 +165,24 @@ fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), Laun
 mod tests {
     use super::*;
 
-    fn place(rows: u32, cols: u32) -> Place {
-        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
     }
 
     #[test]
     fn a_table_has_the_columns_of_its_rows() {
-        let far = Place::new(0, 0x10_0000, 100, 72, 80, u64::MAX).unwrap();
-        assert_eq!(check_bf16(&far, &place(3, 72), 0), Ok(()));
-        assert!(matches!(check_bf16(&far, &place(3, 64), 0), Err(LaunchError::Output { .. })));
-        assert!(matches!(check_bf16(&place(100, 72), &place(3, 72), 0), Err(LaunchError::Overlap { .. })));
+        let far = MatrixDesc::new(0, 0x10_0000, 100, 72, 80, u64::MAX).unwrap();
+        assert_eq!(check_bf16(&far, &desc(3, 72), 0), Ok(()));
+        assert!(matches!(check_bf16(&far, &desc(3, 64), 0), Err(LaunchError::Output { .. })));
+        assert!(matches!(check_bf16(&desc(100, 72), &desc(3, 72), 0), Err(LaunchError::Overlap { .. })));
         // Packed tables are padded to whole tiles in both dimensions.
-        assert_eq!(check_packed([128, 128], 100, &place(3, 72)), Ok(()));
-        assert_eq!(check_packed([128, 128], 128, &place(3, 128)), Ok(()));
+        assert_eq!(check_packed([128, 128], 100, &desc(3, 72)), Ok(()));
+        assert_eq!(check_packed([128, 128], 128, &desc(3, 128)), Ok(()));
         for cols in [64, 136] {
             let shape = LaunchError::Output { output: [3, cols.into()], tensor: [128, 128] };
-            assert_eq!(check_packed([128, 128], 100, &place(3, cols)), Err(shape));
+            assert_eq!(check_packed([128, 128], 100, &desc(3, cols)), Err(shape));
         }
         let more = LaunchError::Vocabulary { vocabulary: 129, rows: 128 };
-        assert_eq!(check_packed([128, 128], 129, &place(3, 128)), Err(more));
+        assert_eq!(check_packed([128, 128], 129, &desc(3, 128)), Err(more));
     }
 }

@@ -87,7 +87,7 @@ impl EncodedCompact {
             (Section::DENSE, dense),
         ];
         let take = |section: Section| {
-            let at = sections.iter().position(|(own, _)| *own == section);
+            let at = sections.iter().position(|(id, _)| *id == section);
             at.map(|at| sections.swap_remove(at).1).unwrap_or_default()
         };
         Ok(CompactTensor::from_sections(self.tensor.grid(), take)?)
@@ -116,7 +116,7 @@ impl EncodeCompact {
     /// # Errors
     /// [`EncodeCompactError`], which states why the matrix has no compact encoding.
     pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<EncodedCompact, EncodeCompactError> {
-        let (address, [n, k]) = (weights.place().address, [weights.rows(), weights.cols()]);
+        let (address, [n, k]) = (weights.desc().address, [weights.rows(), weights.cols()]);
         let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;
         compact::whole_tiles(grid)?;
         // `histogram` also checks the operand.
@@ -151,18 +151,18 @@ impl EncodeCompact {
         let inexact = found.read(stream, QUADS, 2)?;
         let inexact = u64::from(inexact[0]) | u64::from(inexact[1]) << 32;
         if inexact != 0 {
-            let place = !inexact as usize;
-            return Err(Uncompact::Operand { row: place / grid.cols(), col: place % grid.cols() }.into());
+            let index = !inexact as usize;
+            return Err(Uncompact::Operand { row: index / grid.cols(), col: index % grid.cols() }.into());
         }
-        let places = Places::of(&sizes.to_host(stream)?).map_err(DeviceError::from)?;
+        let offsets = TileOffsets::of(&sizes.to_host(stream)?).map_err(DeviceError::from)?;
 
         let tensor = DeviceCompact::new(
             grid,
             classes.window(),
             DeviceBuffer::zeroed(stream, grid.tiles() * DENSE_TILE_BYTES)?,
-            DeviceBuffer::from_host(stream, &places.tiles)?,
-            DeviceBuffer::zeroed(stream, places.words.next_multiple_of(SECTION_ALIGN / 4))?,
-            DeviceBuffer::zeroed(stream, places.listed.next_multiple_of(SECTION_ALIGN / 4))?,
+            DeviceBuffer::from_host(stream, &offsets.tiles)?,
+            DeviceBuffer::zeroed(stream, offsets.stream_words.next_multiple_of(SECTION_ALIGN / 4))?,
+            DeviceBuffer::zeroed(stream, offsets.list_words.next_multiple_of(SECTION_ALIGN / 4))?,
             DeviceBuffer::from_host(stream, &coding.book().kernel_table())?,
         )?;
         let args = EncodeCompactArgs {
@@ -184,38 +184,38 @@ impl EncodeCompact {
 
 /// The offsets of the tiles' streams and lists.
 #[derive(Debug, PartialEq, Eq)]
-struct Places {
+struct TileOffsets {
     /// `class_tiles`; the head of a single escape lacks its record.
     tiles: Vec<u32>,
     /// The number of words of all streams.
-    words: usize,
+    stream_words: usize,
     /// The number of words of all lists.
-    listed: usize,
+    list_words: usize,
 }
 
-impl Places {
+impl TileOffsets {
     /// Computes the offsets from `[tiles, 2]`: words of streams, and numbers of escapes.
     fn of(sizes: &[u32]) -> Result<Self, crate::device::LaunchError> {
         let mut tiles = Vec::with_capacity(sizes.len() + 4);
-        let (mut words, mut listed) = (0usize, 0usize);
+        let (mut stream_words, mut list_words) = (0usize, 0usize);
         for size in sizes.chunks_exact(2) {
-            let (own, escapes) = (size[0] as usize, size[1] as usize);
+            let (words, escapes) = (size[0] as usize, size[1] as usize);
             // The offset fits: checked below, before anything reads it.
             let head = match escapes {
                 0 => 0,
                 1 => 1 << 30,
-                _ => 1 << 31 | listed as u32,
+                _ => 1 << 31 | list_words as u32,
             };
-            tiles.extend([words as u32, head]);
-            words += own;
-            listed += if escapes > 1 { 1 + escapes } else { 0 };
+            tiles.extend([stream_words as u32, head]);
+            stream_words += words;
+            list_words += if escapes > 1 { 1 + escapes } else { 0 };
         }
-        weight::count("words of streams", words)?;
+        weight::count("words of streams", stream_words)?;
         // A head has 30 bits for the offset of a list.
-        weight::count("words of escapes", listed.saturating_mul(4))?;
-        tiles.extend([words as u32, 0]);
+        weight::count("words of escapes", list_words.saturating_mul(4))?;
+        tiles.extend([stream_words as u32, 0]);
         tiles.resize(tiles.len().next_multiple_of(SECTION_ALIGN / 4), 0);
-        Ok(Self { tiles, words, listed })
+        Ok(Self { tiles, stream_words, list_words })
     }
 }
 
@@ -225,11 +225,11 @@ mod tests {
 
     #[test]
     fn compact_tiles_are_contiguous() {
-        let places = Places::of(&[100, 0, 90, 1, 80, 2, 70, 5]).unwrap();
+        let offsets = TileOffsets::of(&[100, 0, 90, 1, 80, 2, 70, 5]).unwrap();
         let tiles = [0, 0, 100, 1 << 30, 190, 1 << 31, 270, 1 << 31 | 3, 340, 0, 0, 0];
-        assert_eq!(places, Places { tiles: tiles.to_vec(), words: 340, listed: 9 });
+        assert_eq!(offsets, TileOffsets { tiles: tiles.to_vec(), stream_words: 340, list_words: 9 });
         // 2^32 words are too many.
-        assert!(Places::of(&[1 << 31, 0, 1 << 31, 0]).is_err());
-        assert!(Places::of(&[1, 1 << 31]).is_err());
+        assert!(TileOffsets::of(&[1 << 31, 0, 1 << 31, 0]).is_err());
+        assert!(TileOffsets::of(&[1, 1 << 31]).is_err());
     }
 }

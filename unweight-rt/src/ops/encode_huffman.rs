@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! weights --stats--> sign_mantissa, histogram --table--> palette, code --rows--> row lengths, verbatim rows
-//!                                                                        --scan--> offsets --write--> bits, verbatim exponents
+//!         --scan--> offsets --write--> bits, verbatim exponents
 //! ```
 //! All inputs of a stage from earlier stages are on the device; the host reads the totals once, at the end. Buffers
 //! have the worst-case size (319 bits per row, every row verbatim), so that no size needs to be measured before it is
@@ -77,8 +77,8 @@ pub const PALETTE_STAGES: [EncodeHuffmanStage; 5] = [
 
 /// The fixed u32 words: 256 of the histogram, 8 of the four totals. 8 words for each block of `scan` follow.
 const SCRATCH_FIXED_WORDS: usize = 256 + 8;
-/// The minimum number of tiles per block of `scan`: no larger than the kernel's, so that the scratch is never too
-/// small.
+/// The number of tiles for which the scratch has the 8 words of one block of `scan`. The kernel's blocks process more
+/// tiles (`SCAN_TILES_PER_BLOCK` of `unweight_codegen`), so they need fewer words than the scratch has.
 const SCAN_TILES_MIN: usize = 256;
 
 /// The encoder kernels of one device, for one code limit.
@@ -95,8 +95,8 @@ pub struct BundleEncoder {
     encoder: GpuEncoder,
     compressor: EncodeCompact,
     /// Idle packers, each with its own stream.
-    free: Mutex<Vec<Packer>>,
-    freed: Condvar,
+    idle: Mutex<Vec<Packer>>,
+    packer_returned: Condvar,
 }
 
 /// The number of tensors on the device at once: one is uploaded, one encoded, one downloaded. Each needs three times
@@ -112,29 +112,30 @@ impl BundleEncoder {
         let packers = (0..IN_FLIGHT).map(|_| Packer::new(&kernels.device().stream()?, kernels));
         let packers = packers.collect::<Result<_, DeviceError>>()?;
         let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, EncodeCompact::of(kernels)?);
-        Ok(Self { encoder, compressor, free: Mutex::new(packers), freed: Condvar::new() })
+        Ok(Self { encoder, compressor, idle: Mutex::new(packers), packer_returned: Condvar::new() })
     }
 
     /// Returns a packer for exclusive use; waits until one is idle.
-    fn packer(&self) -> Taken<'_> {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut free = self.freed.wait_while(free, |free| free.is_empty()).unwrap_or_else(PoisonError::into_inner);
-        Taken { of: self, packer: free.pop() }
+    fn packer(&self) -> PackerGuard<'_> {
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle =
+            self.packer_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        PackerGuard { encoder: self, packer: idle.pop() }
     }
 }
 
 /// A packer that is returned when the tensor is done. After a panic its stream is still usable, and its memory is
 /// written before it is read.
-struct Taken<'a> {
-    of: &'a BundleEncoder,
+struct PackerGuard<'a> {
+    encoder: &'a BundleEncoder,
     /// `None` only during drop.
     packer: Option<Packer>,
 }
 
-impl Drop for Taken<'_> {
+impl Drop for PackerGuard<'_> {
     fn drop(&mut self) {
-        self.of.free.lock().unwrap_or_else(PoisonError::into_inner).extend(self.packer.take());
-        self.of.freed.notify_one();
+        self.encoder.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(self.packer.take());
+        self.encoder.packer_returned.notify_one();
     }
 }
 
@@ -147,7 +148,11 @@ impl Encoder for BundleEncoder {
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
         encoding.encoding().fits(matrix.grid())?;
         if limit != self.encoder.limit {
-            let reason = format!("made for code limit {}, asked for {}", self.encoder.limit.bits(), limit.bits());
+            let reason = format!(
+                "the encoder was created for code limit {}, but {} was requested",
+                self.encoder.limit.bits(),
+                limit.bits()
+            );
             return Err(EncoderError::Failed(reason.into()));
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
@@ -158,8 +163,8 @@ impl Encoder for BundleEncoder {
         }
         let digest = Digest::of(matrix.bytes());
         let matrix = matrix.bf16().map_err(NotEncodable::from)?;
-        let mut taken = self.packer();
-        let packer = taken.packer.as_mut().expect("it is there until it is dropped");
+        let mut guard = self.packer();
+        let packer = guard.packer.as_mut().expect("the packer is present until the guard is dropped");
         let tensor = match encoding {
             EncodingId::HUFFMAN => self.encoder.encode(packer.stream(), matrix).map_err(failed)?.into(),
             EncodingId::PALETTE => self.encoder.encode_palette(packer.stream(), matrix).map_err(failed)?.into(),
@@ -299,8 +304,8 @@ impl GpuEncoder {
         stage: EncodeHuffmanStage,
     ) -> Result<(), DeviceError> {
         let kernel = self.kernel(stage);
-        let (own, other) = (kernel.device().ordinal(), buffers.stream.device().ordinal());
-        check_device("the buffers", other, own).or_else(|refusal| kernel.refuse(refusal))?;
+        let (ordinal, other) = (kernel.device().ordinal(), buffers.stream.device().ordinal());
+        check_device("the buffers", other, ordinal).or_else(|refusal| kernel.refuse(refusal))?;
         if matches!(stage, EncodeHuffmanStage::Stats) {
             // Histogram, totals and the scan's state are one buffer, so that clearing them is one node of a graph.
             buffers.scratch.fill_bytes(&buffers.stream, 0)?;
@@ -404,8 +409,8 @@ impl EncodeBuffers {
         let mut failed = None;
         let tensor = HuffmanTensor::from_sections(self.grid, |section| match section {
             Section::ENCODED_EXP => bytemuck::cast_slice(&words).to_vec(),
-            Section::ROW_LENGTHS => keep(&mut failed, self.row_lengths.to_host(&self.stream)),
-            Section::CODE_LENGTHS => keep(&mut failed, self.code_lengths.to_host(&self.stream)),
+            Section::ROW_LENGTHS => value_or_record(&mut failed, self.row_lengths.to_host(&self.stream)),
+            Section::CODE_LENGTHS => value_or_record(&mut failed, self.code_lengths.to_host(&self.stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
@@ -421,7 +426,7 @@ impl EncodeBuffers {
         }
         let mut failed = None;
         let tensor = PaletteTensor::from_sections(self.grid, |section| match section {
-            Section::PALETTE_INDEX => keep(&mut failed, self.palette_index.to_host(&self.stream)),
+            Section::PALETTE_INDEX => value_or_record(&mut failed, self.palette_index.to_host(&self.stream)),
             other => sections.take(other),
         });
         finish(failed, tensor)
@@ -486,7 +491,7 @@ impl Common {
 }
 
 /// Returns the value, or an empty one after recording the error: section callbacks cannot return errors.
-fn keep(failed: &mut Option<DeviceError>, read: Result<Vec<u8>, DeviceError>) -> Vec<u8> {
+fn value_or_record(failed: &mut Option<DeviceError>, read: Result<Vec<u8>, DeviceError>) -> Vec<u8> {
     read.unwrap_or_else(|error| {
         failed.get_or_insert(error);
         Vec::new()

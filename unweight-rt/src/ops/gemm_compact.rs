@@ -18,7 +18,7 @@ use crate::{
         DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         tma::TensorMapParams,
-        view::{Place, check_device},
+        view::{MatrixDesc, check_device},
     },
     exec::operands::check_product,
     weight::{self, DeviceCompact},
@@ -55,14 +55,14 @@ impl CompactGemm {
     }
 
     /// Checks the operands without enqueuing anything.
-    pub(crate) fn check(&self, x: &Place, w: &DeviceCompact, y: &Place) -> Result<(), DeviceError> {
+    pub(crate) fn check(&self, x: &MatrixDesc, w: &DeviceCompact, y: &MatrixDesc) -> Result<(), DeviceError> {
         let check = || {
-            let (own, shape) = (self.kernel.device().ordinal(), weight::shape(w.grid()));
-            check_product(own, x, shape, self.columns(shape[0]), y, w.spans())?;
+            let (ordinal, shape) = (self.kernel.device().ordinal(), weight::shape(w.grid()));
+            check_product(ordinal, x, shape, self.columns(shape[0]), y, w.spans())?;
             x.check_rows_aligned("x")?;
             y.check_rows_aligned("y")?;
             y.check_dense("y")?;
-            check_device("the weights", w.device().ordinal(), own)?;
+            check_device("the weights", w.device().ordinal(), ordinal)?;
             self.kernel.check_grid(problem(x.rows, w))
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))
@@ -81,7 +81,7 @@ impl CompactGemm {
         w: &DeviceCompact,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (x, y) = (x.place(), y.place());
+        let (x, y) = (x.desc(), y.desc());
         self.check(x, w, y)?;
         let problem = problem(x.rows, w);
         let GemmShape { m, n, k } = problem;

@@ -21,7 +21,7 @@ use crate::{
         ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         tma::TensorMapParams,
-        view::{Place, check_device},
+        view::{MatrixDesc, check_device},
     },
     exec::{ExecContext, context::ContextParts, operands::check_product, workspace::Workspace},
     weight::{self, DevicePacked},
@@ -38,7 +38,7 @@ pub fn context_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<
 
 /// What the kernel of a variant supports, apart from shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Takes {
+struct KernelSupport {
     /// Batch rows of an X box.
     x_box_rows: u32,
     escapes: bool,
@@ -48,7 +48,7 @@ struct Takes {
     maps: bool,
 }
 
-impl Takes {
+impl KernelSupport {
     fn of(spec: &VariantSpec) -> Result<Self, LaunchError> {
         let (x_box_rows, escapes, epilogue) = match spec.op {
             Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
@@ -64,8 +64,8 @@ impl Takes {
     }
 
     /// Checks the operands, but not the context's memory.
-    fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), LaunchError> {
-        check_product(own, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
+    fn check(self, ordinal: usize, x: &MatrixDesc, w: &Weights, y: &MatrixDesc) -> Result<(), LaunchError> {
+        check_product(ordinal, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
         // The copy engine reads X, and writes Y in some variants; other variants write contiguous rows of n.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
@@ -85,7 +85,7 @@ struct Weights {
 #[derive(Clone, Debug)]
 pub struct PackedGemm {
     kernel: Arc<LoadedKernel>,
-    takes: Takes,
+    support: KernelSupport,
 }
 
 impl PackedGemm {
@@ -94,8 +94,8 @@ impl PackedGemm {
     /// # Errors
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
-        let takes = Takes::of(kernel.spec()).or_else(|refusal| kernel.refuse(refusal))?;
-        Ok(Self { kernel, takes })
+        let support = KernelSupport::of(kernel.spec()).or_else(|refusal| kernel.refuse(refusal))?;
+        Ok(Self { kernel, support })
     }
 
     /// Returns the loaded kernel.
@@ -129,7 +129,7 @@ impl PackedGemm {
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         let ContextParts { stream, workspace, .. } = ctx.parts();
-        match self.prepare(workspace, x.place(), w, y.place())? {
+        match self.prepare(workspace, x.desc(), w, y.desc())? {
             // SAFETY: prepared with this workspace; views were checked against their memory when they were created.
             // Dropping a buffer waits for the kernel.
             Some(launch) => unsafe { launch.enqueue(stream) },
@@ -141,15 +141,15 @@ impl PackedGemm {
     pub(crate) fn prepare(
         &self,
         workspace: &Workspace,
-        x: &Place,
+        x: &MatrixDesc,
         w: &DevicePacked,
-        y: &Place,
+        y: &MatrixDesc,
     ) -> Result<Option<PackedLaunch<'_>>, DeviceError> {
         let check = || {
-            let own = self.kernel.device().ordinal();
+            let ordinal = self.kernel.device().ordinal();
             let weights = Weights { shape: weight::shape(w.grid()), spans: w.spans(), has_escapes: w.has_escapes() };
-            self.takes.check(own, x, &weights, y)?;
-            check_device("the weights", w.device().ordinal(), own)?;
+            self.support.check(ordinal, x, &weights, y)?;
+            check_device("the weights", w.device().ordinal(), ordinal)?;
             workspace.size().check(self.context_size(x.rows, w))?;
             self.kernel.check_grid(problem(x.rows, w.grid()))
         };
@@ -159,16 +159,16 @@ impl PackedGemm {
         if m == 0 || n == 0 || k == 0 {
             return Ok(None);
         }
-        let y_map = match self.takes.epilogue {
+        let y_map = match self.support.epilogue {
             Epilogue::Store | Epilogue::StoreAdd => TensorMapParams::product(y),
             Epilogue::SiluMul => TensorMapParams::gated_product(y),
         };
-        let map = |params: TensorMapParams| match self.takes.maps {
+        let map = |params: TensorMapParams| match self.support.maps {
             true => params.encode(self.kernel.device()),
             false => Ok(TensorMap::default()),
         };
         let args = GemmPackedArgs {
-            x: map(TensorMapParams::activations(x, self.takes.x_box_rows))?,
+            x: map(TensorMapParams::activations(x, self.support.x_box_rows))?,
             y_map: map(y_map)?,
             packed: w.packed().address(),
             escape_heads: w.escape_heads().address(),
@@ -223,8 +223,8 @@ mod tests {
     use super::*;
     use crate::device::error::PitchRule;
 
-    fn takes(name: &str) -> Takes {
-        Takes::of(&name.parse().unwrap()).unwrap()
+    fn support(name: &str) -> KernelSupport {
+        KernelSupport::of(&name.parse().unwrap()).unwrap()
     }
 
     fn weights(n: u64, k: u64, has_escapes: bool) -> Weights {
@@ -232,8 +232,8 @@ mod tests {
         Weights { shape: [n, k], spans, has_escapes }
     }
 
-    fn place(address: u64, rows: u32, cols: u32, pitch: u64) -> Place {
-        Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap()
+    fn desc(address: u64, rows: u32, cols: u32, pitch: u64) -> MatrixDesc {
+        MatrixDesc::new(0, address, rows, cols, pitch, u64::MAX).unwrap()
     }
 
     /// The driver of a device without a copy engine may refuse to create tensor maps.
@@ -245,50 +245,50 @@ mod tests {
             ("uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store", false),
             ("uw_sm90a_gemm_wgmma_b64_g2p10_esc_store", true),
         ] {
-            assert_eq!(takes(name).maps, maps, "{name}");
+            assert_eq!(support(name).maps, maps, "{name}");
         }
     }
 
     #[test]
-    fn operands_that_the_kernel_does_not_take_are_refused() {
-        let plain = takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store");
-        let (x, y) = (place(0x1000, 5, 128, 128), place(0x8000, 5, 192, 192));
+    fn unsupported_operands_are_rejected() {
+        let plain = support("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store");
+        let (x, y) = (desc(0x1000, 5, 128, 128), desc(0x8000, 5, 192, 192));
         let w = weights(192, 128, true);
         assert_eq!(plain.check(0, &x, &w, &y), Ok(()));
-        assert_eq!(plain.check(0, &place(0x1000, 5, 128, 136), &w, &y), Ok(()), "rows of X may be apart");
+        assert_eq!(plain.check(0, &desc(0x1000, 5, 128, 136), &w, &y), Ok(()), "rows of X may be apart");
         assert_eq!(
-            plain.check(0, &place(0x1000, 5, 128, 132), &w, &y),
+            plain.check(0, &desc(0x1000, 5, 128, 132), &w, &y),
             Err(LaunchError::Pitch { operand: "x", pitch: 132, wanted: PitchRule::MultipleOf(8) })
         );
         assert_eq!(
-            plain.check(0, &x, &w, &place(0x8000, 5, 192, 200)),
+            plain.check(0, &x, &w, &desc(0x8000, 5, 192, 200)),
             Err(LaunchError::Pitch { operand: "y", pitch: 200, wanted: PitchRule::Columns(192) })
         );
-        for (operand, x, y) in [("x", place(0x1002, 5, 128, 128), y), ("y", x, place(0x8008, 5, 192, 192))] {
+        for (operand, x, y) in [("x", desc(0x1002, 5, 128, 128), y), ("y", x, desc(0x8008, 5, 192, 192))] {
             assert!(matches!(
                 plain.check(0, &x, &w, &y),
                 Err(LaunchError::Alignment { operand: named, bytes: 16, .. }) if named == operand
             ));
         }
-        let inside = place(0x10_8000, 5, 192, 192);
+        let inside = desc(0x10_8000, 5, 192, 192);
         let overlap = LaunchError::Overlap { written: "y", other: "packed" };
         assert_eq!(plain.check(0, &x, &w, &inside), Err(overlap));
-        assert_eq!(takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(LaunchError::Escapes));
+        assert_eq!(support("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(LaunchError::Escapes));
         assert!(matches!(plain.check(0, &x, &weights(192, 64, true), &y), Err(LaunchError::Shape { .. })));
     }
 
     #[test]
     fn a_gate_and_an_up_make_half_the_columns() {
-        let gated = takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul");
-        let x = place(0x1000, 5, 128, 128);
-        assert_eq!(gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 96, 96)), Ok(()));
-        let whole = gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 192, 192));
+        let gated = support("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul");
+        let x = desc(0x1000, 5, 128, 128);
+        assert_eq!(gated.check(0, &x, &weights(192, 128, true), &desc(0x8000, 5, 96, 96)), Ok(()));
+        let whole = gated.check(0, &x, &weights(192, 128, true), &desc(0x8000, 5, 192, 192));
         assert_eq!(whole, Err(LaunchError::Shape { y: [5, 192], x: [5, 128], w: [192, 128] }));
     }
 
     #[test]
     fn a_kernel_of_another_family_is_refused() {
-        let other = Takes::of(&VariantSpec::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats));
+        let other = KernelSupport::of(&VariantSpec::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats));
         assert_eq!(other, Err(LaunchError::Family { wanted: "a matmul of packed weights" }));
     }
 }

@@ -14,7 +14,7 @@ use crate::{
         DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
         tma::TensorMapParams,
-        view::{Place, check_device},
+        view::{MatrixDesc, check_device},
     },
     exec::{ExecContext, operands::check_product},
     weight::{self, ExponentView, PaletteView},
@@ -30,13 +30,13 @@ pub struct Matmul {
 /// Checks the operands against the kernel of a variant.
 fn check(
     spec: &GemmReconSpec,
-    own: usize,
-    x: &Place,
+    ordinal: usize,
+    x: &MatrixDesc,
     w: [u64; 2],
-    y: &Place,
+    y: &MatrixDesc,
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
 ) -> Result<(), LaunchError> {
-    check_product(own, x, w, w[0], y, read)?;
+    check_product(ordinal, x, w, w[0], y, read)?;
     for (extent, value, of) in [("n", y.cols, 64 * spec.n_tiles.get()), ("k", x.cols, 64)] {
         if !value.is_multiple_of(of) {
             return Err(LaunchError::Multiple { extent, value, of });
@@ -101,9 +101,9 @@ impl Matmul {
         let WeightSource::Palette { .. } = self.spec.source else {
             return self.kernel.refuse(LaunchError::Source { takes: "exponent", got: "palette" });
         };
-        let (room, rows) = (self.spec.verbatim_rows(), w.max_verbatim_rows);
-        if rows > room {
-            return self.kernel.refuse(LaunchError::VerbatimRows { room, rows });
+        let (supported, rows) = (self.spec.verbatim_rows(), w.max_verbatim_rows);
+        if rows > supported {
+            return self.kernel.refuse(LaunchError::VerbatimRows { room: supported, rows });
         }
         let indices = Expected { name: "palette_index", buffer: w.palette_index, bytes: w.grid.tiles() * 2048 };
         let read = [
@@ -131,15 +131,15 @@ impl Matmul {
         read: &[(&'static str, Range<u64>)],
         y: MatrixMut<'_>,
     ) -> Result<GemmReconArgs, DeviceError> {
-        let (x, y) = (x.place(), y.place());
-        let own = self.kernel.device().ordinal();
+        let (x, y) = (x.desc(), y.desc());
+        let ordinal = self.kernel.device().ordinal();
         let check_all = || {
             let Expected { name, buffer, bytes } = exponents;
             weight::elements(name, buffer.len(), bytes)?;
-            check_device(name, buffer.device().ordinal(), own)?;
-            check_device("sign_mantissa", sign_mantissa.device().ordinal(), own)?;
+            check_device(name, buffer.device().ordinal(), ordinal)?;
+            check_device("sign_mantissa", sign_mantissa.device().ordinal(), ordinal)?;
             let spans = [("sign_mantissa", sign_mantissa.span()), (name, buffer.span())];
-            check(&self.spec, own, x, weight::shape(grid), y, spans.into_iter().chain(read.iter().cloned()))
+            check(&self.spec, ordinal, x, weight::shape(grid), y, spans.into_iter().chain(read.iter().cloned()))
         };
         check_all().or_else(|refusal| self.kernel.refuse(refusal))?;
         let (m, n, k) = (x.rows, y.cols, x.cols);
@@ -187,23 +187,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn operands_that_the_kernel_does_not_take_are_refused() {
+    fn unsupported_operands_are_rejected() {
         let spec: unweight_codegen::VariantSpec = "uw_sm90a_gemm_recon_exponent_n2p4_store".parse().unwrap();
         let Op::GemmRecon(spec) = spec.op else { panic!("{spec}") };
-        let place = |address, rows, cols, pitch| Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap();
-        let (x, y) = (place(0x1000, 5, 192, 192), place(0x8000, 5, 128, 128));
-        let check = |x: &Place, w, y: &Place| check(&spec, 0, x, w, y, [("exponents", 0x10_0000..0x20_0000)]);
+        let desc = |address, rows, cols, pitch| MatrixDesc::new(0, address, rows, cols, pitch, u64::MAX).unwrap();
+        let (x, y) = (desc(0x1000, 5, 192, 192), desc(0x8000, 5, 128, 128));
+        let check = |x: &MatrixDesc, w, y: &MatrixDesc| check(&spec, 0, x, w, y, [("exponents", 0x10_0000..0x20_0000)]);
         assert_eq!(check(&x, [128, 192], &y), Ok(()));
-        assert_eq!(check(&place(0x1000, 5, 192, 256), [128, 192], &y), Ok(()), "rows of X may be apart");
-        let narrow = place(0x8000, 5, 64, 64);
+        assert_eq!(check(&desc(0x1000, 5, 192, 256), [128, 192], &y), Ok(()), "rows of X may be apart");
+        let narrow = desc(0x8000, 5, 64, 64);
         let multiple = LaunchError::Multiple { extent: "n", value: 64, of: 128 };
         assert_eq!(check(&x, [64, 192], &narrow), Err(multiple));
-        let odd = place(0x1000, 5, 200, 200);
+        let odd = desc(0x1000, 5, 200, 200);
         let multiple = LaunchError::Multiple { extent: "k", value: 200, of: 64 };
         assert_eq!(check(&odd, [128, 200], &y), Err(multiple));
-        let apart = place(0x8000, 5, 128, 192);
+        let apart = desc(0x8000, 5, 128, 192);
         assert!(matches!(check(&x, [128, 192], &apart), Err(LaunchError::Pitch { operand: "y", .. })));
-        let inside = place(0x10_8000, 5, 128, 128);
+        let inside = desc(0x10_8000, 5, 128, 128);
         let overlap = LaunchError::Overlap { written: "y", other: "exponents" };
         assert_eq!(check(&x, [128, 192], &inside), Err(overlap));
     }

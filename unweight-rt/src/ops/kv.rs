@@ -162,9 +162,9 @@ impl<'a> KvLayer<'a> {
         if len <= have { Ok(()) } else { Err(LaunchError::Range { at: 0, len, have }) }
     }
 
-    /// Checks that the layer is on device `own`.
-    pub fn check_device(&self, own: usize) -> Result<(), LaunchError> {
-        check_device("the KV cache", self.device, own)
+    /// Checks that the layer is on device `ordinal`.
+    pub fn check_device(&self, ordinal: usize) -> Result<(), LaunchError> {
+        check_device("the KV cache", self.device, ordinal)
     }
 }
 
@@ -178,23 +178,23 @@ mod tests {
     #[test]
     fn kv_elements_fill_a_layer() {
         let shape = KvShape::new(2, 3, 48).unwrap();
-        let mut seen = BTreeSet::new();
+        let mut offsets = BTreeSet::new();
         for tile in 0..12u32 {
             let (page, kv_head, half) = (tile / 6, tile / 2 % 3, [KvHalf::Key, KvHalf::Value][tile as usize % 2]);
             for token in 0..PAGE_TOKENS {
                 for index in 0..48 {
                     let at = shape.element(page, kv_head, half, token, index);
                     assert_eq!(at / u64::from(PAGE_TOKENS * 48), u64::from(tile), "the tiles follow each other");
-                    seen.insert(at);
+                    offsets.insert(at);
                 }
             }
         }
-        assert_eq!(seen.len() as u64, shape.layer_elements());
-        assert_eq!(seen.last(), Some(&(shape.layer_elements() - 1)));
+        assert_eq!(offsets.len() as u64, shape.layer_elements());
+        assert_eq!(offsets.last(), Some(&(shape.layer_elements() - 1)));
     }
 
     #[test]
-    fn heads_that_kernels_do_not_take_are_refused() {
+    fn unsupported_heads_are_rejected() {
         for head_dim in [0, 8, 72, 272, u32::MAX] {
             assert_eq!(KvShape::new(1, 1, head_dim), Err(LaunchError::HeadDim { head_dim }));
         }

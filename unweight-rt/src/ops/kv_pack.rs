@@ -44,7 +44,7 @@ impl KvPack {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::KvPack(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "the packing of a KV cache" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a kv_pack kernel" }),
         }
     }
 
@@ -151,19 +151,19 @@ impl KvPack {
 
     fn check(
         &self,
-        asked: KvPackStage,
+        stage: KvPackStage,
         cache: &PackedLayers<'_>,
         lists: &Lists<'_>,
         lost: Option<(&DeviceBuffer<u32>, u32)>,
     ) -> Result<(), LaunchError> {
-        let (takes, own) = (self.spec.stage, self.kernel.device().ordinal());
-        if takes != asked {
-            return Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() });
+        let (supported, ordinal) = (self.spec.stage, self.kernel.device().ordinal());
+        if supported != stage {
+            return Err(LaunchError::Step { takes: supported.tag(), asked: stage.tag() });
         }
-        cache.check(own, self.spec.head_dim.get())?;
-        lists.iter().try_for_each(|&(what, list, expected)| check_buffer(what, list, expected, own))?;
+        cache.check(ordinal, self.spec.head_dim.get())?;
+        lists.iter().try_for_each(|&(what, list, expected)| check_buffer(what, list, expected, ordinal))?;
         let Some((lost, rows)) = lost else { return Ok(()) };
-        check_buffer("the list of lost rows", lost, rows.into(), own)?;
+        check_buffer("the list of lost rows", lost, rows.into(), ordinal)?;
         check_apart(("the list of lost rows", lost.span()), lists.iter().map(|(what, list, _)| (*what, list.span())))
     }
 

@@ -226,13 +226,13 @@ impl PackedLayers<'_> {
         ]
     }
 
-    /// Checks that the layers are on device `own` and have heads of `head_dim` elements.
-    pub(crate) fn check(&self, own: usize, head_dim: u32) -> Result<(), LaunchError> {
+    /// Checks that the layers are on device `ordinal` and have heads of `head_dim` elements.
+    pub(crate) fn check(&self, ordinal: usize, head_dim: u32) -> Result<(), LaunchError> {
         let cache = self.shape.kv.head_dim();
         if cache != head_dim {
             return Err(LaunchError::HeadDimOf { takes: head_dim, cache });
         }
-        check_device("the packed KV cache", self.device, own)
+        check_device("the packed KV cache", self.device, ordinal)
     }
 
     /// Checks that a BF16 cache has the same heads.

@@ -33,7 +33,7 @@ impl KvUnpack {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::KvUnpack(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "the unpacking of a KV cache" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a kv_unpack kernel" }),
         }
     }
 
@@ -55,13 +55,13 @@ impl KvUnpack {
         (table, count): (&DeviceBuffer<u32>, u32),
         out: KvLayer<'_>,
     ) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
+        let ordinal = self.kernel.device().ordinal();
         let shape = layer.shape();
         let check = || {
-            layer.check(own, self.spec.head_dim.get())?;
+            layer.check(ordinal, self.spec.head_dim.get())?;
             layer.check_heads(&out.shape())?;
-            out.check_device(own)?;
-            check_buffer("the page table", table, count.into(), own)?;
+            out.check_device(ordinal)?;
+            check_buffer("the page table", table, count.into(), ordinal)?;
             let (got, expected) = (out.shape().pages().into(), count.into());
             if got < expected {
                 return Err(LaunchError::Elements { buffer: "the BF16 pages", got, expected });

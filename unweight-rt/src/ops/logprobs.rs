@@ -8,7 +8,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, MatrixRef,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{ExecContext, operands::check_logits},
 };
@@ -30,7 +30,7 @@ impl Logprobs {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Logprobs(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "log probabilities" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a log-probability kernel" }),
         }
     }
 
@@ -50,34 +50,34 @@ impl Logprobs {
         ids: &DeviceBuffer<u32>,
         out: &mut DeviceBuffer<u32>,
     ) -> Result<(), DeviceError> {
-        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let (desc, ordinal) = (logits.desc(), self.kernel.device().ordinal());
         let check = || {
-            check_shapes(place, [wanted.len(), ids.len(), out.len() / ROW_WORDS])?;
-            place.check_device("logits", own)?;
-            check_device("wanted", wanted.device().ordinal(), own)?;
-            check_device("ids", ids.device().ordinal(), own)?;
-            check_device("log probabilities", out.device().ordinal(), own)?;
-            let read = [("logits", place.span()), ("wanted", wanted.span()), ("ids", ids.span())];
+            check_shapes(desc, [wanted.len(), ids.len(), out.len() / ROW_WORDS])?;
+            desc.check_device("logits", ordinal)?;
+            check_device("wanted", wanted.device().ordinal(), ordinal)?;
+            check_device("ids", ids.device().ordinal(), ordinal)?;
+            check_device("log probabilities", out.device().ordinal(), ordinal)?;
+            let read = [("logits", desc.span()), ("wanted", wanted.span()), ("ids", ids.span())];
             check_apart(("log probabilities", out.span()), read)
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = LogprobsArgs {
-            logits: place.address,
+            logits: desc.address,
             wanted: wanted.address(),
             ids: ids.address(),
             out: out.address(),
-            pitch: place.pitch,
-            vocabulary: place.cols,
+            pitch: desc.pitch,
+            vocabulary: desc.cols,
             reserved: 0,
         };
         // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was created, and
         // each buffer has an entry for every row. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(desc.rows), &args) }
     }
 }
 
 /// Checks the shape of the logits, and the lengths of `wanted`, ids and results.
-fn check_shapes(logits: &Place, [wanted, ids, out]: [usize; 3]) -> Result<(), LaunchError> {
+fn check_shapes(logits: &MatrixDesc, [wanted, ids, out]: [usize; 3]) -> Result<(), LaunchError> {
     check_logits(logits, [("wanted", wanted), ("ids", ids), ("log probabilities", out)])
 }
 
@@ -89,13 +89,13 @@ mod tests {
 
     #[test]
     fn rows_have_all_that_they_need() {
-        let place = |rows, cols, pitch| Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap();
-        assert_eq!(check_shapes(&place(3, 1000, 1000), [3; 3]), Ok(()));
+        let desc = |rows, cols, pitch| MatrixDesc::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap();
+        assert_eq!(check_shapes(&desc(3, 1000, 1000), [3; 3]), Ok(()));
         for (buffer, rows) in [("wanted", [2, 3, 3]), ("ids", [3, 2, 3]), ("log probabilities", [3, 3, 2])] {
             let short = LaunchError::Elements { buffer, got: 2, expected: 3 };
-            assert_eq!(check_shapes(&place(3, 8, 8), rows), Err(short));
+            assert_eq!(check_shapes(&desc(3, 8, 8), rows), Err(short));
         }
-        assert!(check_shapes(&place(3, VOCABULARY_MAX + 1, 2 << 20), [3; 3]).is_err());
-        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { .. })));
+        assert!(check_shapes(&desc(3, VOCABULARY_MAX + 1, 2 << 20), [3; 3]).is_err());
+        assert!(matches!(check_shapes(&desc(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { .. })));
     }
 }

@@ -8,7 +8,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{
         ExecContext,
@@ -30,7 +30,7 @@ impl Norm {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Norm(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "a norm" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a norm kernel" }),
         }
     }
 
@@ -56,11 +56,11 @@ impl Norm {
         rows: Option<&DeviceBuffer<u32>>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
+        let (x, y, ordinal) = (x.desc(), y.desc(), self.kernel.device().ordinal());
         let check = || {
             check_apart(("y", y.span()), [("x", x.span())])?;
             rows.map_or(Ok(()), |rows| {
-                check_device("the list of rows", rows.device().ordinal(), own)?;
+                check_device("the list of rows", rows.device().ordinal(), ordinal)?;
                 check_apart(("y", y.span()), [("the list of rows", rows.span())])
             })
         };
@@ -79,24 +79,24 @@ impl Norm {
         gamma: &DeviceBuffer<u16>,
         eps: f32,
     ) -> Result<(), DeviceError> {
-        self.launch(ctx, y.place(), (gamma, eps), None, y.place())
+        self.launch(ctx, y.desc(), (gamma, eps), None, y.desc())
     }
 
     fn launch(
         &self,
         ctx: &mut ExecContext,
-        x: &Place,
+        x: &MatrixDesc,
         (gamma, eps): (&DeviceBuffer<u16>, f32),
         rows: Option<&DeviceBuffer<u32>>,
-        y: &Place,
+        y: &MatrixDesc,
     ) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
+        let ordinal = self.kernel.device().ordinal();
         let check = || {
             check_shapes(x, rows.map(DeviceBuffer::len), y)?;
             check_len("gamma", gamma.len(), x.cols)?;
-            check_device("gamma", gamma.device().ordinal(), own)?;
-            x.check_device("x", own)?;
-            y.check_device("y", own)?;
+            check_device("gamma", gamma.device().ordinal(), ordinal)?;
+            x.check_device("x", ordinal)?;
+            y.check_device("y", ordinal)?;
             check_apart(("y", y.span()), [("gamma", gamma.span())])
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
@@ -122,11 +122,11 @@ impl Norm {
 }
 
 /// Checks the shapes of input, list and output of a norm.
-fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), LaunchError> {
+fn check_shapes(x: &MatrixDesc, rows: Option<usize>, y: &MatrixDesc) -> Result<(), LaunchError> {
     check_activations("x", x, COLUMNS_MAX)?;
     y.check_rows_aligned("y")?;
-    let asked = if rows.is_some() { y.rows } else { x.rows };
-    if (y.rows, y.cols) != (asked, x.cols) {
+    let expected_rows = if rows.is_some() { y.rows } else { x.rows };
+    if (y.rows, y.cols) != (expected_rows, x.cols) {
         return Err(LaunchError::Output { output: y.shape(), tensor: x.shape() });
     }
     match rows {
@@ -142,22 +142,22 @@ mod tests {
     use super::*;
     use crate::exec::operands::CHUNK;
 
-    fn place(rows: u32, cols: u32) -> Place {
-        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
     }
 
     #[test]
     fn rows_and_columns_must_agree() {
-        assert_eq!(check_shapes(&place(5, 72), None, &place(5, 72)), Ok(()));
-        assert_eq!(check_shapes(&place(5, 72), Some(3), &place(3, 72)), Ok(()));
-        assert_eq!(check_shapes(&place(5, 72), Some(9), &place(9, 72)), Ok(()), "a row may be named twice");
-        for (y, rows) in [(place(4, 72), None), (place(5, 64), None), (place(3, 64), Some(3))] {
-            assert!(matches!(check_shapes(&place(5, 72), rows, &y), Err(LaunchError::Output { .. })), "{y:?}");
+        assert_eq!(check_shapes(&desc(5, 72), None, &desc(5, 72)), Ok(()));
+        assert_eq!(check_shapes(&desc(5, 72), Some(3), &desc(3, 72)), Ok(()));
+        assert_eq!(check_shapes(&desc(5, 72), Some(9), &desc(9, 72)), Ok(()), "a row may be named twice");
+        for (y, rows) in [(desc(4, 72), None), (desc(5, 64), None), (desc(3, 64), Some(3))] {
+            assert!(matches!(check_shapes(&desc(5, 72), rows, &y), Err(LaunchError::Output { .. })), "{y:?}");
         }
         let short = LaunchError::Elements { buffer: "the list of rows", got: 2, expected: 3 };
-        assert_eq!(check_shapes(&place(5, 72), Some(2), &place(3, 72)), Err(short));
+        assert_eq!(check_shapes(&desc(5, 72), Some(2), &desc(3, 72)), Err(short));
         let odd = LaunchError::Columns { operand: "x", cols: 70, of: CHUNK, max: 16384 };
-        assert_eq!(check_shapes(&place(5, 70), None, &place(5, 70)), Err(odd));
-        assert!(matches!(check_shapes(&place(1, 16392), None, &place(1, 16392)), Err(LaunchError::Columns { .. })));
+        assert_eq!(check_shapes(&desc(5, 70), None, &desc(5, 70)), Err(odd));
+        assert!(matches!(check_shapes(&desc(1, 16392), None, &desc(1, 16392)), Err(LaunchError::Columns { .. })));
     }
 }

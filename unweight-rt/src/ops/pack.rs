@@ -1,7 +1,9 @@
 //! Packs weights on the GPU (`docs/format.md` A.9), with the same bytes as on the CPU.
 //!
 //! ```text
-//! DeviceMatrix ---stats---> 256 counts --host: window--> tiles --> containers, heads --host: words of the lists--> lists --> DevicePacked
+//! DeviceMatrix --stats--> 256 counts --host: window-->
+//!                 tiles --> containers, heads --host: words of the lists-->
+//!                 lists --> DevicePacked
 //! DeviceHuffman --full----> DeviceMatrix
 //! DevicePacked --unpack---> DeviceMatrix
 //! ```
@@ -25,7 +27,7 @@ use crate::{
     device::{
         ContextSize, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::ExecContext,
     ops::{
@@ -108,7 +110,7 @@ impl Packer {
     /// # Errors
     /// [`PackError`], which states why the matrix cannot be packed.
     pub fn pack(&mut self, weights: MatrixRef<'_>) -> Result<DevicePacked, PackError> {
-        let source = self.source("weights", weights.place())?;
+        let source = self.source("weights", weights.desc())?;
         self.pack_source(source)
     }
 
@@ -125,19 +127,19 @@ impl Packer {
         escape_heads: &mut DeviceBuffer<u32>,
         escapes: &mut DeviceBuffer<u32>,
     ) -> Result<(Window, usize), PackError> {
-        let source = self.source("weights", weights.place())?;
+        let source = self.source("weights", weights.desc())?;
         let grid = source.grid;
         packed::packable_shape(grid)?;
         let check = || {
             weight::elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;
             weight::elements("escape_heads", escape_heads.len(), grid.tiles() * packed::ROW_BLOCKS)?;
-            weight::room("escapes", escapes.len(), Self::escape_words_max(grid))?;
+            weight::check_capacity("escapes", escapes.len(), Self::escape_words_max(grid))?;
             for (section, device) in
                 [("packed", packed.device()), ("escape_heads", escape_heads.device()), ("escapes", escapes.device())]
             {
-                check_device(section, device.ordinal(), self.own())?;
+                check_device(section, device.ordinal(), self.ordinal())?;
             }
-            let read = [("the weights", weights.place().span())];
+            let read = [("the weights", weights.desc().span())];
             check_apart(("packed", packed.span()), read.clone())?;
             check_apart(("escape_heads", escape_heads.span()), read.clone())?;
             check_apart(("escapes", escapes.span()), read)
@@ -160,7 +162,7 @@ impl Packer {
     /// # Errors
     /// A matrix that is too large, whose device or address the kernels do not support, or a driver error.
     pub fn histogram(&mut self, weights: MatrixRef<'_>) -> Result<Histogram, DeviceError> {
-        let source = self.source("weights", weights.place())?;
+        let source = self.source("weights", weights.desc())?;
         self.count_exponents(source)
     }
 
@@ -198,13 +200,13 @@ impl Packer {
         tensor: &mut DevicePacked,
         steps: usize,
     ) -> Result<(), DeviceError> {
-        let source = self.source("weights", weights.place())?;
+        let source = self.source("weights", weights.desc())?;
         let grid = tensor.grid();
         if source.grid != grid {
-            let (output, tensor) = (weights.place().shape(), weight::shape(grid));
+            let (output, tensor) = (weights.desc().shape(), weight::shape(grid));
             return self.tiles.refuse(LaunchError::Output { output, tensor });
         }
-        check_device("the tensor", tensor.device().ordinal(), self.own())?;
+        check_device("the tensor", tensor.device().ordinal(), self.ordinal())?;
         self.reserve(grid)?;
         self.enqueue_stats(source)?;
         let args = with_sections(self.args(source, tensor.window()), tensor);
@@ -216,20 +218,20 @@ impl Packer {
         Ok(())
     }
 
-    fn own(&self) -> usize {
+    fn ordinal(&self) -> usize {
         self.tiles.device().ordinal()
     }
 
-    fn check_place(&self, operand: &'static str, place: &Place) -> Result<(), LaunchError> {
-        place.check_dense(operand)?;
-        place.check_aligned(operand)?;
-        place.check_device(operand, self.own())
+    fn check_desc(&self, operand: &'static str, desc: &MatrixDesc) -> Result<(), LaunchError> {
+        desc.check_dense(operand)?;
+        desc.check_aligned(operand)?;
+        desc.check_device(operand, self.ordinal())
     }
 
-    fn source(&self, operand: &'static str, place: &Place) -> Result<Source, DeviceError> {
-        self.check_place(operand, place).or_else(|refusal| self.tiles.refuse(refusal))?;
-        let grid = TileGrid::new(place.rows as usize, place.cols as usize)?;
-        Ok(Source { grid, address: place.address })
+    fn source(&self, operand: &'static str, desc: &MatrixDesc) -> Result<Source, DeviceError> {
+        self.check_desc(operand, desc).or_else(|refusal| self.tiles.refuse(refusal))?;
+        let grid = TileGrid::new(desc.rows as usize, desc.cols as usize)?;
+        Ok(Source { grid, address: desc.address })
     }
 
     fn pack_source(&mut self, source: Source) -> Result<DevicePacked, PackError> {
@@ -265,8 +267,8 @@ impl Packer {
         let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
         if inexact != 0 {
-            let place = !inexact as usize;
-            return Err(Unpackable::Operand { row: place / grid.cols(), col: place % grid.cols() }.into());
+            let index = !inexact as usize;
+            return Err(Unpackable::Operand { row: index / grid.cols(), col: index % grid.cols() }.into());
         }
         Ok((args, counted[2..].iter().map(|&words| words as usize).sum()))
     }
@@ -279,7 +281,7 @@ impl Packer {
         escapes: &DeviceBuffer<u32>,
         words: usize,
     ) -> Result<(), DeviceError> {
-        weight::room("escapes", escapes.len(), words)?;
+        weight::check_capacity("escapes", escapes.len(), words)?;
         if words == 0 {
             return Ok(());
         }

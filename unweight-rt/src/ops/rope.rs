@@ -14,7 +14,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, MatrixMut, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{ExecContext, operands::check_len},
     ops::kv::{KvLayer, KvShape},
@@ -155,7 +155,7 @@ impl Rope {
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Rope(spec) = kernel.spec().op else {
-            return kernel.refuse(LaunchError::Family { wanted: "a rotation of heads" });
+            return kernel.refuse(LaunchError::Family { wanted: "a rotary embedding kernel" });
         };
         Ok(Self { kernel, spec })
     }
@@ -182,16 +182,16 @@ impl Rope {
         pages: &DeviceBuffer<u32>,
         start: u32,
     ) -> Result<(), DeviceError> {
-        let (qkv, own, shape) = (qkv.place(), self.kernel.device().ordinal(), kv.shape());
+        let (qkv, ordinal, shape) = (qkv.desc(), self.kernel.device().ordinal(), kv.shape());
         let check = || {
             check_shapes(self.spec.head_dim.get(), qkv, options.heads, options.table.rope_dim, shape)?;
             check_positions(start, qkv.rows, options.table.positions, pages.len())?;
-            qkv.check_device("qkv", own)?;
-            kv.check_device(own)?;
-            check_device("pages", pages.device().ordinal(), own)?;
+            qkv.check_device("qkv", ordinal)?;
+            kv.check_device(ordinal)?;
+            check_device("pages", pages.device().ordinal(), ordinal)?;
             for (name, buffer, len) in options.read(shape) {
                 len.map_or(Ok(()), |len| check_len(name, buffer.len(), len))?;
-                check_device(name, buffer.device().ordinal(), own)?;
+                check_device(name, buffer.device().ordinal(), ordinal)?;
             }
             let read = || options.read(shape).map(|(name, buffer, _)| (name, buffer.span()));
             let read = || read().chain([("pages", pages.span())]);
@@ -226,10 +226,10 @@ impl Rope {
 }
 
 /// Checks that a kernel for heads of this size supports these shapes.
-fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), LaunchError> {
+fn check_shapes(kernel_dim: u32, qkv: &MatrixDesc, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), LaunchError> {
     let head_dim = kv.head_dim();
-    if head_dim != own {
-        return Err(LaunchError::HeadSize { takes: own, got: head_dim });
+    if head_dim != kernel_dim {
+        return Err(LaunchError::HeadSize { takes: kernel_dim, got: head_dim });
     }
     if columns(heads, kv) != Some(qkv.cols.into()) {
         return Err(LaunchError::Heads { cols: qkv.cols, heads, kv_heads: kv.kv_heads(), head_dim });
@@ -256,14 +256,16 @@ fn check_positions(start: u32, m: u32, positions: u32, pages: usize) -> Result<(
 mod tests {
     use super::*;
 
-    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
-        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32, pitch: u64) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
     }
 
     #[test]
     fn heads_fill_their_columns() {
         let kv = KvShape::new(4, 2, 64).unwrap();
-        let check = |own, cols, heads, rope_dim| check_shapes(own, &place(3, cols, cols.into()), heads, rope_dim, kv);
+        let check = |kernel_dim, cols, heads, rope_dim| {
+            check_shapes(kernel_dim, &desc(3, cols, cols.into()), heads, rope_dim, kv)
+        };
         assert_eq!(check(64, 64 * 12, 8, 64), Ok(()));
         assert_eq!(check(64, 64 * 12, 8, 32), Ok(()), "a part of each head is turned");
         assert_eq!(check(128, 64 * 12, 8, 64), Err(LaunchError::HeadSize { takes: 128, got: 64 }));
@@ -271,7 +273,7 @@ mod tests {
         assert_eq!(check(64, 768, 7, 64), Err(heads));
         assert!(matches!(check(64, 768, u32::MAX, 64), Err(LaunchError::Heads { .. })));
         assert_eq!(check(64, 768, 8, 68), Err(LaunchError::RopeDim { rope_dim: 68, head_dim: 64 }));
-        let odd = check_shapes(64, &place(3, 768, 772), 8, 64, kv);
+        let odd = check_shapes(64, &desc(3, 768, 772), 8, 64, kv);
         assert!(matches!(odd, Err(LaunchError::Pitch { operand: "qkv", .. })), "{odd:?}");
     }
 

@@ -13,7 +13,7 @@ use unweight_codegen::{
 
 use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixRef, Stream, module::LoadedKernel},
-    weight::room,
+    weight::check_capacity,
 };
 
 /// How experts and weights follow from a router's logits.
@@ -79,24 +79,24 @@ impl Router {
         choice: RouterConfig,
         (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
     ) -> Result<(), DeviceError> {
-        let place = logits.place();
+        let desc = logits.desc();
         let check = || {
             check(experts, choice.top_k)?;
-            if place.cols != experts || choice.top_k > experts {
-                return Err(LaunchError::Experts { experts: place.cols, top_k: choice.top_k });
+            if desc.cols != experts || choice.top_k > experts {
+                return Err(LaunchError::Experts { experts: desc.cols, top_k: choice.top_k });
             }
-            place.check_device("logits", self.topk.device().ordinal())?;
-            let pairs = place.rows as usize * choice.top_k as usize;
-            room("ids", ids.len(), pairs)?;
-            room("weights of experts", weights.len(), pairs)
+            desc.check_device("logits", self.topk.device().ordinal())?;
+            let pairs = desc.rows as usize * choice.top_k as usize;
+            check_capacity("ids", ids.len(), pairs)?;
+            check_capacity("weights of experts", weights.len(), pairs)
         };
         check().or_else(|refusal| self.topk.refuse(refusal))?;
         let args = RouteArgs {
-            logits: place.address,
+            logits: desc.address,
             ids: ids.address(),
             weights: weights.address(),
-            logits_pitch: place.pitch,
-            tokens: place.rows,
+            logits_pitch: desc.pitch,
+            tokens: desc.rows,
             experts,
             top_k: choice.top_k,
             normalized: choice.normalized.into(),
@@ -104,7 +104,7 @@ impl Router {
             ..RouteArgs::default()
         };
         // SAFETY: sizes were checked above; dropping a buffer waits for the kernel.
-        unsafe { self.topk.launch(stream, GemmShape::rows(place.rows), &args) }
+        unsafe { self.topk.launch(stream, GemmShape::rows(desc.rows), &args) }
     }
 
     /// Enqueues the lists of pairs by expert.

@@ -9,7 +9,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, MatrixRef, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{ExecContext, operands::check_logits},
 };
@@ -68,28 +68,28 @@ impl AdjustedSample {
         positions: &DeviceBuffer<u32>,
         ids: &mut DeviceBuffer<u32>,
     ) -> Result<(), DeviceError> {
-        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let (desc, ordinal) = (logits.desc(), self.kernel.device().ordinal());
         let RowAdjustments { rows: adjusts, tokens, token_pitch, masks } = adjustments;
         let check = || {
-            check_shapes(place, [rows.len(), positions.len(), ids.len()])?;
-            check_states(place, adjusts.len(), tokens.len(), token_pitch)?;
-            place.check_device("logits", own)?;
-            check_device("rows", rows.device().ordinal(), own)?;
-            check_device("adjustments", adjusts.device().ordinal(), own)?;
-            check_device("tokens", tokens.device().ordinal(), own)?;
-            check_device("masks", masks.device().ordinal(), own)?;
-            check_device("positions", positions.device().ordinal(), own)?;
-            check_device("ids", ids.device().ordinal(), own)?;
+            check_shapes(desc, [rows.len(), positions.len(), ids.len()])?;
+            check_states(desc, adjusts.len(), tokens.len(), token_pitch)?;
+            desc.check_device("logits", ordinal)?;
+            check_device("rows", rows.device().ordinal(), ordinal)?;
+            check_device("adjustments", adjusts.device().ordinal(), ordinal)?;
+            check_device("tokens", tokens.device().ordinal(), ordinal)?;
+            check_device("masks", masks.device().ordinal(), ordinal)?;
+            check_device("positions", positions.device().ordinal(), ordinal)?;
+            check_device("ids", ids.device().ordinal(), ordinal)?;
             let read = || {
                 let params = [("rows", rows.span()), ("adjustments", adjusts.span()), ("masks", masks.span())];
-                [("logits", place.span()), ("positions", positions.span())].into_iter().chain(params)
+                [("logits", desc.span()), ("positions", positions.span())].into_iter().chain(params)
             };
             check_apart(("tokens", tokens.span()), read())?;
             check_apart(("ids", ids.span()), read().chain([("tokens", tokens.span())]))
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = SampleArgs {
-            logits: place.address,
+            logits: desc.address,
             rows: rows.address(),
             positions: positions.address(),
             ids: ids.address(),
@@ -97,13 +97,13 @@ impl AdjustedSample {
             adjusts: adjusts.address(),
             tokens: tokens.address(),
             masks: masks.address(),
-            pitch: place.pitch,
-            vocabulary: place.cols,
+            pitch: desc.pitch,
+            vocabulary: desc.cols,
             token_pitch,
         };
         // SAFETY: as for `Sample`; by the contract of `RowAdjustments`, token states have a row for every slot, and
         // masks one for every mask.
-        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(desc.rows), &args) }
     }
 }
 
@@ -142,20 +142,20 @@ impl Sample {
         positions: &mut DeviceBuffer<u32>,
         ids: &mut DeviceBuffer<u32>,
     ) -> Result<(), DeviceError> {
-        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let (desc, ordinal) = (logits.desc(), self.kernel.device().ordinal());
         let check = || {
-            check_shapes(place, [rows.len(), positions.len(), ids.len()])?;
-            place.check_device("logits", own)?;
-            check_device("rows", rows.device().ordinal(), own)?;
-            check_device("positions", positions.device().ordinal(), own)?;
-            check_device("ids", ids.device().ordinal(), own)?;
-            let read = || [("logits", place.span()), ("rows", rows.span())];
+            check_shapes(desc, [rows.len(), positions.len(), ids.len()])?;
+            desc.check_device("logits", ordinal)?;
+            check_device("rows", rows.device().ordinal(), ordinal)?;
+            check_device("positions", positions.device().ordinal(), ordinal)?;
+            check_device("ids", ids.device().ordinal(), ordinal)?;
+            let read = || [("logits", desc.span()), ("rows", rows.span())];
             check_apart(("positions", positions.span()), read())?;
             check_apart(("ids", ids.span()), read().into_iter().chain([("positions", positions.span())]))
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = SampleArgs {
-            logits: place.address,
+            logits: desc.address,
             rows: rows.address(),
             positions: positions.address(),
             ids: ids.address(),
@@ -163,24 +163,24 @@ impl Sample {
             adjusts: 0,
             tokens: 0,
             masks: 0,
-            pitch: place.pitch,
-            vocabulary: place.cols,
+            pitch: desc.pitch,
+            vocabulary: desc.cols,
             token_pitch: 0,
         };
         // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was created, and
         // each buffer has an entry for every row. The fault word lives as long as the context, on whose stream this
         // runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(desc.rows), &args) }
     }
 }
 
 /// Checks the shape of the logits, and the lengths of rows, positions and ids.
-fn check_shapes(logits: &Place, [rows, positions, ids]: [usize; 3]) -> Result<(), LaunchError> {
+fn check_shapes(logits: &MatrixDesc, [rows, positions, ids]: [usize; 3]) -> Result<(), LaunchError> {
     check_logits(logits, [("rows", rows), ("positions", positions), ("ids", ids)])
 }
 
 /// Checks the lengths of adjustments and token states, and the pitch of the states.
-fn check_states(logits: &Place, adjusts: usize, tokens: usize, token_pitch: u32) -> Result<(), LaunchError> {
+fn check_states(logits: &MatrixDesc, adjusts: usize, tokens: usize, token_pitch: u32) -> Result<(), LaunchError> {
     if (adjusts as u64) < u64::from(logits.rows) {
         let (got, expected) = (adjusts as u64, logits.rows.into());
         return Err(LaunchError::Elements { buffer: "adjustments", got, expected });
@@ -199,31 +199,31 @@ mod tests {
 
     use super::*;
 
-    fn place(rows: u32, cols: u32, pitch: u64) -> Place {
-        Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32, pitch: u64) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap()
     }
 
     #[test]
     fn rows_have_all_that_they_need() {
-        assert_eq!(check_shapes(&place(3, 1000, 1000), [3; 3]), Ok(()));
-        assert_eq!(check_shapes(&place(3, 997, 1000), [4, 3, 9]), Ok(()), "any vocabulary; of a bucket's buffers");
-        assert_eq!(check_shapes(&place(1, 997, 997), [1; 3]), Ok(()), "the pitch of a single row says nothing");
-        assert_eq!(check_shapes(&place(0, 8, 8), [0; 3]), Ok(()));
+        assert_eq!(check_shapes(&desc(3, 1000, 1000), [3; 3]), Ok(()));
+        assert_eq!(check_shapes(&desc(3, 997, 1000), [4, 3, 9]), Ok(()), "any vocabulary; of a bucket's buffers");
+        assert_eq!(check_shapes(&desc(1, 997, 997), [1; 3]), Ok(()), "the pitch of a single row says nothing");
+        assert_eq!(check_shapes(&desc(0, 8, 8), [0; 3]), Ok(()));
         for (buffer, lengths) in [("rows", [2, 3, 3]), ("positions", [3, 2, 3]), ("ids", [3, 3, 2])] {
             let short = LaunchError::Elements { buffer, got: 2, expected: 3 };
-            assert_eq!(check_shapes(&place(3, 8, 8), lengths), Err(short));
+            assert_eq!(check_shapes(&desc(3, 8, 8), lengths), Err(short));
         }
         for cols in [0, VOCABULARY_MAX + 1] {
             let none = LaunchError::Logits { cols, max: VOCABULARY_MAX };
-            assert_eq!(check_shapes(&place(3, cols, 2 << 20), [3; 3]), Err(none));
+            assert_eq!(check_shapes(&desc(3, cols, 2 << 20), [3; 3]), Err(none));
         }
-        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { operand: "logits", .. })));
-        assert_eq!(check_states(&place(3, 997, 1000), 3, 998, 998), Ok(()));
+        assert!(matches!(check_shapes(&desc(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { operand: "logits", .. })));
+        assert_eq!(check_states(&desc(3, 997, 1000), 3, 998, 998), Ok(()));
         for (adjusts, tokens, pitch) in [(2, 998, 998), (3, 998, 997), (3, 997, 998), (3, 998, 996)] {
-            let short = check_states(&place(3, 997, 1000), adjusts, tokens, pitch);
+            let short = check_states(&desc(3, 997, 1000), adjusts, tokens, pitch);
             assert!(matches!(short, Err(LaunchError::Elements { .. })), "{adjusts} {tokens} {pitch}");
         }
-        let odd = Place { address: 0x1002, ..place(1, 8, 8) };
+        let odd = MatrixDesc { address: 0x1002, ..desc(1, 8, 8) };
         assert!(matches!(check_shapes(&odd, [1; 3]), Err(LaunchError::Alignment { operand: "logits", .. })));
     }
 }

@@ -12,7 +12,7 @@ use crate::{
     device::{
         DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
-        view::{Place, check_apart},
+        view::{MatrixDesc, check_apart},
     },
     exec::{ExecContext, operands::check_activations},
 };
@@ -31,7 +31,7 @@ impl Scale {
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Scale(spec) = kernel.spec().op else {
-            return kernel.refuse(LaunchError::Family { wanted: "a factor of activations" });
+            return kernel.refuse(LaunchError::Family { wanted: "a scale kernel" });
         };
         Ok(Self { kernel, spec })
     }
@@ -53,7 +53,7 @@ impl Scale {
         factor: f32,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (x, y) = (x.place(), y.place());
+        let (x, y) = (x.desc(), y.desc());
         let apart = check_apart(("y", y.span()), [("x", x.span())]);
         apart.or_else(|refusal| self.kernel.refuse(refusal))?;
         self.launch(ctx, x, factor, y)
@@ -65,17 +65,17 @@ impl Scale {
     /// As for [`Scale::enqueue`]; or the kernel adds.
     pub fn enqueue_in_place(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
         if self.spec.form == ScaleForm::Add {
-            return self.kernel.refuse(LaunchError::Family { wanted: "a factor in place" });
+            return self.kernel.refuse(LaunchError::Family { wanted: "a scale kernel that works in place" });
         }
-        self.launch(ctx, y.place(), factor, y.place())
+        self.launch(ctx, y.desc(), factor, y.desc())
     }
 
-    fn launch(&self, ctx: &mut ExecContext, x: &Place, factor: f32, y: &Place) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
+    fn launch(&self, ctx: &mut ExecContext, x: &MatrixDesc, factor: f32, y: &MatrixDesc) -> Result<(), DeviceError> {
+        let ordinal = self.kernel.device().ordinal();
         let check = || {
             check_shapes(x, y)?;
-            x.check_device("x", own)?;
-            y.check_device("y", own)
+            x.check_device("x", ordinal)?;
+            y.check_device("y", ordinal)
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = ScaleArgs {
@@ -96,7 +96,7 @@ impl Scale {
 }
 
 /// Checks the shapes of input and output.
-fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
+fn check_shapes(x: &MatrixDesc, y: &MatrixDesc) -> Result<(), LaunchError> {
     check_activations("x", x, u32::MAX)?;
     y.check_rows_aligned("y")?;
     if y.shape() == x.shape() { Ok(()) } else { Err(LaunchError::Output { output: y.shape(), tensor: x.shape() }) }
@@ -108,11 +108,11 @@ mod tests {
 
     #[test]
     fn input_and_output_have_one_shape() {
-        let place = |rows, cols| Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap();
-        assert_eq!(check_shapes(&place(5, 72), &place(5, 72)), Ok(()));
-        for y in [place(4, 72), place(5, 64)] {
-            assert!(matches!(check_shapes(&place(5, 72), &y), Err(LaunchError::Output { .. })), "{y:?}");
+        let desc = |rows, cols| MatrixDesc::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap();
+        assert_eq!(check_shapes(&desc(5, 72), &desc(5, 72)), Ok(()));
+        for y in [desc(4, 72), desc(5, 64)] {
+            assert!(matches!(check_shapes(&desc(5, 72), &y), Err(LaunchError::Output { .. })), "{y:?}");
         }
-        assert!(matches!(check_shapes(&place(5, 70), &place(5, 70)), Err(LaunchError::Columns { .. })));
+        assert!(matches!(check_shapes(&desc(5, 70), &desc(5, 70)), Err(LaunchError::Columns { .. })));
     }
 }

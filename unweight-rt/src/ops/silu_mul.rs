@@ -14,7 +14,7 @@ use crate::{
         DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         error::PitchRule,
         module::LoadedKernel,
-        view::{Place, check_apart},
+        view::{MatrixDesc, check_apart},
     },
     exec::{ExecContext, operands::check_activations},
 };
@@ -33,7 +33,7 @@ impl SiluMul {
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::SiluMul(spec) = kernel.spec().op else {
-            return kernel.refuse(LaunchError::Family { wanted: "an activation of a gated MLP" });
+            return kernel.refuse(LaunchError::Family { wanted: "a silu_mul kernel" });
         };
         Ok(Self { kernel, spec })
     }
@@ -49,7 +49,7 @@ impl SiluMul {
     /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
     /// does not support; or a driver error.
     pub fn enqueue(&self, ctx: &mut ExecContext, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
-        check_shapes(x.place(), y.place()).or_else(|refusal| self.kernel.refuse(refusal))?;
+        check_shapes(x.desc(), y.desc()).or_else(|refusal| self.kernel.refuse(refusal))?;
         let half = |cols| x.part(0..x.rows(), cols);
         self.enqueue_pair(ctx, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
     }
@@ -65,12 +65,12 @@ impl SiluMul {
         up: MatrixRef<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (gate, up, y, own) = (gate.place(), up.place(), y.place(), self.kernel.device().ordinal());
+        let (gate, up, y, ordinal) = (gate.desc(), up.desc(), y.desc(), self.kernel.device().ordinal());
         let check = || {
             check_pair(gate, up, y)?;
-            gate.check_device("the gate", own)?;
-            up.check_device("the up", own)?;
-            y.check_device("y", own)?;
+            gate.check_device("the gate", ordinal)?;
+            up.check_device("the up", ordinal)?;
+            y.check_device("y", ordinal)?;
             check_apart(("y", y.span()), [("the gate", gate.span()), ("the up", up.span())])
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
@@ -95,12 +95,12 @@ impl SiluMul {
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].
-    pub(crate) fn check_interleaved(&self, x: &Place, y: &Place) -> Result<(), DeviceError> {
-        let own = self.kernel.device().ordinal();
+    pub(crate) fn check_interleaved(&self, x: &MatrixDesc, y: &MatrixDesc) -> Result<(), DeviceError> {
+        let ordinal = self.kernel.device().ordinal();
         let check = || {
             check_shapes(x, y)?;
-            x.check_device("x", own)?;
-            y.check_device("y", own)?;
+            x.check_device("x", ordinal)?;
+            y.check_device("y", ordinal)?;
             check_apart(("y", y.span()), [("x", x.span())])
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))
@@ -115,7 +115,12 @@ impl SiluMul {
     ///
     /// # Errors
     /// A driver error.
-    pub(crate) unsafe fn launch_interleaved(&self, stream: &Stream, x: &Place, y: &Place) -> Result<(), DeviceError> {
+    pub(crate) unsafe fn launch_interleaved(
+        &self,
+        stream: &Stream,
+        x: &MatrixDesc,
+        y: &MatrixDesc,
+    ) -> Result<(), DeviceError> {
         const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
         let args = SiluMulArgs {
             gate: x.address,
@@ -135,7 +140,7 @@ impl SiluMul {
 }
 
 /// Checks the shapes of input and output.
-fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
+fn check_shapes(x: &MatrixDesc, y: &MatrixDesc) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     x.check_rows_aligned("x")?;
     if (x.rows, u64::from(x.cols)) == (y.rows, 2 * u64::from(y.cols)) {
@@ -146,7 +151,7 @@ fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
 }
 
 /// Checks the shapes of two products and of their output.
-fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), LaunchError> {
+fn check_pair(gate: &MatrixDesc, up: &MatrixDesc, y: &MatrixDesc) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     gate.check_rows_aligned("the gate")?;
     up.check_rows_aligned("the up")?;
@@ -164,23 +169,23 @@ fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), LaunchError> {
 mod tests {
     use super::*;
 
-    fn place(rows: u32, cols: u32) -> Place {
-        Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    fn desc(rows: u32, cols: u32) -> MatrixDesc {
+        MatrixDesc::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
     }
 
     #[test]
     fn a_gate_and_an_up_make_half_the_columns() {
-        assert_eq!(check_shapes(&place(3, 144), &place(3, 72)), Ok(()));
-        for (x, y) in [(place(3, 72), place(3, 72)), (place(4, 144), place(3, 72)), (place(3, 144), place(3, 144))] {
+        assert_eq!(check_shapes(&desc(3, 144), &desc(3, 72)), Ok(()));
+        for (x, y) in [(desc(3, 72), desc(3, 72)), (desc(4, 144), desc(3, 72)), (desc(3, 144), desc(3, 144))] {
             assert_eq!(check_shapes(&x, &y), Err(LaunchError::Gated { x: x.shape(), y: y.shape() }));
         }
-        assert_eq!(check_pair(&place(3, 72), &place(3, 72), &place(3, 72)), Ok(()));
+        assert_eq!(check_pair(&desc(3, 72), &desc(3, 72), &desc(3, 72)), Ok(()));
         for (gate, up) in [((3, 72), (3, 80)), ((2, 72), (3, 72)), ((3, 80), (3, 80))] {
-            let pair = check_pair(&place(gate.0, gate.1), &place(up.0, up.1), &place(3, 72));
+            let pair = check_pair(&desc(gate.0, gate.1), &desc(up.0, up.1), &desc(3, 72));
             assert!(matches!(pair, Err(LaunchError::Gated { .. })), "{pair:?}");
         }
-        let wide = Place::new(0, 0x1000, 3, 72, 80, u64::MAX).unwrap();
-        assert!(matches!(check_pair(&place(3, 72), &wide, &place(3, 72)), Err(LaunchError::Pitch { .. })));
-        assert!(matches!(check_shapes(&place(3, 24), &place(3, 12)), Err(LaunchError::Columns { operand: "y", .. })));
+        let wide = MatrixDesc::new(0, 0x1000, 3, 72, 80, u64::MAX).unwrap();
+        assert!(matches!(check_pair(&desc(3, 72), &wide, &desc(3, 72)), Err(LaunchError::Pitch { .. })));
+        assert!(matches!(check_shapes(&desc(3, 24), &desc(3, 12)), Err(LaunchError::Columns { operand: "y", .. })));
     }
 }

@@ -29,7 +29,7 @@ impl Unpacker {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Unpack(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "an unpacker to bf16" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an unpacker to BF16" }),
         }
     }
 
@@ -38,19 +38,19 @@ impl Unpacker {
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn enqueue(&self, stream: &Stream, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
-        let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
+        let (grid, desc, ordinal) = (tensor.grid(), output.desc(), self.kernel.device().ordinal());
         let check = || {
-            if place.shape() != weight::shape(grid) {
-                return Err(LaunchError::Output { output: place.shape(), tensor: weight::shape(grid) });
+            if desc.shape() != weight::shape(grid) {
+                return Err(LaunchError::Output { output: desc.shape(), tensor: weight::shape(grid) });
             }
-            place.check_dense("the output")?;
-            place.check_aligned("the output")?;
-            place.check_device("the output", own)?;
-            check_device("the tensor", tensor.device().ordinal(), own)?;
-            check_apart(("the output", place.span()), tensor.spans())
+            desc.check_dense("the output")?;
+            desc.check_aligned("the output")?;
+            desc.check_device("the output", ordinal)?;
+            check_device("the tensor", tensor.device().ordinal(), ordinal)?;
+            check_apart(("the output", desc.span()), tensor.spans())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let args = PackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
+        let args = PackArgs { weights: desc.address, base: tensor.window().base().into(), ..shape(grid) };
         // SAFETY: the sections have the sizes that the grid requires or a count that bounds them, `output` has the
         // grid's shape, and the kernel bounds-checks every index. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }

@@ -48,7 +48,7 @@ pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Res
 }
 
 /// Checks that a buffer has room for `need` elements.
-pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(), LaunchError> {
+pub(crate) fn check_capacity(buffer: &'static str, have: usize, need: usize) -> Result<(), LaunchError> {
     let refusal = LaunchError::Room { buffer, need: need as u64, have: have as u64 };
     if have >= need { Ok(()) } else { Err(refusal) }
 }

@@ -10,7 +10,7 @@ use unweight_format::{
     },
 };
 
-use super::{count, device_shape, elements, room, stored_words};
+use super::{check_capacity, count, device_shape, elements, stored_words};
 use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, view::check_device};
 
 /// A packed tensor on the device (`docs/format.md` A.9), the input of packed matmuls.
@@ -67,9 +67,9 @@ impl DevicePacked {
         elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;
         elements("escape_heads", escape_heads.len(), grid.tiles() * packed::ROW_BLOCKS)?;
         count("words of escapes", escapes.len())?;
-        let own = packed.device().ordinal();
-        check_device("escape_heads", escape_heads.device().ordinal(), own)?;
-        check_device("escapes", escapes.device().ordinal(), own)?;
+        let ordinal = packed.device().ordinal();
+        check_device("escape_heads", escape_heads.device().ordinal(), ordinal)?;
+        check_device("escapes", escapes.device().ordinal(), ordinal)?;
         Ok(Self { grid, window, has_escapes: true, packed, escape_heads, escapes })
     }
 
@@ -84,7 +84,7 @@ impl DevicePacked {
 
     /// Allocates tiles and heads for another shape that refer to this tensor's escape lists; frees this tensor's tiles.
     /// Waits.
-    pub(crate) fn into_room(self, stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
+    pub(crate) fn into_slots(self, stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
         let Self { window, has_escapes, packed, escape_heads, escapes, .. } = self;
         // Freed first, so that both need not fit in memory.
         drop((packed, escape_heads));
@@ -187,7 +187,7 @@ impl PackedEscapes {
     pub(crate) unsafe fn over(&self, slot: &DeviceBuffer<u8>) -> Result<DevicePacked, DeviceError> {
         let device = self.escape_heads.device();
         let bytes = self.grid.tiles() * packed::TILE_BYTES;
-        room("the slot", slot.len(), bytes)?;
+        check_capacity("the slot", slot.len(), bytes)?;
         check_device("the slot", slot.device().ordinal(), device.ordinal())?;
         // SAFETY: the start of the slot and both whole sections, with readable bytes after each (after the tiles: the
         // rest of the slot or its padding); alive by the caller's promise.

@@ -76,15 +76,15 @@ fn sizes_are_those_of_the_format() {
 #[test]
 fn every_word_of_a_tile_has_one_place() {
     for head_dim in head_dims() {
-        let mut taken = vec![false; tile_bytes(head_dim) as usize / 4];
+        let mut used = vec![false; tile_bytes(head_dim) as usize / 4];
         for q in 0..3 * head_dim / 16 {
             for lane in 0..32 {
                 let offset = word_offset(head_dim, q, lane);
                 assert_eq!(offset % 4, 0);
-                assert!(!std::mem::replace(&mut taken[offset as usize / 4], true), "{head_dim}: {q}, {lane}");
+                assert!(!std::mem::replace(&mut used[offset as usize / 4], true), "{head_dim}: {q}, {lane}");
             }
         }
-        assert!(taken.iter().all(|taken| *taken));
+        assert!(used.iter().all(|used| *used));
     }
 }
 
@@ -127,14 +127,14 @@ fn slots_and_bf16_units_number_values_as_the_format_says() {
 #[test]
 fn every_value_of_a_tile_has_one_place() {
     for (head_dim, half) in head_dims().flat_map(|head_dim| HALVES.map(|half| (head_dim, half))) {
-        let mut taken = vec![false; (PAGE_TOKENS * head_dim) as usize];
+        let mut used = vec![false; (PAGE_TOKENS * head_dim) as usize];
         for (tile, position) in positions(head_dim) {
             let (token, element) = place(half, position.0, position.1, position.2, position.3);
             assert!(token < TILE_TOKENS && element < head_dim);
             let at = index(head_dim, half, tile, position);
-            assert!(!std::mem::replace(&mut taken[at], true), "{head_dim}, {half:?}: {tile}, {position:?}");
+            assert!(!std::mem::replace(&mut used[at], true), "{head_dim}, {half:?}: {tile}, {position:?}");
         }
-        assert!(taken.iter().all(|taken| *taken));
+        assert!(used.iter().all(|used| *used));
     }
 }
 
@@ -166,9 +166,12 @@ fn quads_are_the_fragments_of_the_attention_kernels() {
             let values = ldmatrix(&memory, |lane| address(lane % 16, lane / 16), true);
             for (half, loaded) in HALVES.into_iter().zip([keys, values]) {
                 for (lane, register) in (0..32).flat_map(|lane| (0..4).map(move |register| (lane, register))) {
-                    let own =
+                    let expected =
                         [false, true].map(|high| index(head_dim, half, tile, (step, lane, register, high)) as u16);
-                    assert_eq!(loaded[lane as usize][register as usize], own, "{head_dim}, {half:?}: {step}, {lane}");
+                    assert_eq!(
+                        loaded[lane as usize][register as usize], expected,
+                        "{head_dim}, {half:?}: {step}, {lane}"
+                    );
                 }
             }
         }
@@ -188,16 +191,16 @@ fn the_attention_kernels_address_rows_as_assumed() {
 #[test]
 fn words_have_the_bits_of_the_format() {
     // For each of P0..P3, in both halves: all bits of one, and none of the others.
-    let own = 0x87ff_87ff;
-    assert_eq!(weave([own, 0, 0, 0]), [own, 0, 0]);
-    assert_eq!(weave([0, own, 0, 0]), [0, own, 0]);
-    assert_eq!(weave([0, 0, own, 0]), [0, 0, own]);
+    let mask = 0x87ff_87ff;
+    assert_eq!(weave([mask, 0, 0, 0]), [mask, 0, 0]);
+    assert_eq!(weave([0, mask, 0, 0]), [0, mask, 0]);
+    assert_eq!(weave([0, 0, mask, 0]), [0, 0, mask]);
     assert_eq!(weave([0, 0, 0, 0x0780_0000]), [0x7800_0000, 0, 0]);
     assert_eq!(weave([0, 0, 0, 0x0000_0078]), [0, 0x0000_7800, 0]);
     // The low three bits of P3's high half, and the sign of its low half, are in the low half of w2.
     assert_eq!(weave([0, 0, 0, 0x0007_8000]), [0, 0, 0x0000_7800]);
     assert_eq!(weave([0, 0, 0, 0x8000_0007]), [0, 0, 0x7800_0000]);
-    for bit in (0..128).filter(|bit| own >> (bit % 32) & 1 == 1) {
+    for bit in (0..128).filter(|bit| mask >> (bit % 32) & 1 == 1) {
         let mut quad = [0; 4];
         quad[bit / 32] = 1 << (bit % 32);
         assert_eq!(unweave(weave(quad)), quad);
@@ -341,14 +344,14 @@ fn escapes_are_in_order_wherever_they_stand() {
         // All escapes in the first tile, all in the last, and the first and last element of each tile.
         let corners = (0..4).flat_map(|tile| [tile * 16 * head_dim, (tile + 1) * 16 * head_dim - 1]);
         let last = (0..8).map(|i| 64 * head_dim - 1 - 3 * i);
-        for places in [(0..8).collect::<Vec<u32>>(), last.collect(), corners.collect()] {
+        for indices in [(0..8).collect::<Vec<u32>>(), last.collect(), corners.collect()] {
             let mut values = page(head_dim, &[100, 115]);
-            for (i, at) in (0..).zip(&places) {
+            for (i, at) in (0..).zip(&indices) {
                 values[*at as usize] = bf16(if i % 2 == 0 { 0 } else { 97 }, i);
             }
             let unit = restored(head_dim, half, &values);
-            assert_eq!(base_of(head_dim, &unit), Some((100, places.len() as u8)));
-            let ends = (1..=4).map(|tile| places.iter().filter(|at| **at < tile * 16 * head_dim).count() as u8);
+            assert_eq!(base_of(head_dim, &unit), Some((100, indices.len() as u8)));
+            let ends = (1..=4).map(|tile| indices.iter().filter(|at| **at < tile * 16 * head_dim).count() as u8);
             assert!(ends.eq(unit.record[12..16].iter().copied()), "{:?}", unit.record);
         }
     }
@@ -382,19 +385,22 @@ fn the_window_of_each_step_ends_with_its_largest_exponent() {
     assert_eq!(one(&[(100, 1023), (0, 1)]), Some(85));
     // One large value moves the window of its own step only.
     assert_eq!(one(&[(90, 1023), (106, 1)]), None);
-    let usual = vec![(100, 1020), (90, 4)];
-    let bases = choose(&[usual.clone(), vec![(200, 1024)], usual.clone(), vec![(3, 1024)], vec![(16, 1024)]]);
+    let typical = vec![(100, 1020), (90, 4)];
+    let bases = choose(&[typical.clone(), vec![(200, 1024)], typical.clone(), vec![(3, 1024)], vec![(16, 1024)]]);
     assert_eq!(bases, Some([85, 185, 85, 0, 1, 0, 0, 0]));
     // All steps share the slots of the record.
-    let few = vec![(100, 1020), (80, 4)];
-    assert_eq!(choose(&[few.clone(), few.clone()]), Some([85, 85, 0, 0, 0, 0, 0, 0]));
-    assert_eq!(choose(&[few.clone(), few.clone(), vec![(100, 1023), (80, 1)]]), None);
+    let with_escapes = vec![(100, 1020), (80, 4)];
+    assert_eq!(choose(&[with_escapes.clone(), with_escapes.clone()]), Some([85, 85, 0, 0, 0, 0, 0, 0]));
+    assert_eq!(choose(&[with_escapes.clone(), with_escapes.clone(), vec![(100, 1023), (80, 1)]]), None);
     // A record of 48 bytes has 16 slots.
-    let most = |last: u32| {
-        choose(&[vec![few.clone(); 4], vec![usual.clone(); 3], vec![vec![(100, 1024 - last), (80, last)]]].concat())
+    let eight_steps = |last: u32| {
+        choose(
+            &[vec![with_escapes.clone(); 4], vec![typical.clone(); 3], vec![vec![(100, 1024 - last), (80, last)]]]
+                .concat(),
+        )
     };
-    assert_eq!(most(0), Some([85; 8]));
-    assert_eq!(most(1), None);
+    assert_eq!(eight_steps(0), Some([85; 8]));
+    assert_eq!(eight_steps(1), None);
 }
 
 fn parts(unit: EncodedUnit) -> ([Vec<u8>; 4], Vec<u8>) {
@@ -450,9 +456,9 @@ fn units_elsewhere_and_buffers_of_other_sizes_are_errors() {
     let decode = |tiles: &[Vec<u8>; 4], record: &[u8], bf16: Option<&[u8]>| {
         decode_unit(32, KvHalf::Value, tiles, record, bf16).unwrap_err()
     };
-    let mut named = record.clone();
-    named[12..16].copy_from_slice(&7u32.to_le_bytes());
-    assert_eq!(decode(&tiles, &named, None), KvPageError::UnitMissing { index: 7 });
+    let mut lost_index = record.clone();
+    lost_index[12..16].copy_from_slice(&7u32.to_le_bytes());
+    assert_eq!(decode(&tiles, &lost_index, None), KvPageError::UnitMissing { index: 7 });
     let size = |what, bytes, expected| KvPageError::Size { what, bytes, expected };
     assert_eq!(decode(&tiles, &record, Some(&[0; 8])), size("BF16 unit", 8, 4096));
     assert_eq!(decode(&tiles, &record[..31], None), size("record", 31, 32));
@@ -476,14 +482,14 @@ fn units() -> impl Strategy<Value = (u32, KvHalf, Vec<u16>)> {
     let shape = (1..=8u32, prop::bool::ANY, firsts, 1..=18u32, 0..=18usize);
     shape.prop_flat_map(|(steps, value, firsts, width, others)| {
         let count = (PAGE_TOKENS * 16 * steps) as usize;
-        let usual = prop::collection::vec((0..width, prop::num::u16::ANY), count);
+        let typical = prop::collection::vec((0..width, prop::num::u16::ANY), count);
         let others =
             prop::collection::vec((prop::sample::select(vec![0, 1, 5, 31, 40]), 0..count, prop::num::u16::ANY), others);
-        (usual, others).prop_map(move |(usual, others)| {
+        (typical, others).prop_map(move |(typical, others)| {
             let first = |at: usize| firsts[at / 16 % steps as usize];
-            let usual = usual.into_iter().enumerate();
+            let typical = typical.into_iter().enumerate();
             let mut values: Vec<u16> =
-                usual.map(|(at, (e, rest))| bf16((first(at) + e).min(255), rest.into())).collect();
+                typical.map(|(at, (e, rest))| bf16((first(at) + e).min(255), rest.into())).collect();
             for (below, at, rest) in others {
                 // Zeros, values near the window, and any pattern.
                 values[at] = match below {
@@ -515,13 +521,13 @@ proptest! {
     fn any_bytes_decode_or_are_refused(
         head_dim in prop::sample::select(vec![0, 16, 24, 48, 80, 96, 128, 256, u32::MAX]),
         kind in 0..=3u8,
-        usual in prop::bool::ANY,
+        typical in prop::bool::ANY,
         record in prop::collection::vec(prop::num::u8::ANY, 0..=64),
         bytes in prop::collection::vec(prop::num::u8::ANY, 3072),
     ) {
         let mut record = record;
         let mut tiles = [(); 4].map(|()| bytes.clone());
-        if usual && takes(head_dim) {
+        if typical && takes(head_dim) {
             record.resize(record_bytes(head_dim) as usize, 0);
             record[RECORD_KIND..RECORD_ENDS].copy_from_slice(&[kind, 0, 0, 0]);
             record[(head_dim / 16) as usize..RECORD_KIND].fill(0);
@@ -550,12 +556,12 @@ proptest! {
         if let Ok(decoded) = decode_unit(head_dim, half, &unit.tiles, &record, unit.bf16.as_deref()) {
             let differ = decoded.iter().zip(&values).filter(|(a, b)| a != b).count();
             // A base affects all values of its step, the kind all values.
-            let most = match at {
+            let max_differ = match at {
                 0..RECORD_KIND => 1024,
                 RECORD_KIND => values.len(),
                 _ => 2 * slots(head_dim) as usize,
             };
-            prop_assert!(differ <= most, "byte {at}: {differ} values differ");
+            prop_assert!(differ <= max_differ, "byte {at}: {differ} values differ");
             let same = |(a, b): (&u16, &u16)| a & 0x807f == b & 0x807f;
             prop_assert!(at == RECORD_KIND || decoded.iter().zip(&values).all(same));
         }
@@ -577,7 +583,7 @@ fn golden_cases() -> Vec<Case> {
         state = xorshift(state);
         state % below
     };
-    let usual = || vec![(120, 700), (115, 320), (100, 4)];
+    let typical = || vec![(120, 700), (115, 320), (100, 4)];
     let mut cases: Vec<Case> = vec![
         ("zeros", vec![vec![(0, 1024)]; 4]),
         ("subnormals and the smallest numbers", vec![vec![(0, 500), (1, 500), (15, 24)]]),
@@ -587,9 +593,9 @@ fn golden_cases() -> Vec<Case> {
         ("no code", vec![vec![(100, 1023), (53, 1)]]),
         ("a base of 0", vec![vec![(15, 1000), (2, 8), (1, 4), (0, 12)]]),
         ("a base of 1", vec![vec![(16, 1000), (2, 8), (1, 8), (0, 8)]]),
-        ("a step of large channels", vec![usual(), vec![(140, 512), (130, 512)]]),
-        ("a large value among usual ones", vec![usual(), vec![(140, 1), (120, 1023)]]),
-        ("as many escapes as 8 steps share", vec![usual(), usual(), usual(), usual(), vec![(100, 1024)]]),
+        ("a step of large channels", vec![typical(), vec![(140, 512), (130, 512)]]),
+        ("a large value among usual ones", vec![typical(), vec![(140, 1), (120, 1023)]]),
+        ("as many escapes as 8 steps share", vec![typical(), typical(), typical(), typical(), vec![(100, 1024)]]),
     ];
     for _ in 0..200 {
         let steps = 1 + draw(8);
@@ -671,14 +677,14 @@ fn the_document_shows_this_encoder() {
     text += "```\n\nThe low half of P0 in lane 0 is `3880`: exponent 113, since an escape has nibble 0. ";
     text += "The slot makes the exponent 0.\n";
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kv-cache.md");
-    let own = std::fs::read_to_string(&path).unwrap();
-    let (before, rest) = own.split_once(BEGIN).expect("the first comment");
+    let document = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = document.split_once(BEGIN).expect("the first comment");
     let (_, after) = rest.split_once(END).expect("the second comment");
     assert!(text.lines().all(|line| line.len() <= 120), "{text}");
     let renewed = [before, BEGIN, &text, END, after].concat();
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(&path, renewed).unwrap();
     } else {
-        assert_eq!(own, renewed, "UPDATE_DOCS=1 writes docs/kv-cache.md");
+        assert_eq!(document, renewed, "UPDATE_DOCS=1 writes docs/kv-cache.md");
     }
 }

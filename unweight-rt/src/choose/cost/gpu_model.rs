@@ -28,7 +28,7 @@ pub struct GpuModel {
 }
 
 /// Data-center cards with half the tensor-core rate, like gaming cards.
-const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
+const HALF_RATE_CARDS: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
 
 impl GpuModel {
     /// An H200 (SXM), to which the model was fitted, as described by its driver: kernels compiled without a device are
@@ -59,7 +59,9 @@ impl GpuModel {
         match arch {
             Arch::Sm90a => 4096.0,
             Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 2048.0,
-            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || HALVED.contains(&name) => 512.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || HALF_RATE_CARDS.contains(&name) => {
+                512.0
+            }
             Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 1024.0,
         }
     }
@@ -102,9 +104,9 @@ pub fn candidates(
     gpu: &GpuModel,
     registered: &Registered,
     problem: GemmShape,
-    wanted: PackedUse,
+    packed_use: PackedUse,
 ) -> Vec<(VariantSpec, f64)> {
-    ranked(gpu, problem, registered.packed(gpu.arch, wanted))
+    ranked(gpu, problem, registered.packed(gpu.arch, packed_use))
 }
 
 /// Like [`candidates`], for compact weights; also empty for architectures without such variants.
@@ -112,9 +114,9 @@ pub fn compact_candidates(
     gpu: &GpuModel,
     registered: &Registered,
     problem: GemmShape,
-    wanted: PackedUse,
+    packed_use: PackedUse,
 ) -> Vec<(VariantSpec, f64)> {
-    ranked(gpu, problem, registered.compact(gpu.arch, wanted))
+    ranked(gpu, problem, registered.compact(gpu.arch, packed_use))
 }
 
 fn ranked(gpu: &GpuModel, problem: GemmShape, variants: impl Iterator<Item = VariantSpec>) -> Vec<(VariantSpec, f64)> {
@@ -132,9 +134,9 @@ fn ranked(gpu: &GpuModel, problem: GemmShape, variants: impl Iterator<Item = Var
 /// Returns the microseconds of expanding a compact weight to packed tiles: bytes read and written, at the measured
 /// share of the memory bandwidth (53.7 us for 14336x4096).
 pub fn expand_us(gpu: &GpuModel, n: u32, k: u32) -> f64 {
-    const SHARE: f64 = 0.74;
+    const BANDWIDTH_SHARE: f64 = 0.74;
     let weights = f64::from(n) * f64::from(k);
-    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (gpu.reads() * SHARE)
+    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (gpu.reads() * BANDWIDTH_SHARE)
 }
 
 /// Returns the microseconds of cuBLAS on BF16: the larger of memory reads and tensor-core work.
@@ -175,23 +177,23 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
             let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
             let groups = blocks / (cluster * batch_tiles);
-            let dealt = (f64::from(n / 16) / groups).ceil();
+            let rows_per_group = (f64::from(n / 16) / groups).ceil();
             let per_sm = f64::from(plan.launch.blocks_per_sm);
             let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
-            let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
+            let row_blocks = rows_per_group.min(f64::from(op.row_blocks.get()));
             let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
             let rate = gpu.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
             let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
-            let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
+            let steps = (blocks / sms_f).ceil() * rows_per_group * columns / cluster;
             let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / gpu.tensor_share();
             let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
-            let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
-            let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
+            let wave_us = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
+            let exchange_us = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
             // The fewer bytes are in flight, the longer the wait for the last ones.
             let tail = 3e6 / in_flight;
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
-            Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
+            Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + wave_us + exchange_us + tail)
         }
         // Decoding is the limit, not memory: the dependent decode chains of a single warp, or the instruction rate of a
         // multiprocessor. Fitted to 32 problems (docs/records/2026-11-22/matmul-compact-nine.csv): for each, the
@@ -201,7 +203,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
             let per_sm = f64::from(plan.launch.blocks_per_sm);
             let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / gpu.tensor_share();
-            let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
+            let exchange_us = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
             // The time of a wave with `resident` blocks per multiprocessor, each with its share of a cluster's rows of
             // tiles.
             let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
@@ -210,7 +212,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             let wave = |resident: f64| {
                 let alone = (tiles / (cluster * warps)).ceil() * (COMPACT_TILE_US.1 + rows);
                 let shared = tiles / cluster * resident * (COMPACT_TILE_US.0 + rows / 8.0);
-                alone.max(shared) / clock + meeting + COMPACT_WAVE_US
+                alone.max(shared) / clock + exchange_us + COMPACT_WAVE_US
             };
             let (waves, rest) = ((blocks / (sms_f * per_sm)).floor(), blocks % (sms_f * per_sm));
             let last = if rest > 0.0 { wave((rest / sms_f).ceil()) } else { 0.0 };
@@ -224,19 +226,20 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             // One cluster per tile of Y; only as many are resident as fit.
             plan.launch.grid.blocks(problem, sms)?;
             let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
-            let share = tiles / (usable / cluster).floor().max(1.0);
+            let tiles_per_cluster = tiles / (usable / cluster).floor().max(1.0);
             let cost = WideCost::of(op.batch_tile.get());
             let warpgroups = f64::from(op.warpgroups.get());
-            let of_two = if warpgroups == 1.0 { cost.lone } else { warpgroups / 2.0 };
-            let step = if share <= 1.0 { cost.step_us } else { cost.warm_step_us } / clock * of_two;
-            let work = if op.stream_k && share.fract() > 0.0 {
-                cost.share_us + share * columns * step
+            let warpgroup_pairs = if warpgroups == 1.0 { cost.one_warpgroup } else { warpgroups / 2.0 };
+            let step =
+                if tiles_per_cluster <= 1.0 { cost.step_us } else { cost.warm_step_us } / clock * warpgroup_pairs;
+            let work = if op.stream_k && tiles_per_cluster.fract() > 0.0 {
+                cost.share_us + tiles_per_cluster * columns * step
             } else {
-                share.ceil() * columns * step / cluster
+                tiles_per_cluster.ceil() * columns * step / cluster
             };
             // A cluster exchanges sums after all its loads.
             let sums = warpgroups * f64::from(op.batch_tile.get()) / 512.0;
-            let exchange = if cluster > 1.0 { share.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
+            let exchange = if cluster > 1.0 { tiles_per_cluster.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
             // A cooperative launch waits until the previous kernel ends.
             let hidden = if op.pdl && !op.stream_k { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
             Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * gpu.reads() / MEMORY)) + exchange)
@@ -254,18 +257,18 @@ struct WideCost {
     /// Time to pass sums from block to block if tiles are shared, us.
     share_us: f64,
     /// Step time of one warpgroup, whose waits no other warpgroup fills, as a share of the time of two.
-    lone: f64,
+    one_warpgroup: f64,
 }
 
 impl WideCost {
     fn of(batch_tile: u32) -> Self {
-        let (step_us, warm_step_us, share_us, lone) = match batch_tile {
+        let (step_us, warm_step_us, share_us, one_warpgroup) = match batch_tile {
             0..=64 => (0.30, 0.31, 6.0, 0.8),
             65..=128 => (0.37, 0.43, 6.0, 0.8),
             129..=192 => (0.50, 0.60, 8.0, 0.6),
             _ => (0.64, 0.79, 9.0, 0.6),
         };
-        Self { step_us, warm_step_us, share_us, lone }
+        Self { step_us, warm_step_us, share_us, one_warpgroup }
     }
 }
 
@@ -301,8 +304,8 @@ mod tests {
             ("NVIDIA GeForce RTX 5090", Arch::Sm120a, 170, 2407.0, 209.5),
             ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", Arch::Sm120a, 188, 2617.0, 503.8),
         ] {
-            let ours = GpuModel::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
-            assert!((ours / tflops - 1.0_f64).abs() < 0.02, "{name}: {ours:.1} TFLOPS, its data sheet says {tflops}");
+            let modelled = GpuModel::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
+            assert!((modelled / tflops - 1.0_f64).abs() < 0.02, "{name}: {modelled:.1} TFLOPS, data sheet: {tflops}");
         }
     }
 }

@@ -47,8 +47,8 @@ pub fn cublas_us(problem: GemmShape) -> f64 {
 pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);
     let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
-    let wanted = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
-    candidates(&GpuModel::H200, &Registered::default(), problem, wanted).first().map(|(_, us)| *us)
+    let packed_use = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
+    candidates(&GpuModel::H200, &Registered::default(), problem, packed_use).first().map(|(_, us)| *us)
 }
 
 /// Returns the microseconds of a product from compact weights: directly up to batch 32, above that including their
@@ -58,22 +58,22 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
 /// use unweight_codegen::plan::GemmShape;
 /// use unweight_rt::raw::choose::cost::{compact_us, packed_us};
 /// let at = |m| GemmShape { m, n: 14336, k: 4096 };
-/// let behind = |m| compact_us(at(m)).unwrap() / packed_us(at(m)).unwrap();
-/// assert!((1.0..1.4).contains(&behind(1)) && (1.5..5.0).contains(&behind(64)) && behind(2048) < 1.4);
+/// let slowdown = |m| compact_us(at(m)).unwrap() / packed_us(at(m)).unwrap();
+/// assert!((1.0..1.4).contains(&slowdown(1)) && (1.5..5.0).contains(&slowdown(64)) && slowdown(2048) < 1.4);
 /// ```
 pub fn compact_us(problem: GemmShape) -> Option<f64> {
     let GemmShape { m, n, k } = problem;
     if !n.is_multiple_of(64) || !k.is_multiple_of(64) {
         return None;
     }
-    let wanted = |pdl| PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+    let packed_use = |pdl| PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
     if m <= COMPACT_BATCH {
-        return compact_candidates(&GpuModel::H200, &Registered::default(), problem, wanted(true))
+        return compact_candidates(&GpuModel::H200, &Registered::default(), problem, packed_use(true))
             .first()
             .map(|(_, us)| *us);
     }
     // Both are ordinary launches.
-    let product = candidates(&GpuModel::H200, &Registered::default(), problem, wanted(false)).first()?.1;
+    let product = candidates(&GpuModel::H200, &Registered::default(), problem, packed_use(false)).first()?.1;
     Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
@@ -145,7 +145,10 @@ mod tests {
             let problem = GemmShape { m, n, k };
             for (predicted, measured) in [(cublas_us(problem), cublas), (packed_us(problem).unwrap(), packed)] {
                 let ratio: f64 = predicted / measured;
-                assert!((0.8..1.25).contains(&ratio), "{n}x{k} at {m}: {predicted:.1} us for {measured}");
+                assert!(
+                    (0.8..1.25).contains(&ratio),
+                    "{n}x{k} at {m}: predicted {predicted:.1} us, measured {measured}"
+                );
             }
         }
         for (n, k, m, measured, output) in [
@@ -155,7 +158,10 @@ mod tests {
             (14336, 4096, 512, 66.6 + 91.8, DecodeOutput::Full),
         ] {
             let (us, to) = huffman_us(GemmShape { m, n, k });
-            assert!((us / measured - 1.0_f64).abs() < 0.15 && to == output, "{n}x{k} at {m}: {us:.1} for {measured}");
+            assert!(
+                (us / measured - 1.0_f64).abs() < 0.15 && to == output,
+                "{n}x{k} at {m}: predicted {us:.1} us, measured {measured}"
+            );
         }
     }
 

@@ -137,7 +137,7 @@ mod tests {
             changed(|request| request.headers[0] = ("at".to_owned(), "ext a".to_owned())),
         ];
         for (index, key) in keys.iter().enumerate() {
-            assert_ne!(*key, base, "change {index} was not seen");
+            assert_ne!(*key, base, "change {index} must change the key");
             assert!(!keys[..index].contains(key), "change {index} collides");
         }
         assert_eq!(changed(|request| request.headers.reverse()), base);

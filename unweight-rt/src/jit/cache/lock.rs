@@ -71,7 +71,7 @@ pub fn acquire(path: &Path, timeout: Duration) -> Lock {
 pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     match (file.metadata(), std::fs::symlink_metadata(path)) {
-        (Ok(ours), Ok(theirs)) => ours.ino() == theirs.ino() && ours.dev() == theirs.dev(),
+        (Ok(opened), Ok(current)) => opened.ino() == current.ino() && opened.dev() == current.dev(),
         _ => false,
     }
 }

@@ -142,7 +142,7 @@ impl KernelCache {
             (_, Some(dir)) => Store::open(dir),
             (_, None) => Err(Unusable {
                 root: Path::new("").to_owned(),
-                why: "neither UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME nor HOME says where caches live".to_owned(),
+                why: "UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME and HOME are unset; set one of them".to_owned(),
             }),
         };
         KernelCache { policy, store, compiler, attached: None }
@@ -186,71 +186,71 @@ impl KernelCache {
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Vec<Artifact>, Error> {
-        self.all(requests, self.attached.as_ref(), threads, progress)
+        self.provide_all(requests, self.attached.as_ref(), threads, progress)
     }
 
     /// Like [`KernelCache::compile_all`], but ignores attached kernels: for kernels that the driver rejected.
-    pub(crate) fn compile_own(
+    pub(crate) fn compile_without_attached(
         &self,
         requests: &[CompileRequest],
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Vec<Artifact>, Error> {
-        self.all(requests, None, threads, progress)
+        self.provide_all(requests, None, threads, progress)
     }
 
-    fn all(
+    fn provide_all(
         &self,
         requests: &[CompileRequest],
         attached: Option<&Attached>,
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Vec<Artifact>, Error> {
-        let mut unique: Vec<RoutePolicy<'_>> = Vec::new();
-        let mut seen: HashMap<SourceKey, usize> = HashMap::new();
+        let mut unique: Vec<RequestedKernel<'_>> = Vec::new();
+        let mut index_of: HashMap<SourceKey, usize> = HashMap::new();
         let mut order = Vec::with_capacity(requests.len());
         for request in requests {
             let source = SourceKey::of(request);
-            order.push(*seen.entry(source).or_insert_with(|| {
-                unique.push(RoutePolicy { request, source, damage: None });
+            order.push(*index_of.entry(source).or_insert_with(|| {
+                unique.push(RequestedKernel { request, source, damage: None });
                 unique.len() - 1
             }));
         }
         let total = unique.len();
         let attached = attached.filter(|_| self.policy.mode != JitMode::Off);
-        let mut results: Vec<Option<Artifact>> = unique.iter_mut().map(|wanted| wanted.find_in(attached)).collect();
-        let (missing, places): (Vec<RoutePolicy<'_>>, Vec<usize>) =
-            unique.into_iter().enumerate().filter(|(at, _)| results[*at].is_none()).map(|(at, one)| (one, at)).unzip();
+        let mut results: Vec<Option<Artifact>> = unique.iter_mut().map(|kernel| kernel.find_in(attached)).collect();
+        let (missing, indices): (Vec<RequestedKernel<'_>>, Vec<usize>) =
+            unique.into_iter().zip(0..).filter(|(_, index)| results[*index].is_none()).unzip();
         let found = total - missing.len();
-        let tell = |artifacts: &[&Artifact], before: usize| {
+        let report = |artifacts: &[&Artifact], before: usize| {
             for (index, artifact) in artifacts.iter().enumerate() {
                 progress(&Progress { done: before + index + 1, total, artifact });
             }
         };
         let ready: Vec<&Artifact> = results.iter().flatten().collect();
         // If no kernel is missing, no compiler is searched for.
-        let made = if missing.is_empty() {
-            tell(&ready, 0);
+        let provided = if missing.is_empty() {
+            report(&ready, 0);
             Vec::new()
         } else {
             match self.source_of_kernels() {
                 Supply::StoreOnly(why) => {
                     let stored = self.all_from_store(&missing, why)?;
-                    tell(&ready, 0);
-                    tell(&stored.iter().collect::<Vec<_>>(), found);
+                    report(&ready, 0);
+                    report(&stored.iter().collect::<Vec<_>>(), found);
                     stored
                 }
                 Supply::CompiledBy(compiler) => {
-                    tell(&ready, 0);
-                    let behind = |made: &Progress<'_>| {
-                        progress(&Progress { done: found + made.done, total, artifact: made.artifact });
+                    report(&ready, 0);
+                    let report_compiled = |ready: &Progress<'_>| {
+                        progress(&Progress { done: found + ready.done, total, artifact: ready.artifact });
                     };
-                    self.all_compiled(&missing, &compiler, threads, &behind)?
+                    self.all_compiled(&missing, &compiler, threads, &report_compiled)?
                 }
             }
         };
-        for (place, artifact) in places.into_iter().zip(made) {
-            results[place] = Some(artifact);
+        for (index, artifact) in indices.into_iter().zip(provided) {
+            results[index] = Some(artifact);
         }
         // Each kernel was found, or was among the missing kernels.
         Ok(order.into_iter().filter_map(|index| results[index].clone()).collect())
@@ -268,17 +268,17 @@ impl KernelCache {
         }
     }
 
-    fn all_from_store(&self, unique: &[RoutePolicy<'_>], why: NotCompiled) -> Result<Vec<Artifact>, Error> {
+    fn all_from_store(&self, unique: &[RequestedKernel<'_>], why: NotCompiled) -> Result<Vec<Artifact>, Error> {
         let mut missing = Vec::new();
         let mut found = Vec::new();
-        for wanted @ RoutePolicy { request, source, .. } in unique {
+        for kernel @ RequestedKernel { request, source, .. } in unique {
             let start = Instant::now();
             let why = match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
                 Ok(Lookup::Hit(entry)) => {
                     found.push(from_entry(*entry, CacheState::Hit, start));
                     continue;
                 }
-                Ok(Lookup::Absent) => wanted.absent(),
+                Ok(Lookup::Absent) => kernel.miss(),
                 Ok(Lookup::Damaged(damage)) => Miss::Damaged(damage),
                 Err(unusable) => Miss::NoStore(unusable.clone()),
             };
@@ -293,7 +293,7 @@ impl KernelCache {
 
     fn all_compiled(
         &self,
-        unique: &[RoutePolicy<'_>],
+        unique: &[RequestedKernel<'_>],
         compiler: &CompilerId,
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
@@ -305,8 +305,8 @@ impl KernelCache {
         let work = || {
             loop {
                 let index = next.fetch_add(1, Ordering::Relaxed);
-                let Some(wanted) = unique.get(index) else { break };
-                let result = self.one(wanted, compiler);
+                let Some(kernel) = unique.get(index) else { break };
+                let result = self.provide(kernel, compiler);
                 if let Ok(artifact) = &result {
                     let mut done = done.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
                     *done += 1;
@@ -338,8 +338,8 @@ impl KernelCache {
             }
         }
         // A compiler that is too old is reported once, not once per kernel.
-        if let Some(place) = failures.iter().position(|failure| matches!(failure, Error::OldNvrtc(_))) {
-            return Err(failures.swap_remove(place));
+        if let Some(index) = failures.iter().position(|failure| matches!(failure, Error::OldNvrtc(_))) {
+            return Err(failures.swap_remove(index));
         }
         match failures.len() {
             0 => Ok(artifacts),
@@ -348,9 +348,9 @@ impl KernelCache {
         }
     }
 
-    fn one(&self, wanted: &RoutePolicy<'_>, compiler: &CompilerId) -> Result<Artifact, Error> {
+    fn provide(&self, kernel: &RequestedKernel<'_>, compiler: &CompilerId) -> Result<Artifact, Error> {
         let start = Instant::now();
-        let (request, source) = (wanted.request, wanted.source);
+        let (request, source) = (kernel.request, kernel.source);
         let name = request.checked_name().map_err(Error::BadName)?.to_owned();
         let key = Key { name, source, compiler: compiler.clone() };
         let store = match &self.store {
@@ -376,7 +376,7 @@ impl KernelCache {
             }
             Lookup::Absent => match &lock {
                 Lock::TimedOut(timeout) => Miss::LockTimeout(*timeout),
-                Lock::Held { .. } | Lock::Unavailable => wanted.absent(),
+                Lock::Held { .. } | Lock::Unavailable => kernel.miss(),
             },
         };
         // `lock` is held until here, so that waiting processes find the entry.
@@ -420,14 +420,14 @@ impl KernelCache {
 }
 
 /// A requested kernel.
-struct RoutePolicy<'a> {
+struct RequestedKernel<'a> {
     request: &'a CompileRequest,
     source: SourceKey,
     /// The defect of the attached kernel, if any.
     damage: Option<String>,
 }
 
-impl RoutePolicy<'_> {
+impl RequestedKernel<'_> {
     /// Returns the attached kernel with this name and source, if its digest matches and its cubin contains the kernel.
     /// Otherwise records the defect.
     fn find_in(&mut self, attached: Option<&Attached>) -> Option<Artifact> {
@@ -444,7 +444,7 @@ impl RoutePolicy<'_> {
     }
 
     /// Returns why the kernel is compiled if the store does not have it.
-    fn absent(&self) -> Miss {
+    fn miss(&self) -> Miss {
         self.damage.clone().map_or(Miss::Absent, Miss::Damaged)
     }
 }

@@ -99,8 +99,8 @@ impl Store {
                 let path = self.lock_path(&entry.folder);
                 // A free lock is acquired so that its file may be removed as well; a lock that cannot exist protects
                 // nothing.
-                let held = lock::acquire(&path, Duration::ZERO);
-                if matches!(held, Lock::TimedOut(_)) {
+                let lock = lock::acquire(&path, Duration::ZERO);
+                if matches!(lock, Lock::TimedOut(_)) {
                     continue;
                 }
                 if self.evict(&entry.folder) {

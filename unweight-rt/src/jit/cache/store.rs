@@ -51,7 +51,7 @@ const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
     # unweight kernel cache. Everything in this folder may be removed at any time.\n";
 /// The minimum time between updates of an entry's last use: a warm start should not write to every entry.
-const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
+const USE_RECORD_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A cache folder that is at least readable.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -171,14 +171,15 @@ impl Store {
             };
             if metadata.uid() != user && metadata.uid() != 0 {
                 return Err(unusable(format!(
-                    "{} belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder of your own",
+                    "{} belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder \
+                     that you own",
                     path.display(),
                     metadata.uid()
                 )));
             }
             if metadata.mode() & 0o022 != 0 {
                 return Err(unusable(format!(
-                    "others can write to {} (mode {:04o}), and its content is run; `chmod go-w` it",
+                    "other users can write to {} (mode {:04o}), and its kernels are executed; run `chmod go-w` on it",
                     path.display(),
                     metadata.mode() & 0o7777
                 )));
@@ -198,7 +199,9 @@ impl Store {
         let tag = root.join(TAG);
         let look = || match read_bounded(&tag, 4096) {
             Ok(text) if text == TAG_TEXT.as_bytes() => Some(Ok(())),
-            Ok(_) => Some(Err(format!("{TAG} in it is of another program; set UNWEIGHT_CACHE_DIR to another folder"))),
+            Ok(_) => {
+                Some(Err(format!("its {TAG} belongs to another program; set UNWEIGHT_CACHE_DIR to another folder")))
+            }
             Err(_) => None,
         };
         if let Some(found) = look() {
@@ -206,7 +209,7 @@ impl Store {
         }
         if tag.symlink_metadata().is_ok() {
             // Another process may have written it since the first read: this read counts.
-            return look().unwrap_or_else(|| Err(format!("{TAG} in it cannot be read")));
+            return look().unwrap_or_else(|| Err(format!("its {TAG} cannot be read")));
         }
         let mut entries = std::fs::read_dir(root).map_err(|error| error.to_string())?;
         // Another process may be creating the same folder: so far it has only the tag's temporary file.
@@ -219,7 +222,8 @@ impl Store {
             Some(entry) => {
                 let name = entry.map(|entry| entry.file_name().to_string_lossy().into_owned()).unwrap_or_default();
                 Err(format!(
-                    "it holds '{name}' and no {TAG}, so it is not a kernel cache; set UNWEIGHT_CACHE_DIR to a new folder"
+                    "it contains '{name}' but no {TAG}, so it is not a kernel cache; set UNWEIGHT_CACHE_DIR to a new \
+                     folder"
                 ))
             }
             None => {
@@ -295,7 +299,7 @@ impl Store {
             if meta.name == key.name && meta.source_key == key.source.to_string() && meta.compiler == key.compiler {
                 Ok(())
             } else {
-                Err("meta.json is that of another kernel".to_owned())
+                Err("meta.json belongs to another kernel".to_owned())
             }
         })
     }
@@ -323,7 +327,7 @@ impl Store {
                 if meta.source_key == source.to_string() {
                     Ok(())
                 } else {
-                    Err("meta.json is that of another kernel".to_owned())
+                    Err("meta.json belongs to another kernel".to_owned())
                 }
             }) {
                 hit @ Lookup::Hit(_) => return hit,
@@ -348,7 +352,7 @@ impl Store {
         };
         match read() {
             Ok(entry) => {
-                note_use(&path.join("meta.json"));
+                record_use(&path.join("meta.json"));
                 Lookup::Hit(Box::new(entry))
             }
             // It may have been pruned between the two reads.
@@ -374,25 +378,28 @@ impl Store {
             compile_us,
         };
         let folder = key.folder();
-        let place = self.entries().join(&folder);
+        let path = self.entries().join(&folder);
         let result = (|| -> Result<Kept, String> {
-            let say = |what: &str| {
+            let describe = |what: &str| {
                 let what = what.to_owned();
                 move |error: std::io::Error| format!("{what}: {error}")
             };
             let site = tempfile::Builder::new()
                 .prefix(&format!("{folder}."))
                 .tempdir_in(self.building())
-                .map_err(say("cannot create a folder"))?;
+                .map_err(describe("cannot create a folder"))?;
             // Held until the end, so that `sweep` sees that a process is at work. The lock belongs to the folder, not
             // to its name.
-            let handle = File::open(site.path()).map_err(say("cannot open a new folder"))?;
+            let handle = File::open(site.path()).map_err(describe("cannot open a new folder"))?;
             handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
-            write_file(&site.path().join("kernel.cubin"), &compiled.cubin).map_err(say("kernel.cubin"))?;
-            write_file(&site.path().join("kernel.cu"), request.source.as_bytes()).map_err(say("kernel.cu"))?;
-            write_file(&site.path().join("meta.json"), &meta_bytes(&meta)).map_err(say("meta.json"))?;
-            handle.sync_all().map_err(say("cannot flush"))?;
-            match std::fs::rename(site.path(), &place) {
+            write_file(&site.path().join("kernel.cubin"), &compiled.cubin)
+                .map_err(describe("cannot write kernel.cubin"))?;
+            write_file(&site.path().join("kernel.cu"), request.source.as_bytes())
+                .map_err(describe("cannot write kernel.cu"))?;
+            write_file(&site.path().join("meta.json"), &meta_bytes(&meta))
+                .map_err(describe("cannot write meta.json"))?;
+            handle.sync_all().map_err(describe("cannot flush a new folder"))?;
+            match std::fs::rename(site.path(), &path) {
                 Ok(()) => {
                     // The folder has moved, so there is nothing to delete under the temporary name.
                     let _ = site.keep();
@@ -403,8 +410,8 @@ impl Store {
                 }
                 Err(error) => match self.get(key) {
                     Lookup::Hit(_) => Ok(Kept::LostRace),
-                    Lookup::Damaged(why) => Err(format!("a damaged entry is in the way and cannot be removed: {why}")),
-                    Lookup::Absent => Err(format!("cannot rename into place: {error}")),
+                    Lookup::Damaged(why) => Err(format!("a damaged entry of the same name cannot be removed: {why}")),
+                    Lookup::Absent => Err(format!("cannot rename the new entry: {error}")),
                 },
             }
         })();
@@ -415,12 +422,12 @@ impl Store {
     ///
     /// Renames it first, so that no reader sees a partial entry.
     pub(crate) fn evict(&self, folder: &str) -> bool {
-        let place = self.entries().join(folder);
+        let path = self.entries().join(folder);
         let Ok(site) = tempfile::Builder::new().prefix("evicted.").tempdir_in(self.building()) else {
             return false;
         };
         // Anything that cannot be deleted stays in `building` and is swept later.
-        std::fs::rename(&place, site.path().join("entry")).is_ok()
+        std::fs::rename(&path, site.path().join("entry")).is_ok()
     }
 
     /// Keeps a source that did not compile for its author. Returns the folder if it could be written.
@@ -433,9 +440,9 @@ impl Store {
         let folder = self.root.join("failed").join(key.folder());
         let write = || -> std::io::Result<()> {
             std::fs::create_dir_all(folder.join("include"))?;
-            write_note(folder.join("kernel.cu"), &request.source)?;
-            write_note(folder.join("log.txt"), failure.log())?;
-            write_note(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
+            write_limited(folder.join("kernel.cu"), &request.source)?;
+            write_limited(folder.join("log.txt"), failure.log())?;
+            write_limited(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
             for (name, text) in &request.headers {
                 let relative = Path::new(name);
                 // A header's name comes from a source; it must not escape the folder.
@@ -444,7 +451,7 @@ impl Store {
                     if let Some(parent) = path.parent() {
                         std::fs::create_dir_all(parent)?;
                     }
-                    write_note(path, text)?;
+                    write_limited(path, text)?;
                 }
             }
             Ok(())
@@ -460,7 +467,7 @@ impl Store {
         read_file(&path, "kernel.cu", &meta.source)?;
         let prefix = format!("{}.{}.", meta.name, meta.source_key.get(..32).unwrap_or("?"));
         if !folder.starts_with(&prefix) {
-            return Err("meta.json is that of another kernel".to_owned());
+            return Err("meta.json belongs to another kernel".to_owned());
         }
         Ok(meta)
     }
@@ -472,7 +479,7 @@ impl Store {
 
     /// Removes folders in `building` that no process works on. Returns their number.
     pub(crate) fn sweep(&self, older_than: Duration) -> usize {
-        let mut swept = 0;
+        let mut removed = 0;
         for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {
             let path = entry.path();
             let name = entry.file_name();
@@ -484,10 +491,10 @@ impl Store {
             let abandoned = age.is_some_and(|age| age >= older_than)
                 && File::open(&path).is_ok_and(|handle| handle.try_lock().is_ok());
             if abandoned && remove(&path).is_ok() {
-                swept += 1;
+                removed += 1;
             }
         }
-        swept
+        removed
     }
 
     /// Runs [`Store::sweep`] with an age that is safe while other processes work.
@@ -546,11 +553,11 @@ fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, 
 }
 
 fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
-    let say = |error: std::io::Error| error.to_string();
+    let describe = |error: std::io::Error| error.to_string();
     // A FIFO would block, a device would never end, and a link leads to data that the store did not write.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
-    let file = File::options().read(true).custom_flags(flags).open(path).map_err(say)?;
-    let metadata = file.metadata().map_err(say)?;
+    let file = File::options().read(true).custom_flags(flags).open(path).map_err(describe)?;
+    let metadata = file.metadata().map_err(describe)?;
     if !metadata.is_file() {
         return Err("not a file".to_owned());
     }
@@ -558,7 +565,7 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
         return Err(format!("{} bytes, limit {limit}", metadata.len()));
     }
     let mut bytes = Vec::with_capacity(usize::try_from(metadata.len()).unwrap_or(0));
-    file.take(limit).read_to_end(&mut bytes).map_err(say)?;
+    file.take(limit).read_to_end(&mut bytes).map_err(describe)?;
     Ok(bytes)
 }
 
@@ -572,7 +579,7 @@ fn check_limit(bytes: usize) -> std::io::Result<()> {
 }
 
 /// Writes a file for human readers, replacing an existing one.
-fn write_note(path: impl AsRef<Path>, text: impl AsRef<[u8]>) -> std::io::Result<()> {
+fn write_limited(path: impl AsRef<Path>, text: impl AsRef<[u8]>) -> std::io::Result<()> {
     check_limit(text.as_ref().len())?;
     std::fs::write(path, text)
 }
@@ -585,15 +592,15 @@ fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 }
 
 /// Records the time of use as the modification time of `meta.json`. Access times are disabled on most machines.
-fn note_use(meta: &Path) {
-    let note = || -> std::io::Result<()> {
+fn record_use(meta: &Path) {
+    let update = || -> std::io::Result<()> {
         let now = SystemTime::now();
-        let noted = std::fs::metadata(meta)?.modified()?;
-        if now.duration_since(noted).is_ok_and(|age| age >= USE_NOTED_EVERY) {
+        let recorded = std::fs::metadata(meta)?.modified()?;
+        if now.duration_since(recorded).is_ok_and(|age| age >= USE_RECORD_INTERVAL) {
             File::options().append(true).open(meta)?.set_modified(now)?;
         }
         Ok(())
     };
     // A read-only store cannot record uses, and works without them.
-    let _ = note();
+    let _ = update();
 }

@@ -93,8 +93,8 @@ fn the_root_belongs_to_its_user_alone() {
 
 #[test]
 fn every_kind_of_damage_is_evicted_and_rebuilt_once() {
-    type Harm = fn(&Path);
-    let harms: &[(&str, Harm)] = &[
+    type Damage = fn(&Path);
+    let cases: &[(&str, Damage)] = &[
         ("flipped cubin bit", |entry| flip(&entry.join("kernel.cubin"), 17)),
         ("short cubin", |entry| truncate(&entry.join("kernel.cubin"), 100)),
         ("empty cubin", |entry| truncate(&entry.join("kernel.cubin"), 0)),
@@ -125,10 +125,10 @@ fn every_kind_of_damage_is_evicted_and_rebuilt_once() {
             std::os::unix::fs::symlink("/nonexistent", entry).unwrap();
         }),
     ];
-    for (what, harm) in harms {
+    for (what, damage) in cases {
         let fixture = Fixture::new();
         fixture.cache().get(&request("uw_a")).unwrap();
-        harm(&fixture.entry());
+        damage(&fixture.entry());
         let rebuilt = fixture.cache().get(&request("uw_a")).unwrap();
         assert!(
             matches!(&rebuilt.state, CacheState::Compiled { why: Miss::Damaged(_), kept: Kept::Stored }),
@@ -221,14 +221,14 @@ fn threads_compile_each_kernel_once() {
     fixture.compiler = Arc::new(FakeCompiler::new("1.0", Duration::from_millis(3)));
     // Every kernel is requested twice.
     let requests: Vec<_> = (0..40).map(|index| request(&format!("uw_{}", index % 20))).collect();
-    let told = Mutex::new(Vec::new());
+    let reported = Mutex::new(Vec::new());
     let inside = AtomicBool::new(false);
     let artifacts = fixture
         .cache()
         .compile_all(&requests, 8, &|progress| {
             assert!(!inside.swap(true, Ordering::SeqCst), "two callbacks at a time");
             assert_eq!(progress.total, 20);
-            told.lock().unwrap().push((progress.done, progress.artifact.name.clone()));
+            reported.lock().unwrap().push((progress.done, progress.artifact.name.clone()));
             inside.store(false, Ordering::SeqCst);
         })
         .unwrap();
@@ -237,8 +237,8 @@ fn threads_compile_each_kernel_once() {
         assert_eq!(&*artifact.cubin, FakeCompiler::output(request));
     }
     assert_eq!(fixture.compiler.calls(), 20);
-    let told = told.into_inner().unwrap();
-    assert_eq!(told.iter().map(|(done, _)| *done).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
+    let reported = reported.into_inner().unwrap();
+    assert_eq!(reported.iter().map(|(done, _)| *done).collect::<Vec<_>>(), (1..=20).collect::<Vec<_>>());
     // The second time, exactly the two missing ones are compiled.
     let more: Vec<_> = (0..22).map(|index| request(&format!("uw_{index}"))).collect();
     let artifacts = fixture.cache().compile_all(&more, 8, &|_| {}).unwrap();
@@ -372,7 +372,7 @@ fn all_compile_failures_are_reported_and_kept() {
     assert_eq!(std::fs::read_to_string(kept.join("kernel.cu")).unwrap(), "#error\n");
     assert_eq!(std::fs::read_to_string(kept.join("include/unweight/h.cuh")).unwrap(), "header");
     assert!(std::fs::read_to_string(kept.join("log.txt")).unwrap().contains("#error directive"));
-    assert!(!kept.join("evil.cuh").exists(), "a header's name led out of its folder");
+    assert!(!kept.join("evil.cuh").exists(), "a header was written outside its folder");
     assert!(error.to_string().contains("uw_y"), "{error}");
     // The valid one was stored, and a failure is not remembered but tried again.
     assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit);
@@ -475,31 +475,31 @@ fn leftovers_of_dead_processes_are_removed() {
 #[test]
 fn foreign_folder_is_not_used_as_cache() {
     let home = tempfile::tempdir().unwrap();
-    let mistaken = home.path().join("thesis");
+    let foreign = home.path().join("thesis");
     for folder in ["entries/chapter", "failed/attempt", "building/uw_house", "locks"] {
-        std::fs::create_dir_all(mistaken.join(folder)).unwrap();
+        std::fs::create_dir_all(foreign.join(folder)).unwrap();
     }
-    std::fs::write(mistaken.join("locks/door"), "").unwrap();
-    let unusable = Store::open(&mistaken).unwrap_err();
+    std::fs::write(foreign.join("locks/door"), "").unwrap();
+    let unusable = Store::open(&foreign).unwrap_err();
     assert!(unusable.why.contains("not a kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
-    assert_eq!(names(&mistaken).len(), 4);
+    assert_eq!(names(&foreign).len(), 4);
     // With the tag, still only items that the store could have created are touched.
-    let own = home.path().join("cache");
-    let store = Store::open(&own).unwrap();
-    assert!(own.join("CACHEDIR.TAG").is_file());
+    let root = home.path().join("cache");
+    let store = Store::open(&root).unwrap();
+    assert!(root.join("CACHEDIR.TAG").is_file());
     for folder in ["entries/chapter", "failed/attempt", "failed/uw_x", "building/house", "building/uw_dead"] {
-        std::fs::create_dir_all(own.join(folder)).unwrap();
+        std::fs::create_dir_all(root.join(folder)).unwrap();
     }
-    std::fs::write(own.join("locks/door"), "").unwrap();
+    std::fs::write(root.join("locks/door"), "").unwrap();
     store.prune(0).unwrap();
     store.clear().unwrap();
     for kept in ["entries/chapter", "failed/attempt", "building/house", "locks/door"] {
-        assert!(own.join(kept).exists(), "{kept}");
+        assert!(root.join(kept).exists(), "{kept}");
     }
-    assert!(!own.join("failed/uw_x").exists() && !own.join("building/uw_dead").exists());
+    assert!(!root.join("failed/uw_x").exists() && !root.join("building/uw_dead").exists());
     // A tag of another program.
-    std::fs::write(own.join("CACHEDIR.TAG"), "Signature: 8a477f597d28d172789f06886806bc55").unwrap();
-    assert!(Store::open(&own).is_err());
+    std::fs::write(root.join("CACHEDIR.TAG"), "Signature: 8a477f597d28d172789f06886806bc55").unwrap();
+    assert!(Store::open(&root).is_err());
 }
 
 #[test]
@@ -510,7 +510,7 @@ fn world_writable_entries_are_not_loaded() {
     Store::open(&root).unwrap();
     std::fs::set_permissions(root.join("entries"), std::fs::Permissions::from_mode(0o777)).unwrap();
     let unusable = Store::open(&root).unwrap_err();
-    assert!(unusable.why.contains("others can write") && unusable.why.contains("entries"), "{unusable}");
+    assert!(unusable.why.contains("other users can write") && unusable.why.contains("entries"), "{unusable}");
 }
 
 #[test]
@@ -535,16 +535,16 @@ fn fifos_and_link_loops_do_not_block() {
     let store = cache.store().unwrap();
     let folder = names(&store.entries()).remove(0);
     let lock = store.lock_path(&folder);
-    for plant in [&fifo as &dyn Fn(&Path), &|path: &Path| {
+    for obstruct in [&fifo as &dyn Fn(&Path), &|path: &Path| {
         let _ = std::fs::remove_file(path);
         std::os::unix::fs::symlink("elsewhere", path).unwrap();
     }] {
-        plant(&lock);
+        obstruct(&lock);
         assert!(store.evict(&folder));
         let state = cache.get(&request).unwrap().state;
         assert!(matches!(state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored }), "{state:?}");
     }
-    assert!(!store.root().join("locks/elsewhere").exists(), "the link was not followed");
+    assert!(!store.root().join("locks/elsewhere").exists(), "the link was followed");
     assert!(start.elapsed() < Duration::from_secs(20));
 }
 
@@ -561,7 +561,7 @@ impl Compiler for NoCompiler {
         Err(Error::BadName("the compiler is missing".to_owned()))
     }
     fn compile(&self, _: &CompileRequest) -> Result<crate::jit::compiler::Compiled, Error> {
-        panic!("asked to compile")
+        panic!("compile must not be called")
     }
 }
 
@@ -593,13 +593,13 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
         let cache = KernelCache::new(policy(JitMode::Auto), Some(&fixture.root), Arc::new(NoCompiler));
         if trusted { cache.trust(attached(home, &[entry(&request("k"), CUBIN)])) } else { cache }
     };
-    let told = Mutex::new(Vec::new());
+    let reported = Mutex::new(Vec::new());
     let artifacts = cache(true)
         .compile_all(&[request("k"), request("k")], 2, &|progress| {
-            told.lock().unwrap().push((progress.done, progress.total, progress.artifact.name.clone()));
+            reported.lock().unwrap().push((progress.done, progress.total, progress.artifact.name.clone()));
         })
         .unwrap();
-    assert_eq!(told.into_inner().unwrap(), [(1, 1, "k".to_owned())]);
+    assert_eq!(reported.into_inner().unwrap(), [(1, 1, "k".to_owned())]);
     assert_eq!(artifacts.len(), 2);
     assert_eq!((&*artifacts[1].cubin, &artifacts[1].state), (CUBIN, &CacheState::Attached));
     // Resources are read from the cubin, not from the attached entry.
@@ -620,20 +620,20 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
 fn missing_attached_kernels_are_compiled() {
     let fixture = Fixture::new();
     let cache = fixture.cache().trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
-    let told = Mutex::new(Vec::new());
+    let reported = Mutex::new(Vec::new());
     let requests = [request("uw_a"), request("k"), request("uw_b")];
     let artifacts = cache
-        .compile_all(&requests, 2, &|progress| told.lock().unwrap().push((progress.done, progress.total)))
+        .compile_all(&requests, 2, &|progress| reported.lock().unwrap().push((progress.done, progress.total)))
         .unwrap();
-    assert_eq!(told.into_inner().unwrap(), [(1, 3), (2, 3), (3, 3)]);
+    assert_eq!(reported.into_inner().unwrap(), [(1, 3), (2, 3), (3, 3)]);
     for (request, artifact) in requests.iter().zip(&artifacts) {
         assert_eq!(artifact.name, request.name);
         assert_eq!(artifact.state == CacheState::Attached, request.name == "k");
     }
     assert_eq!(fixture.compiler.calls(), 2);
     // A kernel that the driver rejects is compiled.
-    let own = cache.compile_own(&[request("k")], 1, &|_| {}).unwrap();
-    assert_eq!(own[0].state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored });
+    let compiled = cache.compile_without_attached(&[request("k")], 1, &|_| {}).unwrap();
+    assert_eq!(compiled[0].state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored });
     // `off` ignores attached kernels, `cache-only` treats them as part of the cache.
     let off = fixture.with(JitMode::Off).trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
     assert!(!off.get(&request("k")).unwrap().state.is_hit());
@@ -648,20 +648,20 @@ fn damaged_attached_kernel_is_compiled_instead() {
     // The entries have digests that an attacker could compute.
     let mut machine = CUBIN.to_vec();
     machine[18] = 62;
-    let harms: [(&str, &[u8], &str); 4] = [
-        ("uw_swapped", CUBIN, "holds no kernel uw_swapped, only k"),
+    let cases: [(&str, &[u8], &str); 4] = [
+        ("uw_swapped", CUBIN, "contains no kernel uw_swapped, only k"),
         ("k", b"text", "not a readable cubin"),
         ("k", &CUBIN[..CUBIN.len() / 2], "not a readable cubin"),
         ("k", &machine, "ELF machine 62"),
     ];
-    for (name, cubin, told) in harms {
+    for (name, cubin, reason) in cases {
         let _ = std::fs::remove_dir_all(&fixture.root);
         let cache = fixture.cache().trust(attached(home, &[entry(&request(name), cubin)]));
         let artifact = cache.get(&request(name)).unwrap();
         let CacheState::Compiled { why: Miss::Damaged(why), kept: Kept::Stored } = &artifact.state else {
             panic!("{name}: {:?}", artifact.state)
         };
-        assert!(why.starts_with("attached kernel: ") && why.contains(told), "{why}");
+        assert!(why.starts_with("attached kernel: ") && why.contains(reason), "{why}");
         assert_eq!(&*artifact.cubin, FakeCompiler::output(&request(name)));
     }
     // The bytes change after the file was opened.

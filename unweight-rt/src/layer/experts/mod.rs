@@ -23,7 +23,7 @@ pub use crate::ops::route::RouterConfig;
 use crate::{
     device::{
         ContextSize, Device, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{ExecContext, context::ContextParts, operands::check_activations},
     ops::{
@@ -121,10 +121,10 @@ impl ExpertsShape {
         down: &DevicePacked,
     ) -> Result<(), LaunchError> {
         self.check(1)?;
-        for (weights, wanted) in [(gate_up, self.gate_up()), (down, self.down())] {
+        for (weights, expected) in [(gate_up, self.gate_up()), (down, self.down())] {
             let have = shape(weights.grid());
-            if have != wanted {
-                return Err(LaunchError::Shape { y: [0, wanted[0]], x: [0, wanted[1]], w: have });
+            if have != expected {
+                return Err(LaunchError::Shape { y: [0, expected[0]], x: [0, expected[1]], w: have });
             }
             check_device("the weights of experts", weights.device().ordinal(), kernels.device().ordinal())?;
         }
@@ -293,7 +293,7 @@ impl Experts {
         scratch: (u64, u64),
         adds: bool,
     ) -> Result<(), DeviceError> {
-        let (x, y) = (x.place(), y.place());
+        let (x, y) = (x.desc(), y.desc());
         self.check_operands(self.shape, (x, y), routed.top_k, scratch)?;
         for run in Run::all(self.shape, (x, y), routed, scratch.0, adds) {
             let Run { tile, route, .. } = run;
@@ -316,11 +316,11 @@ impl Experts {
     pub(super) fn check_operands(
         &self,
         shape: ExpertsShape,
-        (x, y): (&Place, &Place),
+        (x, y): (&MatrixDesc, &MatrixDesc),
         top_k: u32,
         scratch: (u64, u64),
     ) -> Result<(), DeviceError> {
-        let own = self.device().ordinal();
+        let ordinal = self.device().ordinal();
         let check = || {
             shape.check(top_k)?;
             if x.shape() != y.shape() || x.cols != shape.hidden {
@@ -328,8 +328,8 @@ impl Experts {
             }
             check_activations("x", x, COLUMNS_MAX)?;
             check_activations("y", y, COLUMNS_MAX)?;
-            x.check_device("x", own)?;
-            y.check_device("y", own)?;
+            x.check_device("x", ordinal)?;
+            y.check_device("y", ordinal)?;
             let need = shape.scratch_bytes(x.rows, top_k);
             if scratch.1 < need {
                 return Err(LaunchError::Room { buffer: "bytes of scratch", need, have: scratch.1 });
@@ -352,7 +352,7 @@ impl Experts {
     pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
-            return self.router.refuse(LaunchError::Family { wanted: "a grouped product of this batch tile" });
+            return self.router.refuse(LaunchError::Family { wanted: "a grouped matmul with this batch tile" });
         };
         let (x, x_row_bytes) = run.x;
         let first = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
@@ -384,7 +384,7 @@ impl Run {
     /// Splits the tokens of checked operands into runs of [`CHUNK_TOKENS`].
     pub(super) fn all<'a>(
         shape: ExpertsShape,
-        (x, y): (&'a Place, &'a Place),
+        (x, y): (&'a MatrixDesc, &'a MatrixDesc),
         routed: RoutedAt,
         scratch: u64,
         adds: bool,
@@ -395,10 +395,10 @@ impl Run {
             let tokens = (x.rows - first).min(CHUNK_TOKENS);
             let parts = Parts::of(shape, tokens, top_k);
             let row = |pitch: u64| u64::from(first) * pitch * 2;
-            let place = u64::from(top_k) * 4 * u64::from(first);
+            let offset = u64::from(top_k) * 4 * u64::from(first);
             let route = RouteArgs {
-                ids: ids + place,
-                weights: weights + place,
+                ids: ids + offset,
+                weights: weights + offset,
                 pairs: scratch,
                 items: scratch + parts.items,
                 products: scratch + parts.rows,
@@ -465,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_kernel_takes_are_refused() {
+    fn unsupported_sizes_are_rejected() {
         assert_eq!(QWEN3.check(8), Ok(()));
         assert_eq!(QWEN3.check(33), Err(LaunchError::Experts { experts: 128, top_k: 33 }));
         let of = |experts, hidden, intermediate| ExpertsShape { experts, hidden, intermediate }.check(1);

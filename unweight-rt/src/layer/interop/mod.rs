@@ -46,7 +46,7 @@ use crate::{
         options::LoadOptions,
     },
     ops::pack::{PackError, Packer},
-    weight::{DevicePacked, room},
+    weight::{DevicePacked, check_capacity},
 };
 
 /// Device addresses of the sections of a packed tensor; all are multiples of 256.
@@ -77,7 +77,7 @@ pub struct Interop {
     /// One tensor is packed at a time.
     packer: Mutex<Packer>,
     stream: Stream,
-    wanted: RoutePolicy,
+    policy: RoutePolicy,
     counters: Counters,
     /// Created for the first layer that needs it; used by one launch at a time.
     cublas: Mutex<Option<Cublas>>,
@@ -94,7 +94,7 @@ impl Interop {
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
             // No tensor is decoded, hence no code limit.
-            wanted: expanding(options.wanted(chooser, 0), has_cublas),
+            policy: expanding(options.wanted(chooser, 0), has_cublas),
             counters: Counters::new(&stream)?,
             cublas: Mutex::default(),
             stream,
@@ -165,7 +165,7 @@ impl Interop {
 
     /// Loads every kernel that any batch needs for a shape.
     fn routes(&self, (n, k): (u32, u32), escapes: bool) -> Result<Routes<Arc<LoadedKernel>>, DeviceError> {
-        let routes = self.wanted.packed_routes(&Weight::stored(n, k, EncodingId::PACKED), escapes);
+        let routes = self.policy.packed_routes(&Weight::stored(n, k, EncodingId::PACKED), escapes);
         if routes.iter().any(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. })) {
             self.cublas_of(&mut self.cublas())?;
         }
@@ -234,7 +234,11 @@ impl Interop {
         if !layer.is_packed() {
             return Err(LaunchError::NotPacked.into());
         }
-        room("bytes of scratch", length("bytes of scratch", scratch.bytes)?, length("bytes", parts.bytes())?)?;
+        check_capacity(
+            "bytes of scratch",
+            length("bytes of scratch", scratch.bytes)?,
+            length("bytes", parts.bytes())?,
+        )?;
         let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
         // SAFETY: the caller's promises.
         let (stream, x, y) = unsafe {
@@ -245,13 +249,13 @@ impl Interop {
             )
         };
         let workspace = if parts.slot_at() == 0 {
-            Workspace { partials: DeviceBuffer::nothing(device), counters: DeviceBuffer::nothing(device) }
+            Workspace { partials: DeviceBuffer::empty(device), counters: DeviceBuffer::empty(device) }
         } else {
             // SAFETY: the scratch has room for both and their readable padding, by the caller's promise.
             unsafe { self.workspace(&stream, scratch.address, parts) }?
         };
         if !parts.cublas {
-            let slot = DeviceBuffer::nothing(device);
+            let slot = DeviceBuffer::empty(device);
             return layer.enqueue(&mut ExecContext::of_parts(stream, workspace, slot, None), x, y, epilogue);
         }
         // SAFETY: as above.
@@ -267,11 +271,11 @@ impl Interop {
         };
         // The handle stays placed on this stream until the product is enqueued; earlier products keep their stream and
         // workspace.
-        let mut held = self.cublas();
-        self.cublas_of(&mut held)?.place(&stream, cublas_workspace)?;
-        let mut ctx = ExecContext::of_parts(stream, workspace, slot, held.take());
+        let mut guard = self.cublas();
+        self.cublas_of(&mut guard)?.set_workspace(&stream, cublas_workspace)?;
+        let mut ctx = ExecContext::of_parts(stream, workspace, slot, guard.take());
         let enqueued = layer.enqueue(&mut ctx, x, y, epilogue);
-        *held = ctx.into_cublas();
+        *guard = ctx.into_cublas();
         enqueued
     }
 
@@ -341,10 +345,10 @@ impl Interop {
     }
 
     /// Returns the handle; creates it if there is none.
-    fn cublas_of<'a>(&self, held: &'a mut Option<Cublas>) -> Result<&'a mut Cublas, DeviceError> {
-        match held {
+    fn cublas_of<'a>(&self, guard: &'a mut Option<Cublas>) -> Result<&'a mut Cublas, DeviceError> {
+        match guard {
             Some(cublas) => Ok(cublas),
-            none => Ok(none.insert(Cublas::unplaced(&self.stream)?)),
+            none => Ok(none.insert(Cublas::without_workspace(&self.stream)?)),
         }
     }
 
@@ -421,7 +425,7 @@ unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sect
     // SAFETY: the caller's promise.
     unsafe {
         let escapes = match at.escape_words {
-            0 => DeviceBuffer::nothing(device),
+            0 => DeviceBuffer::empty(device),
             words => DeviceBuffer::borrow(device, at.escapes, words)?,
         };
         Ok((
@@ -467,12 +471,12 @@ mod tests {
     fn every_architecture_has_the_kernels_of_a_borrowed_layer() {
         for &arch in Arch::ALL {
             let chooser = PackedChooser::of(GpuModel::usual(arch), "a GPU");
-            let wanted = LoadOptions::default().max_batch(4096).wanted(chooser, 0);
+            let policy = LoadOptions::default().max_batch(4096).wanted(chooser, 0);
             for (n, k) in [(64, 64), (4096, 14336), (128256, 4096)] {
                 let weight = Weight::stored(n, k, EncodingId::PACKED);
                 for epilogue in [Epilogue::Store, Epilogue::StoreAdd] {
                     for escapes in [true, false] {
-                        let mut choices = wanted.gemms(&weight, escapes).into_iter();
+                        let mut choices = policy.gemms(&weight, escapes).into_iter();
                         assert!(
                             choices.any(|choice| choice.epilogue == epilogue && choice.last == 4096),
                             "{arch:?} {n} {k}"
@@ -480,7 +484,7 @@ mod tests {
                     }
                 }
                 // The packer's kernels are included.
-                let all = wanted.reachable([weight]);
+                let all = policy.reachable([weight]);
                 assert!(all.iter().any(|spec| matches!(spec.op, Op::EncodeHuffman(_))), "{arch:?}");
                 for spec in all {
                     assert!(spec.arch == arch && Plan::new(&spec).is_ok(), "{spec}");

@@ -76,7 +76,7 @@ mod tests {
             assert!(whole.cublas_at() >= whole.slot_at() + slot + ALIGN && whole.cublas_at().is_multiple_of(ALIGN));
             assert!(whole.bytes() >= whole.cublas_at() + CUBLAS_BYTES as u64 + ALIGN);
         }
-        let most = Parts { slot: u64::MAX, cublas: true, ..parts(u64::MAX, u64::MAX) };
-        assert_eq!(most.bytes(), u64::MAX);
+        let max = Parts { slot: u64::MAX, cublas: true, ..parts(u64::MAX, u64::MAX) };
+        assert_eq!(max.bytes(), u64::MAX);
     }
 }

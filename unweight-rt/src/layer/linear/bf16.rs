@@ -38,7 +38,7 @@ impl Bf16Linear {
         let add = match epilogue {
             Epilogue::Store => false,
             Epilogue::StoreAdd => true,
-            asked => return Err(LaunchError::Epilogue { asked, loaded: Epilogue::Store }.into()),
+            requested => return Err(LaunchError::Epilogue { asked: requested, loaded: Epilogue::Store }.into()),
         };
         ctx.cublas()?.matmul(x, self.weights.view(), y, add)
     }

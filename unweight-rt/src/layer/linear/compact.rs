@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     choose::route::{BatchRoute, Route, Routes},
-    device::{ContextSize, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
+    device::{ContextSize, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel, view::MatrixDesc},
     exec::{ExecContext, context::ContextParts},
     ops::{
         decode_compact::{CompactDecoder, Expander},
@@ -84,7 +84,7 @@ impl CompactLinear {
     fn enqueue_packed(
         &self,
         ctx: ContextParts<'_>,
-        (x, y): (&Place, &Place),
+        (x, y): (&MatrixDesc, &MatrixDesc),
         (expander, gemm): (&Expander, &PackedGemm),
     ) -> Result<(), DeviceError> {
         let ContextParts { stream, workspace, slot, .. } = ctx;
@@ -150,13 +150,13 @@ impl Routed for CompactLinear {
         match &choice.kernel {
             CompactRoute::Direct(gemm) => gemm.enqueue(ctx.stream(), x, &self.weights, y),
             CompactRoute::ExpandToPacked(expander, gemm) => {
-                self.enqueue_packed(ctx.parts(), (x.place(), y.place()), (expander, gemm))
+                self.enqueue_packed(ctx.parts(), (x.desc(), y.desc()), (expander, gemm))
             }
             CompactRoute::ExpandToBf16(decoder, product) => {
                 let mut ctx = ctx.parts();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans: self.spans() };
                 let add = choice.epilogue == Epilogue::StoreAdd;
-                let Some(launch) = product.prepare(&mut ctx, weights, (x.place(), y.place()), add)? else {
+                let Some(launch) = product.prepare(&mut ctx, weights, (x.desc(), y.desc()), add)? else {
                     return Ok(());
                 };
                 let expand = |stream: &_, output: MatrixMut<'_>| decoder.full(stream, &self.weights, output);

@@ -8,7 +8,7 @@ use super::routes::parts;
 use crate::{
     device::{
         ContextSize, DeviceError, LaunchError, MatrixMut, Stream,
-        view::{Place, check_apart, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{
         context::ContextParts,
@@ -36,10 +36,10 @@ pub(super) struct ExpandedProduct {
 
 /// A product with checked operands. `'k` is the lifetime of the layer, `'c` of the context.
 pub(super) struct ExpandedLaunch<'k, 'c> {
-    x: Place,
-    y: Place,
+    x: MatrixDesc,
+    y: MatrixDesc,
     /// The BF16 weights at the start of the slot.
-    weights: Place,
+    weights: MatrixDesc,
     cublas: &'c mut Cublas,
     kind: Kind<'k>,
 }
@@ -75,7 +75,7 @@ impl ExpandedProduct {
         &self,
         ctx: &mut ContextParts<'c>,
         weights: Expanded<I>,
-        (x, y): (&Place, &Place),
+        (x, y): (&MatrixDesc, &MatrixDesc),
         add: bool,
     ) -> Result<Option<ExpandedLaunch<'_, 'c>>, DeviceError> {
         let Expanded { grid, ordinal, spans } = weights;
@@ -88,7 +88,7 @@ impl ExpandedProduct {
         // batch.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
-        check_device("the ctx", ctx.stream.device().ordinal(), ordinal)?;
+        check_device("the execution context", ctx.stream.device().ordinal(), ordinal)?;
         let have = ContextSize {
             slot_bytes: ctx.slot.len() as u64,
             padded_y: ctx.padded.y.len() as u64,
@@ -102,19 +102,19 @@ impl ExpandedProduct {
         if x.rows == 0 {
             return Ok(None);
         }
-        let own = Place::new(ordinal, ctx.slot.address(), n, k, k.into(), ctx.slot.len() as u64 / 2)?;
+        let weights = MatrixDesc::new(ordinal, ctx.slot.address(), n, k, k.into(), ctx.slot.len() as u64 / 2)?;
         let kind = match &self.activate {
-            None => Kind::Plain(Product::new(x, &own, y, add)?),
+            None => Kind::Plain(Product::new(x, &weights, y, add)?),
             Some(activate) => {
                 let rows = x.rows.min(GATED_ROWS);
-                let product = Place::of(&ctx.padded.y, rows, n)?;
+                let product = MatrixDesc::of(&ctx.padded.y, rows, n)?;
                 check_apart(("the product of gate and up", product.span()), [("x", x.span()), slot])?;
-                Product::new(&x.part(0..rows, 0..k)?, &own, &product, false)?;
+                Product::new(&x.part(0..rows, 0..k)?, &weights, &product, false)?;
                 activate.check_interleaved(&product, &y.part(0..rows, 0..columns)?)?;
                 Kind::Gated(activate)
             }
         };
-        Ok(Some(ExpandedLaunch { x: *x, y: *y, weights: own, cublas, kind }))
+        Ok(Some(ExpandedLaunch { x: *x, y: *y, weights, cublas, kind }))
     }
 }
 
@@ -142,7 +142,7 @@ impl ExpandedLaunch<'_, '_> {
             Kind::Plain(product) => unsafe { cublas.enqueue(&product) },
             Kind::Gated(activate) => {
                 for rows in parts(x.rows, GATED_ROWS) {
-                    let part = Place::of(&padded.y, rows.end - rows.start, n)?;
+                    let part = MatrixDesc::of(&padded.y, rows.end - rows.start, n)?;
                     let product = Product::new(&x.part(rows.clone(), 0..k)?, &weights, &part, false)?;
                     // SAFETY: as above; the context's memory has room for the product of this many rows.
                     unsafe {

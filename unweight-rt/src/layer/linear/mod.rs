@@ -178,16 +178,16 @@ impl Linear {
 
 /// Returns the [`Linear::context_size`] that a weight's layer will have, without a device. Covers the routes with and
 /// without escapes if both are possible, and assumes that every weight to be packed can be packed.
-pub fn context_size_of(weight: &Weight, wanted: &RoutePolicy) -> ContextSize {
+pub fn context_size_of(weight: &Weight, policy: &RoutePolicy) -> ContextSize {
     let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
-    let tiles = tiles.filter(|_| wanted.placement != Placement::Bf16);
+    let tiles = tiles.filter(|_| policy.placement != Placement::Bf16);
     let Some(Ok(grid)) = tiles else { return ContextSize::default().with_cublas() };
-    let compact = wanted.stays_compact(weight);
+    let compact = policy.stays_compact(weight);
     let routes = match compact {
-        true => wanted.compact_routes(weight),
-        false => weight.escapes().iter().flat_map(|escapes| wanted.packed_routes(weight, *escapes)).collect(),
+        true => policy.compact_routes(weight),
+        false => weight.escapes().iter().flat_map(|escapes| policy.packed_routes(weight, *escapes)).collect(),
     };
-    let sms = wanted.chooser.gpu_model().sms;
+    let sms = policy.chooser.gpu_model().sms;
     let (n, k) = weight.padded().unwrap_or_default();
     let of = |choice: &BatchRoute<Route<VariantSpec>>| {
         let m = choice.last;

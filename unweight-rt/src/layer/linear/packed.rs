@@ -13,7 +13,7 @@ use crate::{
     device::{
         ContextSize, DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
-        view::{Place, check_device},
+        view::{MatrixDesc, check_device},
     },
     exec::{ExecContext, context::ContextParts, operands::check_product},
     ops::{
@@ -44,7 +44,7 @@ pub(super) enum PackedRoute {
 }
 
 /// A product with checked operands. `'k` is the lifetime of the layer, `'c` of the context.
-#[expect(clippy::large_enum_variant, reason = "a launch allocates nothing, on the host neither")]
+#[expect(clippy::large_enum_variant, reason = "boxing would allocate host memory at every launch")]
 enum Launch<'k, 'c> {
     Direct(PackedLaunch<'k>),
     ExpandToBf16(&'k Unpacker, ExpandedLaunch<'k, 'c>),
@@ -95,7 +95,7 @@ impl PackedLinear {
         &'k self,
         route: &'k PackedRoute,
         ctx: &mut ContextParts<'c>,
-        (x, y): (&Place, &Place),
+        (x, y): (&MatrixDesc, &MatrixDesc),
         add: bool,
     ) -> Result<Option<Launch<'k, 'c>>, DeviceError> {
         Ok(match route {
@@ -131,18 +131,18 @@ impl PackedLinear {
         mut y: MatrixMut<'_>,
         choice: &BatchRoute<PackedRoute>,
     ) -> Result<(), DeviceError> {
-        let (m, own, (padded_n, padded_k)) = (x.rows(), self.ordinal(), self.padded());
+        let (m, ordinal, (padded_n, padded_k)) = (x.rows(), self.ordinal(), self.padded());
         let add = choice.epilogue == Epilogue::StoreAdd;
         let w = [u64::from(self.n), self.k.into()];
-        check_product(own, x.place(), w, self.n.into(), y.place(), self.spans())?;
-        check_device("the ctx", ctx.stream().device().ordinal(), own)?;
+        check_product(ordinal, x.desc(), w, self.n.into(), y.desc(), self.spans())?;
+        check_device("the execution context", ctx.stream().device().ordinal(), ordinal)?;
         ctx.size().check(padding((self.n, self.k), (padded_n, padded_k), m))?;
         if m == 0 {
             return Ok(());
         }
         let mut ctx = ctx.parts();
-        let padded_x = Place::of(&ctx.padded.x, m, padded_k)?;
-        let padded_y = Place::of(&ctx.padded.y, m, padded_n)?;
+        let padded_x = MatrixDesc::of(&ctx.padded.x, m, padded_k)?;
+        let padded_y = MatrixDesc::of(&ctx.padded.y, m, padded_n)?;
         let launch = self.prepare(&choice.kernel, &mut ctx, (&padded_x, &padded_y), add)?;
 
         // Columns past k must be zeros: they are multiplied with the weights' padding. The count does not overflow: it
@@ -207,7 +207,7 @@ impl Routed for PackedLinear {
             return self.enqueue_padded(ctx, x, y, choice);
         }
         let (mut ctx, add) = (ctx.parts(), choice.epilogue == Epilogue::StoreAdd);
-        let Some(launch) = self.prepare(&choice.kernel, &mut ctx, (x.place(), y.place()), add)? else {
+        let Some(launch) = self.prepare(&choice.kernel, &mut ctx, (x.desc(), y.desc()), add)? else {
             return Ok(());
         };
         // SAFETY: prepared for these parts of the context. Views were checked against their memory when they were

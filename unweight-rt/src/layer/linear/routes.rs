@@ -87,7 +87,7 @@ pub(super) trait Routed {
         }
         let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
         let w = [u64::from(n), k.into()];
-        check_product(self.ordinal(), x.place(), w, columns.into(), y.place(), self.spans())?;
+        check_product(self.ordinal(), x.desc(), w, columns.into(), y.desc(), self.spans())?;
         // Each part begins at a multiple of 16 bytes if the batch does. The last part may have another route.
         for rows in [rows, m % rows] {
             let (choice, _) = self.route(rows, epilogue)?;
@@ -120,12 +120,12 @@ fn select<T>(
     choices: &[T],
     of: impl Fn(&T) -> (Epilogue, u32),
     m: u32,
-    asked: Epilogue,
+    requested: Epilogue,
 ) -> Result<(&T, u32), LaunchError> {
     let mut largest = None;
     for choice in choices {
         let (epilogue, last) = of(choice);
-        if epilogue == asked {
+        if epilogue == requested {
             if m <= last {
                 return Ok((choice, m));
             }
@@ -134,8 +134,8 @@ fn select<T>(
     }
     match (largest, choices.first()) {
         (Some(largest), _) => Ok(largest),
-        (None, Some(first)) => Err(LaunchError::Epilogue { asked, loaded: of(first).0 }),
-        (None, None) => Err(LaunchError::Epilogue { asked, loaded: Epilogue::Store }),
+        (None, Some(first)) => Err(LaunchError::Epilogue { asked: requested, loaded: of(first).0 }),
+        (None, None) => Err(LaunchError::Epilogue { asked: requested, loaded: Epilogue::Store }),
     }
 }
 
@@ -152,7 +152,8 @@ mod tests {
     #[test]
     fn an_epilogue_that_was_not_loaded_for_is_refused_and_a_large_batch_is_split() {
         let choices = [(Epilogue::Store, 8), (Epilogue::Store, 64), (Epilogue::StoreAdd, 64)];
-        let chosen = |m, asked| select(&choices, |choice| *choice, m, asked).map(|(choice, rows)| (*choice, rows));
+        let chosen =
+            |m, requested| select(&choices, |choice| *choice, m, requested).map(|(choice, rows)| (*choice, rows));
         assert_eq!(chosen(0, Epilogue::Store), Ok(((Epilogue::Store, 8), 0)));
         assert_eq!(chosen(1, Epilogue::Store), Ok(((Epilogue::Store, 8), 1)));
         assert_eq!(chosen(8, Epilogue::Store), Ok(((Epilogue::Store, 8), 8)));

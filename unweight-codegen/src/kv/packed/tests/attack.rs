@@ -66,14 +66,14 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
         7 => slots + 1,
         _ => draw.below(2 * slots),
     };
-    let place = draw.below(5);
+    let pattern = draw.below(5);
     let (tile, column) = (draw.below(4), draw.below(head_dim));
-    let mut taken = std::collections::BTreeSet::new();
+    let mut used = std::collections::BTreeSet::new();
     for _ in 0..1000 {
-        if taken.len() as u32 == escapes {
+        if used.len() as u32 == escapes {
             break;
         }
-        let (token, index) = match place {
+        let (token, index) = match pattern {
             // In one tile, in one channel, in the corners, in one lane, or anywhere.
             0 => (tile * 16 + draw.below(16), draw.below(head_dim)),
             1 => (draw.below(64), column),
@@ -84,7 +84,7 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
         // The first token has the largest exponents.
         let at = (token * head_dim + index) as usize;
         let base = bases[index as usize / 16];
-        if base == 0 || !taken.insert(at) {
+        if base == 0 || !used.insert(at) {
             continue;
         }
         let below = draw.of(&[1, 2, 15, 16, 30, 31, 31, base, base]);
@@ -122,12 +122,12 @@ fn document_encode(head_dim: u32, half: KvHalf, values: &[u16]) -> Option<(Vec<u
     let exponent = |value: u16| i32::from(value >> 7 & 255);
     let mut base = [0i32; 8];
     for s in 0..head_dim / 16 {
-        let own = (0..64 * head_dim).filter(|at| at % head_dim / 16 == s).map(|at| exponent(values[at as usize]));
-        base[s as usize] = own.max().unwrap_or(0).max(15) - 15;
+        let exponents = (0..64 * head_dim).filter(|at| at % head_dim / 16 == s).map(|at| exponent(values[at as usize]));
+        base[s as usize] = exponents.max().unwrap_or(0).max(15) - 15;
     }
     let mut record = vec![0u8; if head_dim <= 80 { 32 } else { 48 }];
     (0..8).for_each(|s| record[s] = base[s] as u8);
-    let (mut slot, most) = (16, record.len());
+    let (mut slot, record_end) = (16, record.len());
     let mut tiles = Vec::new();
     for tile in 0..4 {
         let mut bytes = vec![0u8; 24 * head_dim as usize];
@@ -141,7 +141,7 @@ fn document_encode(head_dim: u32, half: KvHalf, values: &[u16]) -> Option<(Vec<u
                     e - base
                 } else {
                     let code = if e == 0 { 31 } else { e - (base - 31) };
-                    if code < 0 || slot == most {
+                    if code < 0 || slot == record_end {
                         return None;
                     }
                     let element = (s * 32 + lane) * 8 + r * 2 + h;
@@ -149,8 +149,8 @@ fn document_encode(head_dim: u32, half: KvHalf, values: &[u16]) -> Option<(Vec<u
                     slot += 2;
                     0
                 };
-                let own = u32::from(value >> 15) << 15 | (nibble as u32) << 7 | u32::from(value & 0x7f);
-                f[r as usize] |= own << (16 * h);
+                let packed_value = u32::from(value >> 15) << 15 | (nibble as u32) << 7 | u32::from(value & 0x7f);
+                f[r as usize] |= packed_value << (16 * h);
             }
             let words = [
                 f[0] | (f[3] << 4) & 0x7800_7800,
@@ -205,7 +205,7 @@ fn document_decode(head_dim: u32, half: KvHalf, record: &[u8], tiles: &[Vec<u8>]
 #[test]
 fn hostile_units_are_restored_as_the_document_says() {
     let count = std::env::var("KV_ATTACK_UNITS").ok().and_then(|count| count.parse().ok()).unwrap_or(2000u64);
-    let (mut packed, mut full, mut elsewhere) = (0u64, 0u64, 0u64);
+    let (mut packed, mut full, mut bf16_units) = (0u64, 0u64, 0u64);
     for seed in 0..count {
         let draw = &mut Draw(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         // Mostly small heads, because they are fast.
@@ -224,10 +224,10 @@ fn hostile_units_are_restored_as_the_document_says() {
             }
             None => {
                 assert!(unit.bf16.is_some(), "{}", what());
-                elsewhere += 1;
+                bf16_units += 1;
             }
         }
     }
-    eprintln!("{packed} packed, {full} of them with all slots; {elsewhere} in BF16 units");
-    assert!(packed > count / 4 && full > count / 20 && elsewhere > count / 10);
+    eprintln!("{packed} packed, {full} of them with all slots; {bf16_units} in BF16 units");
+    assert!(packed > count / 4 && full > count / 20 && bf16_units > count / 10);
 }

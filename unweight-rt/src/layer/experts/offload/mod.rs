@@ -107,8 +107,8 @@ impl HostPacked {
             value: slots.into(),
             limit: u32::MAX.into(),
         })?;
-        let room = weights.into_room(stream, TileGrid::new(all, cols)?)?;
-        Ok((Self { tiles: Source::new(copies, tiles), heads: Source::new(copies, heads), each }, room))
+        let slots = weights.into_slots(stream, TileGrid::new(all, cols)?)?;
+        Ok((Self { tiles: Source::new(copies, tiles), heads: Source::new(copies, heads), each }, slots))
     }
 
     fn bytes(&self) -> u64 {
@@ -159,12 +159,12 @@ impl OffloadedExperts {
         // Below 2^32, like the number of rows of all experts.
         let wide = HostPacked::take(stream, copies, gate_up, 2 * shape.intermediate, slots)?;
         let narrow = HostPacked::take(stream, copies, down, shape.hidden, slots)?;
-        let own = ExpertsShape { experts: slots, ..shape };
+        let on_device = ExpertsShape { experts: slots, ..shape };
         Ok(Self {
             shape,
             host: [wide.0, narrow.0],
             copies: copies.clone(),
-            resident: Experts::new(kernels, own, wide.1, narrow.1)?,
+            resident: Experts::new(kernels, on_device, wide.1, narrow.1)?,
             slots: Mutex::new(Slots::new(shape.experts, slots)),
         })
     }
@@ -244,10 +244,10 @@ impl OffloadedExperts {
         }
         let ContextParts { stream, workspace, .. } = ctx.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
-        let places = (x.place(), y.place());
-        self.resident.check_operands(self.shape, places, routed.top_k, scratch)?;
+        let descs = (x.desc(), y.desc());
+        self.resident.check_operands(self.shape, descs, routed.top_k, scratch)?;
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        for run in Run::all(self.shape, places, at, scratch.0, adds) {
+        for run in Run::all(self.shape, descs, at, scratch.0, adds) {
             let first = run.first as usize * routed.top_k as usize;
             let pairs = run.pairs() as usize;
             let ids = fetcher.read(stream, routed.ids, first, pairs)?;
@@ -272,13 +272,13 @@ impl OffloadedExperts {
         stream.set_mode(LaunchMode { ordinary: true, ..stream.mode() });
         // Earlier products read their lists before these overwrite them: both are on one stream.
         let lists = fetcher.send(&stream, plan)?;
-        let Fetcher { begun, marks, waits, traffic, .. } = fetcher;
+        let Fetcher { slots_read, marks, stall_events, traffic, .. } = fetcher;
         if plan.waves.iter().any(|wave| !wave.copies.is_empty()) {
-            // `begun`: earlier products have read the slots before copies overwrite them.
-            stream.record(begun)?;
-            self.copies.wait(begun)?;
+            // `slots_read`: earlier products have read the slots before copies overwrite them.
+            stream.record(slots_read)?;
+            self.copies.wait(slots_read)?;
         }
-        for ((wave, items), (there, done)) in plan.waves.iter().zip(&plan.items).zip(&*marks) {
+        for ((wave, items), (copied, done)) in plan.waves.iter().zip(&plan.items).zip(&*marks) {
             traffic.hits += (wave.experts.len() - wave.copies.len()) as u64;
             traffic.misses += wave.copies.len() as u64;
             if !wave.copies.is_empty() {
@@ -288,20 +288,20 @@ impl OffloadedExperts {
                     self.copies.wait(read)?;
                 }
                 for &(expert, slot) in &wave.copies {
-                    for (host, room) in self.host.iter().zip(self.resident.weights()) {
-                        traffic.bytes += host.copy(expert, room, slot)?;
+                    for (host, weights) in self.host.iter().zip(self.resident.weights()) {
+                        traffic.bytes += host.copy(expert, weights, slot)?;
                     }
                 }
-                // `there`: the products of this wave read its slots after the copies.
-                self.copies.record(there)?;
-                stream.wait(there)?;
-                waits.push((from, stream.event()?));
+                // `copied`: the products of this wave read its slots after the copies.
+                self.copies.record(copied)?;
+                stream.wait(copied)?;
+                stall_events.push((from, stream.event()?));
                 traffic.stalls += 1;
             }
             let at = lists.items + (items.start * ITEM_WORDS * size_of::<u32>()) as u64;
-            let own = Lists { items: at, count: items.len() as u32, ..lists };
+            let wave_lists = Lists { items: at, count: items.len() as u32, ..lists };
             // SAFETY: the caller's promise. The lists name pairs of the run and slots; they are dropped after the work.
-            unsafe { self.resident.multiply(&stream, run, own) }?;
+            unsafe { self.resident.multiply(&stream, run, wave_lists) }?;
             // `done`: see above, and `wave.behind`.
             stream.record(done)?;
         }
@@ -329,8 +329,8 @@ impl Plan {
                 *count += 1;
             }
         }
-        let wanted: Vec<u32> = (0..experts).filter(|expert| counts[*expert as usize] > 0).collect();
-        let waves = slots.step(&wanted);
+        let requested: Vec<u32> = (0..experts).filter(|expert| counts[*expert as usize] > 0).collect();
+        let waves = slots.step(&requested);
         let (mut items, mut words, mut first) = (Vec::new(), Vec::new(), 0);
         // By expert: the index of its next pair.
         let mut next = vec![0u32; experts as usize];
@@ -349,9 +349,9 @@ impl Plan {
         let begin = words.len();
         words.resize(begin + first as usize, 0);
         for (pair, id) in (0u32..).zip(ids) {
-            if let Some(place) = next.get_mut(*id as usize) {
-                words[begin + *place as usize] = pair;
-                *place += 1;
+            if let Some(row) = next.get_mut(*id as usize) {
+                words[begin + *row as usize] = pair;
+                *row += 1;
             }
         }
         Self { waves, items, words }
@@ -367,16 +367,16 @@ impl Plan {
 #[derive(Debug)]
 pub struct Fetcher {
     /// Marks the end of work enqueued before a call.
-    begun: Mark,
+    slots_read: Mark,
     /// By wave: its experts are on the device, and its products are done.
     marks: Vec<(Mark, Mark)>,
     /// The expert ids on the host.
     ids: Option<Pinned<u32>>,
     /// The lists of the last call on the device.
     lists: DeviceBuffer<u32>,
-    sent: Option<Transfer<u32>>,
+    list_transfer: Option<Transfer<u32>>,
     /// Start and end of waits whose duration was not read yet.
-    waits: Vec<(Event, Event)>,
+    stall_events: Vec<(Event, Event)>,
     traffic: ExpertTraffic,
     pairs: usize,
 }
@@ -391,13 +391,13 @@ impl Fetcher {
         let words = Self::words(shape, tokens, top_k);
         let marks = || Ok::<_, DeviceError>((Mark::new(device)?, Mark::new(device)?));
         Ok(Self {
-            begun: Mark::new(device)?,
+            slots_read: Mark::new(device)?,
             // With one slot, each expert is a wave.
             marks: (0..=shape.experts).map(|_| marks()).collect::<Result<_, _>>()?,
             ids: None,
             lists: DeviceBuffer::zeroed(stream, words)?,
-            sent: None,
-            waits: Vec::new(),
+            list_transfer: None,
+            stall_events: Vec::new(),
             traffic: ExpertTraffic::default(),
             pairs: pairs(tokens, top_k),
         })
@@ -419,7 +419,7 @@ impl Fetcher {
     /// # Errors
     /// A driver error.
     pub fn traffic(&mut self) -> Result<ExpertTraffic, DeviceError> {
-        self.read_waits()?;
+        self.read_stall_times()?;
         Ok(self.traffic)
     }
 
@@ -441,12 +441,12 @@ impl Fetcher {
         };
         let pinned = ids.read_front_later(stream, first, pinned, count)?.wait()?;
         // The stream has passed these waits.
-        self.read_waits()?;
+        self.read_stall_times()?;
         Ok(pinned)
     }
 
-    fn read_waits(&mut self) -> Result<(), DeviceError> {
-        for (from, to) in self.waits.drain(..) {
+    fn read_stall_times(&mut self) -> Result<(), DeviceError> {
+        for (from, to) in self.stall_events.drain(..) {
             self.traffic.stalled_us += from.elapsed_us(&to)?;
         }
         Ok(())
@@ -454,15 +454,15 @@ impl Fetcher {
 
     /// Enqueues the copy of a plan's lists to the device.
     fn send(&mut self, stream: &Stream, plan: &Plan) -> Result<Lists, DeviceError> {
-        let mut pinned = match self.sent.take() {
+        let mut pinned = match self.list_transfer.take() {
             // Already done: the host has since waited for a later routing decision.
             Some(transfer) => transfer.wait()?,
             None => Pinned::zeroed(stream.device(), self.lists.len())?,
         };
         let (need, have) = (plan.words.len() as u64, pinned.len() as u64);
-        let room = pinned.get_mut(..plan.words.len());
-        room.ok_or(LaunchError::Room { buffer: "the lists of a fetcher", need, have })?.copy_from_slice(&plan.words);
-        self.sent = Some(self.lists.write_later(stream, 0, pinned, plan.words.len())?);
+        let target = pinned.get_mut(..plan.words.len());
+        target.ok_or(LaunchError::Room { buffer: "the lists of a fetcher", need, have })?.copy_from_slice(&plan.words);
+        self.list_transfer = Some(self.lists.write_later(stream, 0, pinned, plan.words.len())?);
         let items = self.lists.address();
         Ok(Lists { items, pairs: items + (plan.item_words() * 4) as u64, count: 0 })
     }
@@ -489,7 +489,7 @@ mod tests {
                 let [slot, first, entries, 0] = *item else { panic!("{item:?}") };
                 assert_eq!(first, next, "entries without gaps");
                 assert!((1..=tile).contains(&entries));
-                assert!(wave.experts.iter().any(|(_, own)| *own == slot), "a slot of another wave");
+                assert!(wave.experts.iter().any(|(_, other)| *other == slot), "the slot must belong to the wave");
                 for pair in &list[first as usize..(first + entries) as usize] {
                     assert_eq!(slots[*pair as usize].replace(slot), None, "pair {pair} twice");
                 }
@@ -518,8 +518,9 @@ mod tests {
                     assert!(plan.words.len() <= Fetcher::words(shape, tokens, 2), "{experts} experts, {tokens} tokens");
                     let found = slots_of(&plan, tile, ids.len());
                     for (id, slot) in ids.iter().zip(found) {
-                        let own = plan.waves.iter().flat_map(|wave| &wave.experts).find(|(expert, _)| expert == id);
-                        assert_eq!(slot, own.map(|(_, slot)| *slot), "expert {id}");
+                        let assigned =
+                            plan.waves.iter().flat_map(|wave| &wave.experts).find(|(expert, _)| expert == id);
+                        assert_eq!(slot, assigned.map(|(_, slot)| *slot), "expert {id}");
                         assert_eq!(slot.is_some(), *id < experts);
                     }
                 }

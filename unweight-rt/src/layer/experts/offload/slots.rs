@@ -65,9 +65,9 @@ impl Slots {
 
     /// Assigns slots to the experts of a step, each listed once; skips ids that are not experts. In each wave, hits
     /// come first.
-    pub fn step(&mut self, wanted: &[u32]) -> Vec<Wave> {
-        let wanted = wanted.iter().copied().filter(|expert| (*expert as usize) < self.slot_of.len());
-        let (hits, misses): (Vec<u32>, Vec<u32>) = wanted.partition(|expert| self.slot_of(*expert).is_some());
+    pub fn step(&mut self, requested: &[u32]) -> Vec<Wave> {
+        let requested = requested.iter().copied().filter(|expert| (*expert as usize) < self.slot_of.len());
+        let (hits, misses): (Vec<u32>, Vec<u32>) = requested.partition(|expert| self.slot_of(*expert).is_some());
         let first = self.clock;
         if hits.len() + misses.len() <= self.slots.len() {
             let empty = hits.is_empty() && misses.is_empty();
@@ -178,38 +178,48 @@ mod tests {
             let mut device: Vec<Option<u32>> = vec![None; count as usize];
             let mut last = vec![0u64; experts as usize];
             for step in 1..600 {
-                let wanted: BTreeSet<u32> = (0..1 + random.below(u64::from(experts) * 2))
+                let requested: BTreeSet<u32> = (0..1 + random.below(u64::from(experts) * 2))
                     .map(|_| random.below(u64::from(experts) + 1).min(random.below(u64::from(experts) + 1)) as u32)
                     .take(1 + step as usize % 40)
                     .collect();
-                let wanted: Vec<u32> = wanted.into_iter().collect();
-                let real: BTreeSet<u32> = wanted.iter().copied().filter(|expert| *expert < experts).collect();
+                let requested: Vec<u32> = requested.into_iter().collect();
+                let valid: BTreeSet<u32> = requested.iter().copied().filter(|expert| *expert < experts).collect();
                 let before: BTreeSet<u32> = device.iter().flatten().copied().collect();
-                assert_eq!(before, (0..experts).filter(|e| slots.slot_of(*e).is_some()).collect(), "what is there");
-                let waves = slots.step(&wanted);
+                assert_eq!(
+                    before,
+                    (0..experts).filter(|e| slots.slot_of(*e).is_some()).collect(),
+                    "experts on the device"
+                );
+                let waves = slots.step(&requested);
 
                 let mut done = BTreeSet::new();
                 let mut read_by: Vec<Option<usize>> = vec![None; count as usize];
                 let mut misses = 0;
                 for (at, wave) in waves.iter().enumerate() {
-                    assert!(!wave.experts.is_empty() && wave.experts.len() <= count as usize, "bounded");
-                    let own: BTreeSet<u32> = wave.experts.iter().map(|(_, slot)| *slot).collect();
-                    assert_eq!(own.len(), wave.experts.len(), "a slot for each");
+                    assert!(
+                        !wave.experts.is_empty() && wave.experts.len() <= count as usize,
+                        "at most as many experts as slots"
+                    );
+                    let used: BTreeSet<u32> = wave.experts.iter().map(|(_, slot)| *slot).collect();
+                    assert_eq!(used.len(), wave.experts.len(), "one slot per expert");
                     let overwritten = wave.copies.iter().map(|(_, slot)| read_by[*slot as usize]).max().flatten();
                     assert_eq!(wave.behind, overwritten, "the wave that reads what is overwritten");
                     for &(expert, slot) in &wave.copies {
                         let out = device[slot as usize].replace(expert);
                         if let Some(out) = out {
-                            assert!(!real.contains(&out) || done.contains(&out), "{out} is still to be used");
+                            assert!(!valid.contains(&out) || done.contains(&out), "{out} is still to be used");
                         }
                         misses += 1;
                     }
                     if waves.len() == 1 {
                         // No remaining expert was used longer ago than an evicted one.
-                        let idle = before.difference(&real).map(|e| (device.contains(&Some(*e)), last[*e as usize]));
-                        let (stay, went): (Vec<_>, Vec<_>) = idle.partition(|(is_there, _)| *is_there);
-                        let (stay, went) = (stay.iter().map(|at| at.1), went.iter().map(|at| at.1));
-                        assert!(went.max().unwrap_or(0) <= stay.min().unwrap_or(u64::MAX), "the oldest go");
+                        let idle = before.difference(&valid).map(|e| (device.contains(&Some(*e)), last[*e as usize]));
+                        let (kept, evicted): (Vec<_>, Vec<_>) = idle.partition(|(is_there, _)| *is_there);
+                        let (kept, evicted) = (kept.iter().map(|at| at.1), evicted.iter().map(|at| at.1));
+                        assert!(
+                            evicted.max().unwrap_or(0) <= kept.min().unwrap_or(u64::MAX),
+                            "evicts the least recently used experts"
+                        );
                     } else if count > 1 && at > 1 {
                         assert_ne!(wave.behind, Some(at - 1), "copies overlap the products of the wave before");
                     }
@@ -219,8 +229,8 @@ mod tests {
                         assert!(done.insert(expert), "twice");
                     }
                 }
-                assert_eq!(done, real);
-                assert_eq!(misses, real.difference(&before).count(), "hits and misses are all requests");
+                assert_eq!(done, valid);
+                assert_eq!(misses, valid.difference(&before).count(), "hits and misses are all requests");
                 done.iter().for_each(|expert| last[*expert as usize] = step);
             }
         }
