@@ -50,10 +50,10 @@ pub fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u1
     let y = y.u16s();
     let mut rows = Vec::new();
     for row in 0..m {
-        let (own, gap) = y[row * pitch..][..pitch].split_at(columns);
-        rows.extend_from_slice(own);
+        let (row_values, gap) = y[row * pitch..][..pitch].split_at(columns);
+        rows.extend_from_slice(row_values);
         if gap.iter().any(|half| *half != POISON) {
-            return Err(format!("the gap behind row {row} was written"));
+            return Err(format!("the gap after row {row} was written"));
         }
     }
     Ok(rows)
@@ -128,7 +128,7 @@ impl Norm {
                 reported = row as u32 + 1;
                 let left = if op.add { &self.before[row * pitch..][..d] } else { &vec![0; d] };
                 if y != left {
-                    return Err(format!("row {row} is not zeros, or as it was"));
+                    return Err(format!("row {row} is neither zero nor unchanged"));
                 }
                 continue;
             }
@@ -140,7 +140,7 @@ impl Norm {
         }
         match fault.u32s()[0] {
             fault if fault == reported => Ok(()),
-            fault => Err(format!("the fault word is {fault}, not {reported}")),
+            fault => Err(format!("the fault word is {fault} instead of {reported}")),
         }
     }
 }
@@ -226,22 +226,22 @@ fn planted_bugs_of_other_norms_are_caught() {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = norms().iter().any(|case| case.check(&mut kernel, &spec).is_err());
-        assert!(caught, "{name}: planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "{name}: the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
 #[test]
 fn planted_bugs_of_norms_are_caught() {
-    let (own, shared) = ("unweight/kernels/norm.cuh", "unweight/activation/element.cuh");
+    let (kernel_header, shared) = ("unweight/kernels/norm.cuh", "unweight/activation/element.cuh");
     for (header, from, to) in [
-        (own, "sum = activation::add_squares(sum, x.w);", ""),
-        (own, "source >= args.source_rows", "source > args.source_rows"),
-        (own, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, row)"),
-        (own, "args.x + source * args.x_pitch", "args.x + row * args.x_pitch"),
-        (own, "args.y + row * args.y_pitch", "args.y + row * u64(args.d)"),
-        (own, "distance = 16;", "distance = 8;"),
-        (own, "warp < Config::kThreads / 32; ++warp", "warp + 1 < Config::kThreads / 32; ++warp"),
-        (own, "ptx::bar_sync();", ""),
+        (kernel_header, "sum = activation::add_squares(sum, x.w);", ""),
+        (kernel_header, "source >= args.source_rows", "source > args.source_rows"),
+        (kernel_header, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, row)"),
+        (kernel_header, "args.x + source * args.x_pitch", "args.x + row * args.x_pitch"),
+        (kernel_header, "args.y + row * args.y_pitch", "args.y + row * u64(args.d)"),
+        (kernel_header, "distance = 16;", "distance = 8;"),
+        (kernel_header, "warp < Config::kThreads / 32; ++warp", "warp + 1 < Config::kThreads / 32; ++warp"),
+        (kernel_header, "ptx::bar_sync();", ""),
         (
             shared,
             "ptx::add(ptx::div(sum_of_squares, static_cast<float>(count)), eps)",
@@ -259,7 +259,7 @@ fn planted_bugs_of_norms_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = norms().iter().any(|case| case.check(&mut kernel, &spec).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -366,7 +366,7 @@ fn planted_bugs_of_activations_are_caught() {
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let pair = if from.contains("spread") { Pair::Turns } else { Pair::Beside };
         let caught = SILU_MULS.iter().any(|shape| check_silu_mul(&mut kernel, &spec, *shape, pair).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -457,7 +457,7 @@ impl Table {
         }
         match fault.u32s()[0] {
             fault if fault == reported => Ok(()),
-            fault => Err(format!("the fault word is {fault}, not {reported}")),
+            fault => Err(format!("the fault word is {fault} instead of {reported}")),
         }
     }
 
@@ -570,7 +570,7 @@ fn planted_bugs_of_embeddings_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = tables().iter().any(|table| table.check_all(&mut kernel, &spec).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -618,7 +618,7 @@ impl Rope {
         let (bias_at, q_at, k_at) = (on_host(&bias), on_host(&q_norm), on_host(&k_norm));
         let (cosines_at, sines_at) = (on_host(&laid(&cosines)), on_host(&laid(&sines)));
         let pages = words(&self.pages);
-        let address = |wanted: bool, buffer: &Buffer| if wanted { buffer.address() } else { 0 };
+        let address = |is_used: bool, buffer: &Buffer| if is_used { buffer.address() } else { 0 };
         let args = RopeArgs {
             qkv: qkv.address(),
             bias: address(self.bias, &bias_at),
@@ -674,7 +674,7 @@ impl Rope {
                     in_place.to_vec()
                 } else {
                     if in_place != &x[row * pitch + head * head_dim..][..head_dim] {
-                        return Err(format!("row {row}, head {head} of K or V was rewritten"));
+                        return Err(format!("row {row}, head {head} of K or V was changed"));
                     }
                     if page >= PAGES {
                         continue;
@@ -693,11 +693,11 @@ impl Rope {
         // No element of the inputs has the poison's bits.
         let whole = cache.iter().filter(|half| **half != POISON).count();
         if whole != written {
-            return Err(format!("{whole} elements of the cache were written, not {written}"));
+            return Err(format!("{whole} elements of the cache were written instead of {written}"));
         }
         match fault.u32s()[0] {
             fault if fault == reported => Ok(()),
-            fault => Err(format!("the fault word is {fault}, not {reported}")),
+            fault => Err(format!("the fault word is {fault} instead of {reported}")),
         }
     }
 }
@@ -749,25 +749,25 @@ fn rotations_match_double_precision() {
 
 #[test]
 fn planted_bugs_of_rotations_are_caught() {
-    let (own, shared) = ("unweight/kernels/rope.cuh", "unweight/activation/element.cuh");
+    let (kernel_header, shared) = ("unweight/kernels/rope.cuh", "unweight/activation/element.cuh");
     for (header, from, to) in [
-        (own, "pair(piece) + turned : pair(piece) + kPairs;", "pair(piece) + kPairs : pair(piece) + kPairs;"),
-        (own, "pair(piece) : pair(piece) + turned; }", "pair(piece) : pair(piece); }"),
-        (own, "if (pair(i) >= turned) continue;", ""),
-        (own, "position = args.start + row", "position = row"),
-        (own, "args.pages + position / kv::kPageTokens", "args.pages + row / kv::kPageTokens"),
-        (own, "token = position % kv::kPageTokens", "token = row % kv::kPageTokens"),
-        (own, "page < args.cache_pages", "page <= args.cache_pages"),
-        (own, "if (paged) own.store_page", "own.store_page"),
-        (own, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, page)"),
-        (own, "args.bias + head * Config::kHeadDim", "args.bias"),
-        (own, "own.norm(x, q_gamma, args.eps)", "own.norm(x, k_gamma, args.eps)"),
-        (own, "distance != 0;", "distance != 1;"),
-        (own, "const bool value = head >= keys;", "const bool value = head > keys;"),
-        (own, "args.qkv + row * args.pitch", "args.qkv + row * u64(keys + args.kv_heads) * Config::kHeadDim"),
-        (own, "word % 4 * 4", "word % 4 * 2"),
-        (own, "page, kv_head, value)", "page, kv_head, !value)"),
-        (own, "args.kv_heads, page, kv_head", "args.heads, page, kv_head"),
+        (kernel_header, "pair(piece) + turned : pair(piece) + kPairs;", "pair(piece) + kPairs : pair(piece) + kPairs;"),
+        (kernel_header, "pair(piece) : pair(piece) + turned; }", "pair(piece) : pair(piece); }"),
+        (kernel_header, "if (pair(i) >= turned) continue;", ""),
+        (kernel_header, "position = args.start + row", "position = row"),
+        (kernel_header, "args.pages + position / kv::kPageTokens", "args.pages + row / kv::kPageTokens"),
+        (kernel_header, "token = position % kv::kPageTokens", "token = row % kv::kPageTokens"),
+        (kernel_header, "page < args.cache_pages", "page <= args.cache_pages"),
+        (kernel_header, "if (paged) own.store_page", "own.store_page"),
+        (kernel_header, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, page)"),
+        (kernel_header, "args.bias + head * Config::kHeadDim", "args.bias"),
+        (kernel_header, "own.norm(x, q_gamma, args.eps)", "own.norm(x, k_gamma, args.eps)"),
+        (kernel_header, "distance != 0;", "distance != 1;"),
+        (kernel_header, "const bool value = head >= keys;", "const bool value = head > keys;"),
+        (kernel_header, "args.qkv + row * args.pitch", "args.qkv + row * u64(keys + args.kv_heads) * Config::kHeadDim"),
+        (kernel_header, "word % 4 * 4", "word % 4 * 2"),
+        (kernel_header, "page, kv_head, value)", "page, kv_head, !value)"),
+        (kernel_header, "args.kv_heads, page, kv_head", "args.heads, page, kv_head"),
         (shared, "ptx::fma(a0, c0, -ptx::mul(b0, s0))", "ptx::fma(a0, c0, ptx::mul(b0, s0))"),
         (shared, "ptx::fma(b1, c1, ptx::mul(a1, s1))", "ptx::fma(b1, c1, ptx::mul(a1, s0))"),
         (shared, "ptx::add(high_of(x), high_of(bias))", "high_of(x)"),
@@ -776,7 +776,7 @@ fn planted_bugs_of_rotations_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -792,6 +792,6 @@ fn planted_bugs_of_adjacent_rotations_are_caught() {
         let spec = spec("rope_d48_adjacent_pdl");
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

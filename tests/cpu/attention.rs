@@ -50,9 +50,9 @@ fn parts_share_the_tokens_of_a_row() {
     for (name, all) in [("d32_w1p2c1_split_async", &[1, 2, 5, 8, 9, 17][..]), ("d64_w2p2c1_split_pdl", &[1, 4])] {
         let spec = spec(&format!("attention_decode_{name}"));
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
-        let (mut kernel, taken) = (CpuKernel::of(&spec, &[]), op.warps.get() * 16);
+        let (mut kernel, tokens_at_once) = (CpuKernel::of(&spec, &[]), op.warps.get() * 16);
         for &parts in all {
-            let last = [1, 2, parts, 2 * parts].map(|part| part * taken);
+            let last = [1, 2, parts, 2 * parts].map(|part| part * tokens_at_once);
             let positions: Vec<u32> = last.into_iter().flat_map(|last| [last - 1, last]).chain([PAD, 0]).collect();
             let case = Decode { kv_heads: 1, ..Decode::new(op.head_dim.get() as usize, 3, &positions) };
             let problem = Problem::new(&case);
@@ -164,7 +164,7 @@ fn planted_bugs_of_large_heads_and_caps_are_caught() {
         let problem = Problem::new(case);
         let outcome = launch(&problem, &mut kernel, &spec, 1);
         let caught = outcome.is_err() || outcome.is_ok_and(|o| problem.mismatch(&o.out, &o.layer).is_some());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -243,7 +243,10 @@ fn rows_of_one_sequence_follow_each_other() {
             }
             let differs = (1..=20).any(|seed| launch(&problem, &mut kernel, &spec, seed).unwrap().out != out);
             // With parts, `launch` runs twice.
-            assert!(differs || op.split, "{spec}: one launch is enough in any order of rows");
+            assert!(
+                differs || op.split,
+                "{spec}: one launch over all rows gives the same bits, so the test shows nothing"
+            );
         }
     }
 }
@@ -277,22 +280,22 @@ fn hostile_tables(spec: &VariantSpec) {
         for other in [0, 2] {
             assert_eq!(outcome.out[other * columns..][..columns], whole.out[other * columns..][..columns]);
         }
-        assert!(outcome.out[columns..][..columns].iter().all(|&v| !bf16(v).is_nan()), "the other pages were read");
+        assert!(outcome.out[columns..][..columns].iter().all(|&v| !bf16(v).is_nan()), "a page of another row was read");
     }
     // All pages are invalid, a position is after the table, or a position is after the angles.
     let mut hostile = Problem::new(&right.case);
     let pages = hostile.table_pages;
     hostile.table[pages..][..pages].fill(u32::MAX);
     let none = launch(&hostile, &mut kernel, spec, 3).unwrap();
-    let mut behind = Problem::new(&right.case);
-    behind.max_positions = u32::MAX;
-    behind.case.positions[1] = behind.table_pages as u32 * PAGE_TOKENS;
-    let table = launch(&behind, &mut kernel, spec, 4).unwrap();
-    behind.case.positions[1] = PAD - 1;
-    let far = launch(&behind, &mut kernel, spec, 4).unwrap();
-    let mut behind = Problem::new(&right.case);
-    behind.max_positions = 200;
-    let angles = launch(&behind, &mut kernel, spec, 5).unwrap();
+    let mut beyond_the_table = Problem::new(&right.case);
+    beyond_the_table.max_positions = u32::MAX;
+    beyond_the_table.case.positions[1] = beyond_the_table.table_pages as u32 * PAGE_TOKENS;
+    let table = launch(&beyond_the_table, &mut kernel, spec, 4).unwrap();
+    beyond_the_table.case.positions[1] = PAD - 1;
+    let far = launch(&beyond_the_table, &mut kernel, spec, 4).unwrap();
+    let mut beyond_the_table = Problem::new(&right.case);
+    beyond_the_table.max_positions = 200;
+    let angles = launch(&beyond_the_table, &mut kernel, spec, 5).unwrap();
     for outcome in [none, table, far, angles] {
         assert_eq!(outcome.fault, 2);
         assert!(outcome.out[columns..][..columns].iter().all(|&v| v == 0));
@@ -464,7 +467,7 @@ fn planted_bugs_of_chunks_are_caught() {
             Err(_) => true,
             Ok(outcome) => problem.mismatch(&outcome.out, &outcome.layer).is_some(),
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -516,7 +519,7 @@ fn planted_bugs_are_caught() {
             Err(_) => true,
             Ok(outcome) => problem.mismatch(&outcome.out, &outcome.layer).is_some(),
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -562,7 +565,7 @@ fn planted_bugs_of_parts_are_caught() {
     assert_eq!(run(&[]), None);
     for (from, to) in plants {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
-        assert!(run(&[edit]).is_some(), "planting `{to}` for `{from}` went unnoticed");
+        assert!(run(&[edit]).is_some(), "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 

@@ -79,7 +79,7 @@ impl<'a> Cache<'a> {
         let before = [&from.packed[..], &from.records, &from.unit_pages];
         match self.packed.iter().zip(before).all(|(now, before)| now.slice() == before) {
             true => Ok(()),
-            false => Err("packed pages, records or units were written".to_owned()),
+            false => Err("packed pages, records or units were changed".to_owned()),
         }
     }
 }
@@ -108,9 +108,9 @@ pub fn launch_on(
     let case = &problem.case;
     let (m, columns, out_columns) = (case.positions.len(), case.columns(), case.out_columns());
     let of = |values: &[u16]| Buffer::of(bytemuck::cast_slice(values));
-    let apart: Vec<u16> =
+    let padded: Vec<u16> =
         problem.qkv.chunks(columns).flat_map(|row| row.iter().copied().chain([0x7fc1; GAP])).collect();
-    let (qkv, bias, cache) = (of(&apart), of(&problem.bias), Cache::new(problem, packed));
+    let (qkv, bias, cache) = (of(&padded), of(&problem.bias), Cache::new(problem, packed));
     let [cosines, sines] = problem.tables().each_ref().map(|table| of(table));
     let norms = problem.norms.each_ref().map(|norm| of(norm));
     let positions = Buffer::of(bytemuck::cast_slice(&case.positions));
@@ -160,7 +160,7 @@ pub fn launch_on(
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
         if counters.slice().iter().any(|&byte| byte != 0) {
-            return Err("counters were left set".to_owned());
+            return Err("counters are not zero after the launch".to_owned());
         }
     }
     cache.check_unwritten()?;
@@ -172,7 +172,7 @@ pub fn rows_of(out: &Buffer, out_columns: usize) -> Vec<u16> {
     let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
     let rows = out.u16s();
     let rows = rows.chunks(out_columns + GAP).flat_map(|row| {
-        assert!(row[out_columns..].iter().all(|&v| v == untouched), "written behind a row");
+        assert!(row[out_columns..].iter().all(|&v| v == untouched), "the gap after a row was written");
         row[..out_columns].to_vec()
     });
     rows.collect()

@@ -64,7 +64,7 @@ impl Pair {
         let expected = self.over_bf16(problem, seed);
         let outcome = self.over_packed(problem, &pages, seed + 50);
         let what = format!("{} {:?}", self.packed, problem.case);
-        assert!(same(problem, &pages, &outcome, &expected), "{what}");
+        assert!(same_results(problem, &pages, &outcome, &expected), "{what}");
         assert!(outcome.out.iter().all(|&v| !bf16(v).is_nan()), "{what}");
         assert_eq!((outcome.fault, expected.fault), (0, 0), "{what}");
         pages.kinds()
@@ -80,7 +80,7 @@ impl Pair {
 }
 
 /// Returns whether A and the hot pages equal those of bf16 pages.
-fn same(problem: &Problem, pages: &PackedPages, outcome: &Outcome, expected: &Outcome) -> bool {
+fn same_results(problem: &Problem, pages: &PackedPages, outcome: &Outcome, expected: &Outcome) -> bool {
     outcome.out == expected.out && outcome.layer == pages.hot_from(problem, &expected.layer)
 }
 
@@ -120,7 +120,10 @@ fn the_bits_of_rows_of_one_sequence() {
         assert!(outcome.out == expected.out && outcome.fault == 0, "{}", pair.packed);
         let differs = (1..=20).any(|seed| pair.over_bf16(&problem, seed).out != expected.out);
         // With parts, `launch` runs twice.
-        assert!(differs || parts_of(&pair.bf16) > 1, "one launch is enough in any order of rows");
+        assert!(
+            differs || parts_of(&pair.bf16) > 1,
+            "one launch over all rows gives the same bits, so the test shows nothing"
+        );
     }
 }
 
@@ -142,7 +145,7 @@ fn the_bits_of_every_head_size() {
         for seed in 1..=3 {
             let mut problem = Problem::new(&Decode { seed, ..case.clone() });
             salt(&mut problem, seed);
-            pair.check(&problem, seed).iter().zip(&mut kinds).for_each(|(own, all)| *all += own);
+            pair.check(&problem, seed).iter().zip(&mut kinds).for_each(|(count, total)| *total += count);
         }
         assert!(kinds.iter().all(|kind| *kind > 0), "d{head_dim}: {kinds:?} plain, with slots, bf16");
     }
@@ -241,7 +244,7 @@ fn lost_units_are_left_out() {
                 without.table[row * problem.table_pages + page] = u32::MAX;
                 let expected = pair.over_bf16(&without, 1);
                 let outcome = pair.over_packed(&problem, &pages, 2);
-                assert!(same(&problem, &pages, &outcome, &expected), "row {row}, page {page}, {lost:?}");
+                assert!(same_results(&problem, &pages, &outcome, &expected), "row {row}, page {page}, {lost:?}");
                 assert_eq!((outcome.fault, expected.fault), (0, 1 + row as u32));
             }
         }
@@ -311,9 +314,9 @@ fn hostile_tables(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole
     assert!(fault == 2 && row.iter().all(|v| *v == 0), "{row:?}");
     // Positions after the table and after the angles.
     for position in [problem.table_pages as u32 * PAGE_TOKENS, PAD - 1, PAD - PAGE_TOKENS] {
-        let mut behind = problem.clone();
-        (behind.max_positions, behind.case.positions[1]) = (u32::MAX, position);
-        let (row, fault) = second_row(pair, &behind, right, whole);
+        let mut beyond_the_table = problem.clone();
+        (beyond_the_table.max_positions, beyond_the_table.case.positions[1]) = (u32::MAX, position);
+        let (row, fault) = second_row(pair, &beyond_the_table, right, whole);
         assert!(fault == 2 && row.iter().all(|v| *v == 0), "{position}: {row:?}");
     }
 }
@@ -412,20 +415,20 @@ fn planted_bugs_of_packed_attention_are_caught() {
     ];
     let copied = [(decode, "copy(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes);", "")];
     let all = both.iter().chain(&bulk).map(|edit| ("", edit)).chain(copied.iter().map(|edit| ("_async", edit)));
-    let expected = wanted();
+    let expected = reference_results();
     for copy in ["", "_async"] {
-        assert_eq!(noticed(copy, &expected, &[]), None);
+        assert_eq!(failure(copy, &expected, &[]), None);
     }
     let missed: Vec<_> = all
         .filter(|(copy, (header, from, to))| {
-            Edit::planted(header, from, to).is_some_and(|edit| noticed(copy, &expected, &[edit]).is_none())
+            Edit::planted(header, from, to).is_some_and(|edit| failure(copy, &expected, &[edit]).is_none())
         })
         .collect();
-    assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
+    assert!(missed.is_empty(), "planted bugs that were not caught: {missed:#?}");
 }
 
 /// Returns problems and their results over bf16 pages.
-fn wanted() -> Vec<(Problem, Outcome)> {
+fn reference_results() -> Vec<(Problem, Outcome)> {
     let spec = spec("attention_decode_d32_w2p2c1");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let cases = [(0, 1), (150, 2), (100, 3)].map(|(window, seed)| {
@@ -439,14 +442,14 @@ fn wanted() -> Vec<(Problem, Outcome)> {
 }
 
 /// Returns how a kernel over packed pages fails on valid or on hostile problems.
-fn noticed(copy: &str, expected: &[(Problem, Outcome)], edits: &[Edit]) -> Option<String> {
+fn failure(copy: &str, expected: &[(Problem, Outcome)], edits: &[Edit]) -> Option<String> {
     let spec = spec(&format!("attention_decode_d32_w2p3c1_packed{copy}"));
     let mut kernel = CpuKernel::of(&spec, edits);
     let right = expected.iter().find_map(|(problem, expected)| {
         let pages = PackedPages::of(problem);
         (1..=4).find_map(|seed| match launch_on(problem, Some(&pages), &mut kernel, &spec, seed, 1) {
             Err(error) => Some(error),
-            Ok(outcome) => (!same(problem, &pages, &outcome, expected)).then(|| "other bits".to_owned()),
+            Ok(outcome) => (!same_results(problem, &pages, &outcome, expected)).then(|| "other bits".to_owned()),
         })
     });
     right.or_else(|| {

@@ -157,7 +157,7 @@ impl Case {
         let shape = (self.tensor.grid().rows(), self.tensor.grid().cols());
         let same = |what: &str, got: &[u8], expected: &[u8]| match got.iter().zip(expected).position(|(a, b)| a != b) {
             _ if got.len() != expected.len() => {
-                Err(format!("{shape:?}: {what} has {} bytes, not {}", got.len(), expected.len()))
+                Err(format!("{shape:?}: {what} has {} bytes instead of {}", got.len(), expected.len()))
             }
             Some(at) => Err(format!("{shape:?}: {what} differs at byte {at}")),
             None => Ok(()),
@@ -167,7 +167,7 @@ impl Case {
         let oracle = self.oracle();
         let ([container, heads, escapes], inexact) = packed(kernel, &self.tensor, &sections, oracle.window().base())?;
         if inexact {
-            return Err(format!("{shape:?}: an element without an operand"));
+            return Err(format!("{shape:?}: the kernel reported an element without an operand"));
         }
         same("packed", &container, oracle.packed())?;
         same("escape_heads", &heads, oracle.escape_heads())?;
@@ -285,7 +285,7 @@ fn any_bytes_stay_in_bounds() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (encoding, own) = ("unweight/encoding/compact.cuh", "unweight/kernels/decode_compact.cuh");
+    let (encoding, kernel_header) = ("unweight/encoding/compact.cuh", "unweight/kernels/decode_compact.cuh");
     for (header, from, to) in [
         (encoding, "at = kUp ? at + used : at - used;", "at = at + used;"),
         (encoding, "if (!kUp) bits[i] = ptx::brev(bits[i]);", ""),
@@ -302,9 +302,9 @@ fn planted_bugs_are_caught() {
             "p[7] = and_or(w[3] >> 6, kMiddle, p[7]);",
         ),
         (encoding, "return record >> 26 & 3;", "return record >> 26 & 1;"),
-        (own, "shift + (shift << 16)", "shift & 0xffff | shift << 16"),
-        (own, "i = within & ~1u; i <= within", "i = within; i <= within"),
-        (own, "return element % 2 ? pair >> 16 : pair & 0xffff;", "return pair & 0xffff;"),
+        (kernel_header, "shift + (shift << 16)", "shift & 0xffff | shift << 16"),
+        (kernel_header, "i = within & ~1u; i <= within", "i = within; i <= within"),
+        (kernel_header, "return element % 2 ? pair >> 16 : pair & 0xffff;", "return pair & 0xffff;"),
     ] {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
@@ -315,6 +315,6 @@ fn planted_bugs_are_caught() {
             sections.streams = Buffer::filled(sections.streams.slice().len(), 0xff);
             full(&mut kernel, &case.tensor, &sections).is_err()
         };
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

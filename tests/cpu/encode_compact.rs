@@ -141,18 +141,18 @@ fn check(kernel: &mut CpuKernel, bytes: &[u8], oracle: &CompactTensor<Vec<u8>>) 
     let source = Source::new(bytes, shape);
     let coding = source.coding(kernel)?;
     if coding.book() != oracle.book() || source.classes.window() != oracle.window() {
-        return Err(format!("{shape:?}: another book or window"));
+        return Err(format!("{shape:?}: wrong codebook or window"));
     }
     let table = table_of(&coding);
     let (sizes, inexact) = source.sizes(kernel, &table)?;
     if let Some(at) = inexact {
-        return Err(format!("{shape:?}: no operand for element {at}"));
+        return Err(format!("{shape:?}: the kernel reported no operand for element {at}"));
     }
     let written = source.write(kernel, &table, &sizes)?;
     let expected = [oracle.tiles(), oracle.escapes(), oracle.streams(), oracle.dense()];
     for ((what, got), expected) in ["tiles", "escapes", "streams", "dense"].into_iter().zip(&written).zip(expected) {
         if got.len() != expected.len() {
-            return Err(format!("{shape:?}: {what} has {} bytes, not {}", got.len(), expected.len()));
+            return Err(format!("{shape:?}: {what} has {} bytes instead of {}", got.len(), expected.len()));
         }
         if let Some(at) = got.iter().zip(expected).position(|(a, b)| a != b) {
             return Err(format!("{shape:?}: {what} differs at byte {at}"));
@@ -171,8 +171,8 @@ fn many_quads() -> Case {
             // Elements of a quad: rows g and g + 8, columns 2t and 2t + 1.
             let (tile, part) = (column / 64, row % 16 / 8 * 2 + column % 2);
             let quad = row / 16 * 256 + row % 8 * 32 + column % 64 / 2;
-            let own = if quad % 146 == 7 { 5 * (tile * 7 + quad / 146) + 1 } else { 0 };
-            let class = own >> (3 * part) & 7;
+            let classes = if quad % 146 == 7 { 5 * (tile * 7 + quad / 146) + 1 } else { 0 };
+            let class = classes >> (3 * part) & 7;
             ((108 + 4 * class as u16 + i as u16 % 4) << 7 | i as u16 & 0x807f).to_le_bytes()
         })
         .collect();
@@ -207,13 +207,13 @@ fn kernel_bytes_equal_the_cpu_encoder() {
 fn an_element_without_exact_operand_is_named() {
     let mut kernel = build(&[]);
     // In a window above 96, the smallest subnormals lose bits. 20 * 64 comes late in the tile's order.
-    for (places, base) in [(vec![70], 97u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 220)] {
+    for (positions, base) in [(vec![70], 97u16), (vec![9000, 8191, 8256], 128), (vec![64 * 20 + 3, 5], 220)] {
         let bytes: Vec<u8> = (0..64 * 192)
-            .flat_map(|i| (if places.contains(&i) { 1 } else { (base + i as u16 % 32) << 7 }).to_le_bytes())
+            .flat_map(|i| (if positions.contains(&i) { 1 } else { (base + i as u16 % 32) << 7 }).to_le_bytes())
             .collect();
         let source = Source::new(&bytes, (64, 192));
         let table = table_of(&source.coding(&mut kernel).unwrap());
-        let at = places.iter().min().copied().unwrap();
+        let at = positions.iter().min().copied().unwrap();
         assert_eq!(source.sizes(&mut kernel, &table).unwrap().1, Some(at));
         let oracle = encode(Matrix::new(&bytes, 64, 192).unwrap(), &Histogram::of(&bytes));
         assert_eq!(oracle.err(), Some(Uncompact::Operand { row: at / 192, col: at % 192 }));
@@ -239,30 +239,30 @@ fn weights_that_change_stay_in_bounds() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let own = "unweight/kernels/encode_compact.cuh";
+    let header = "unweight/kernels/encode_compact.cuh";
     for (header, from, to) in [
-        (own, "(weights.p[i] | kSigns) - bases", "weights.p[i] - bases"),
-        (own, "escapes |= 2u << 2 * i;", "escapes |= 1u << 2 * i;"),
-        (own, "dense.p[i] &= ~(kLow & 0xffff0000);", ""),
-        (own, "| filler << 25;", "| filler << 9;"),
-        (own, "(b >> 3 & 0x1c0)", "(b >> 3 & 0x1c1)"),
-        (own, "code_of(entry, block < kTileBlocks / 2)", "code_of(entry, true)"),
-        (own, "return (bits + 1) & ~1u;", "return bits;"),
-        (own, "if (shift + bits > 32) ptx::red_or_shared(word + 4, code >> (32 - shift));", ""),
-        (own, "return entry >> 24 << 4 * c;", "return 0;"),
-        (own, "(p[6] & 0x00600060u) << 4", "(p[6] & 0x00400040u) << 4"),
-        (own, "put(own + low, 2 * i + 1,", "put(own, 2 * i + 1,"),
-        (own, "block << 26;", "0;"),
-        (own, "own / 2);", "own);"),
-        (own, "at < words && first + at < last;", "at < words;"),
-        (own, "if (1 + place < room)", "if (head & packed::kListHead)"),
-        (own, "~at);", "at);"),
+        (header, "(weights.p[i] | kSigns) - bases", "weights.p[i] - bases"),
+        (header, "escapes |= 2u << 2 * i;", "escapes |= 1u << 2 * i;"),
+        (header, "dense.p[i] &= ~(kLow & 0xffff0000);", ""),
+        (header, "| filler << 25;", "| filler << 9;"),
+        (header, "(b >> 3 & 0x1c0)", "(b >> 3 & 0x1c1)"),
+        (header, "code_of(entry, block < kTileBlocks / 2)", "code_of(entry, true)"),
+        (header, "return (bits + 1) & ~1u;", "return bits;"),
+        (header, "if (shift + bits > 32) ptx::red_or_shared(word + 4, code >> (32 - shift));", ""),
+        (header, "return entry >> 24 << 4 * c;", "return 0;"),
+        (header, "(p[6] & 0x00600060u) << 4", "(p[6] & 0x00400040u) << 4"),
+        (header, "put(own + low, 2 * i + 1,", "put(own, 2 * i + 1,"),
+        (header, "block << 26;", "0;"),
+        (header, "own / 2);", "own);"),
+        (header, "at < words && first + at < last;", "at < words;"),
+        (header, "if (1 + place < room)", "if (head & packed::kListHead)"),
+        (header, "~at);", "at);"),
     ] {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
         let caught = all_cases().iter().any(|case| check(&mut kernel, &case.bytes, &case.tensor).is_err())
             || changed_weights_are_caught(&mut kernel);
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 

@@ -37,7 +37,7 @@ static KERNELS: LazyLock<Mutex<CpuKernel>> = LazyLock::new(|| {
     kernels(&[])
 });
 
-const NEVER: u64 = u64::MAX;
+const NO_EXTREMES: u64 = u64::MAX;
 
 struct Case {
     name: &'static str,
@@ -54,7 +54,7 @@ impl Case {
         let seed = (n * 10_000 + k) as u64;
         let (mut bytes, mut random) = (float_weights(float, n * k, seed), Random::new(seed ^ 1));
         for (at, element) in bytes.chunks_exact_mut(float.bytes()).enumerate() {
-            if random.below(one_in) == 0 || one_in != NEVER && at / k == 4 {
+            if random.below(one_in) == 0 || one_in != NO_EXTREMES && at / k == 4 {
                 element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
             }
         }
@@ -70,15 +70,15 @@ impl Case {
 /// Returns rows and edges of every kind.
 fn cases(float: Float) -> Vec<Case> {
     let mut cases: Vec<_> = [
-        ("one element", (1, 1), NEVER),
-        ("one tile", (64, 64), NEVER),
+        ("one element", (1, 1), NO_EXTREMES),
+        ("one tile", (64, 64), NO_EXTREMES),
         ("odd edges", (65, 130), 100),
         ("k odd", (33, 77), 30),
         ("k a multiple of 8, not of 16", (200, 104), 500),
         ("k a multiple of 4, not of 8", (70, 68), 200),
-        ("a last row of tiles of a row", (129, 192), NEVER),
-        ("one row", (1, 640), NEVER),
-        ("one column", (130, 1), NEVER),
+        ("a last row of tiles of a row", (129, 192), NO_EXTREMES),
+        ("one row", (1, 640), NO_EXTREMES),
+        ("one column", (130, 1), NO_EXTREMES),
         ("outliers", (130, 208), 200),
         ("any bits", (70, 144), 1),
         ("any bits, k odd", (67, 131), 1),
@@ -179,7 +179,12 @@ fn assert_case(case: &Case, limit: u32, arch: Arch, (got, fault): (Vec<u8>, u32)
     assert_eq!((fault, got.len()), (0, case.bytes.len()), "{what}");
     if let Some(at) = (0..got.len()).find(|&i| got[i] != case.bytes[i]) {
         let wrong = (0..got.len()).filter(|&i| got[i] != case.bytes[i]).count();
-        panic!("{what}: byte {at} is {:#x}, not {:#x} ({wrong} of {} differ)", got[at], case.bytes[at], got.len());
+        panic!(
+            "{what}: byte {at} is {:#x} instead of {:#x} ({wrong} of {} differ)",
+            got[at],
+            case.bytes[at],
+            got.len()
+        );
     }
 }
 
@@ -289,20 +294,15 @@ fn planted_bugs_are_caught() {
             ODD,
             (ELEMENTS, "if (shift + Element::kRestBits > 8) bits |=", "if (false) bits |="),
         ),
+        ("reads a byte after the end", Float::E4M3, (32, 131), (ELEMENTS, "shift + Element::kRestBits > 8", "true")),
         (
-            "looks at a byte that is not there",
-            Float::E4M3,
-            (32, 131),
-            (ELEMENTS, "shift + Element::kRestBits > 8", "true"),
-        ),
-        (
-            "nibbles the wrong way round",
+            "nibbles swapped",
             Float::E4M3,
             WIDE,
             (ELEMENTS, "exponents | ptx::prmt(even, odd, 0x5140)", "exponents | ptx::prmt(odd, even, 0x5140)"),
         ),
         (
-            "the later eight take the first eight's indices",
+            "the last eight use the indices of the first eight",
             Float::E4M3,
             WIDE,
             (ELEMENTS, "table.four(indices.y)", "table.four(indices.x)"),
@@ -317,7 +317,7 @@ fn planted_bugs_are_caught() {
         ("one word for three bytes", Float::E5M2, WIDE, (ELEMENTS, "(at & 3) > 1 ?", "(at & 3) > 2 ?")),
         ("begins at a word", Float::F16, WIDE, (ELEMENTS, "8 * (static_cast<u32>(byte(first)) & 3)", "0")),
         (
-            "the later four take the first four's bits",
+            "the last four use the bits of the first four",
             Float::E5M2,
             WIDE,
             (ELEMENTS, "four(bits >> 12)", "four(bits >> 8)"),
@@ -341,7 +341,7 @@ fn planted_bugs_are_caught() {
         ),
         ("the third of three bytes", Float::F32, WIDE, (ELEMENTS, "rest.word[1], 0x0052)", "rest.word[1], 0x0042)")),
         (
-            "exponents not in their place",
+            "exponents at the wrong position",
             Float::E4M3,
             WIDE,
             (ELEMENTS, "exponents << kShift & kMask", "exponents << 2 & kMask"),
@@ -370,6 +370,6 @@ fn planted_bugs_are_caught() {
         let kernel = Mutex::new(CpuKernel::of(&spec, &[edit]));
         let outcome = Sections::of(&tensor).decode(&kernel, Arch::Sm90a, 7, (1, 1));
         let caught = outcome.map_or(true, |(got, fault)| fault != 0 || got != case.bytes);
-        assert!(caught, "{name} was not caught");
+        assert!(caught, "the planted bug was not caught: {name}");
     }
 }

@@ -289,38 +289,42 @@ fn any_bytes_of(name: &str) {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (encoding, own) = ("unweight/encoding/compact.cuh", "unweight/kernels/gemm_compact.cuh");
+    let (encoding, kernel_header) = ("unweight/encoding/compact.cuh", "unweight/kernels/gemm_compact.cuh");
     let ring = "unweight/pipeline/warp_ring.cuh";
     let persistent = |from: &str| ["clear_sums", "first_of", "ahead_of"].iter().any(|word| from.contains(word));
     for (header, from, to) in [
         (encoding, "at = kUp ? at + used : at - used;", "at = at + used;"),
         (encoding, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
-        (own, "parity ^= slot == 0;", "parity ^= 1;"),
+        (kernel_header, "parity ^= slot == 0;", "parity ^= 1;"),
         // The refill may overtake the warp's own loads.
         (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
-        (own, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
+        (kernel_header, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
         // The streams of the next tile overwrite those that are being read.
-        (own, "load_stream + 1 == S::kStreamSlots", "load_stream + 1 == Config::kStages"),
-        (own, "if (block % kPairs != pair) return;", "if (block / kPairs != pair) return;"),
-        (own, "ptx::shfl_sync_idx(ahead.words, load_turn);", "ptx::shfl_sync_idx(ahead.words, load_turn) & 28;"),
-        (own, "if (head != 0) patch(operands, kPair, head, records);", ""),
-        (own, "for (u32 i = 32; i <= count", "for (u32 i = 33; i <= count"),
-        (own, "args.tiles, first_tile +", "args.tiles,"),
-        (own, "now = ahead;\n            turn = 0;", "turn = 0;"),
-        (own, "sums[kPair + i * kPairs][f]", "sums[2 * kPair + i][f]"),
-        (own, "ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);", ""),
-        (own, "(c % kHalf < kFirst) != (kPair == 0)", "(c % kHalf < 2) != (kPair == 0)"),
+        (kernel_header, "load_stream + 1 == S::kStreamSlots", "load_stream + 1 == Config::kStages"),
+        (kernel_header, "if (block % kPairs != pair) return;", "if (block / kPairs != pair) return;"),
+        (
+            kernel_header,
+            "ptx::shfl_sync_idx(ahead.words, load_turn);",
+            "ptx::shfl_sync_idx(ahead.words, load_turn) & 28;",
+        ),
+        (kernel_header, "if (head != 0) patch(operands, kPair, head, records);", ""),
+        (kernel_header, "for (u32 i = 32; i <= count", "for (u32 i = 33; i <= count"),
+        (kernel_header, "args.tiles, first_tile +", "args.tiles,"),
+        (kernel_header, "now = ahead;\n            turn = 0;", "turn = 0;"),
+        (kernel_header, "sums[kPair + i * kPairs][f]", "sums[2 * kPair + i][f]"),
+        (kernel_header, "ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);", ""),
+        (kernel_header, "(c % kHalf < kFirst) != (kPair == 0)", "(c % kHalf < 2) != (kPair == 0)"),
         (encoding, "st_shared_x4(shared + at * 4, ptx", "st_shared_x4(shared + at, ptx"),
         (encoding, "ptx::ld_global_nc(table + at / kCopies)", "ptx::ld_global_nc(table + at / 4)"),
         (encoding, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
         // Sums of one row in those of the next, sums at the place of another row, and sums that the next row's warp
         // never wrote.
-        (own, "                clear_sums();", ""),
-        (own, "(row - first_of_block(by) / args.tile_cols)", "(row & 1)"),
-        (own, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),
-        (own, "more + (thing - ahead_of) / each", "more + thing / each"),
-        (own, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
-        (own, "gate + packed::kGateRows, up_low", "gate, up_low"),
+        (kernel_header, "                clear_sums();", ""),
+        (kernel_header, "(row - first_of_block(by) / args.tile_cols)", "(row & 1)"),
+        (kernel_header, "first_of(last + 1) > behind ?", "first_of(last + 1) >= behind ?"),
+        (kernel_header, "more + (thing - ahead_of) / each", "more + thing / each"),
+        (kernel_header, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
+        (kernel_header, "gate + packed::kGateRows, up_low", "gate, up_low"),
     ] {
         let spec = spec(match to {
             _ if header == encoding && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
@@ -337,6 +341,6 @@ fn planted_bugs_are_caught() {
         let caught = (1..=3).any(|seed| problem.wrong_sums(&mut kernel, &spec, 8, seed) != Ok(0))
             || traits(&spec).1 == Epilogue::Store
                 && Problem::random(128, 448, 7).wrong_weights(&mut kernel, &spec) != Ok(0);
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

@@ -123,7 +123,7 @@ fn planted_bugs_of_threads_that_copy_are_caught() {
             Err(_) => true,
             Ok(outcome) => problem.mismatches(&outcome) > 0,
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -151,6 +151,6 @@ fn planted_bugs_are_caught() {
             Err(_) => true,
             Ok(outcome) => problem.mismatches(&outcome) > 0,
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

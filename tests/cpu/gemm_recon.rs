@@ -421,7 +421,7 @@ fn planted_bugs_are_caught() {
             Wrong,
         ),
     ];
-    catches("gemm_recon_palette_n1p2_v8_store", bugs.into());
+    check_caught("gemm_recon_palette_n1p2_v8_store", bugs.into());
 }
 
 #[test]
@@ -453,7 +453,7 @@ fn planted_bugs_are_caught_where_the_weights_own_the_rows() {
         ),
         (Edit { header, from: "k_step = rotated(step, t.column)", to: "k_step = step" }, Wrong),
     ];
-    catches("gemm_recon_palette_n2p2_v8_store", bugs.into());
+    check_caught("gemm_recon_palette_n2p2_v8_store", bugs.into());
 }
 
 /// Synchronization between the blocks of a split. Two clusters process eight tasks.
@@ -497,21 +497,21 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
             Wrong,
         ),
     ];
-    catches_on("gemm_recon_palette_n1p2s2_v8_store", bugs.into(), 5);
+    check_caught_on("gemm_recon_palette_n1p2s2_v8_store", bugs.into(), 5);
 }
 
-fn catches(name: &str, bugs: Vec<(Edit, Symptom)>) {
-    catches_on(name, bugs, 4);
+fn check_caught(name: &str, bugs: Vec<(Edit, Symptom)>) {
+    check_caught_on(name, bugs, 4);
 }
 
-fn catches_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
+fn check_caught_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
     let spec = spec(name);
     let problem = Problem::random(&spec, 130, 256, 384, 3);
     for (edit, symptom) in bugs.into_iter().filter(|(edit, _)| !edit.is_left_out()) {
         let what = format!("{} -> {}", edit.from.trim(), edit.to.trim());
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         // A race shows only in some interleavings.
-        let mut seen = Vec::new();
+        let mut outcomes = Vec::new();
         let caught = (0..8).any(|seed| {
             let outcome = problem.run(&spec, &mut kernel, sms, seed).map(|y| problem.mismatches(&spec, &y));
             let caught = match (&symptom, &outcome) {
@@ -519,9 +519,9 @@ fn catches_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
                 (Symptom::Wrong, Ok(wrong)) => *wrong > 0,
                 _ => false,
             };
-            seen.push(outcome);
+            outcomes.push(outcome);
             caught
         });
-        assert!(caught, "{what}: expected {symptom:?}, got {seen:?}");
+        assert!(caught, "{what}: expected {symptom:?}, got {outcomes:?}");
     }
 }

@@ -141,6 +141,6 @@ fn planted_bugs_are_caught() {
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| problem.run(&mut kernel, &spec, sms, seed)));
             !matches!(outcome, Ok(Ok(outcome)) if problem.mismatches(&outcome) == 0)
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

@@ -87,7 +87,7 @@ pub struct CpuKernel {
     /// Empty for a hand-written source.
     plans: Vec<Plan>,
     /// External kernels; empty for others.
-    outside: Vec<ExternalSource>,
+    external: Vec<ExternalSource>,
     launch: Vec<LaunchFn>,
     last_error: ErrorFn,
     register: RegisterFn,
@@ -111,8 +111,8 @@ impl Common {
     /// Returns the shared part for sources with a planted bug, or without. Built once per version of the headers, and
     /// kept in the target folder.
     fn of(planted: bool) -> &'static Self {
-        static BOTH: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
-        BOTH[usize::from(planted)].get_or_init(|| {
+        static COMMON: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
+        COMMON[usize::from(planted)].get_or_init(|| {
             let mut key = Key::default();
             // This file defines how kernels are compiled.
             key.add(include_str!("harness.rs")).add(compiler_version()).add([u8::from(planted)]);
@@ -141,7 +141,8 @@ impl Common {
                 let mut command = common.command();
                 command.arg("-I").arg(common.include()).args(kind);
                 let output = command.arg(simulator().join(from)).arg("-o").arg(common.compiled().join(to)).output();
-                let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
+                let output = output
+                    .unwrap_or_else(|e| panic!("cannot run the C++ compiler: {e}; install g++ (C++17) or set CXX"));
                 assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
             };
             make("prelude.hpp", "prelude.hpp.gch", &["-x", "c++-header"]);
@@ -192,7 +193,8 @@ fn compiler_version() -> &'static str {
     static VERSION: OnceLock<String> = OnceLock::new();
     VERSION.get_or_init(|| {
         let output = Command::new(compiler()).arg("--version").output();
-        let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
+        let output =
+            output.unwrap_or_else(|e| panic!("cannot run the C++ compiler: {e}; install g++ (C++17) or set CXX"));
         format!("{} {}", compiler(), String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default())
     })
 }
@@ -216,13 +218,13 @@ impl Key {
 /// Removes old simulators. Each version of the headers leaves two folders with all kernels compiled against it; only
 /// the newest stay.
 fn remove_old_simulators(home: &Path) {
-    const KEPT: usize = 6;
+    const MAX_SIMULATORS: usize = 6;
     let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
     let simulators = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("simulator-"));
     let mut simulators: Vec<_> =
         simulators.filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path()))).collect();
     simulators.sort();
-    let old = simulators.len().saturating_sub(KEPT);
+    let old = simulators.len().saturating_sub(MAX_SIMULATORS);
     for (_, folder) in simulators.drain(..old) {
         // Another process may remove the folder at the same time.
         _ = std::fs::remove_dir_all(folder);
@@ -270,7 +272,7 @@ impl CpuKernel {
         let includes: Vec<_> = includes.into_iter().collect();
         let source = format!("{}\n{bodies}{exports}", includes.join("\n"));
         let mut built = Self::build(&source, kernels.len(), edits, &headers);
-        built.outside = kernels.to_vec();
+        built.external = kernels.to_vec();
         built
     }
 
@@ -282,17 +284,17 @@ impl CpuKernel {
     fn build(source: &str, kernels: usize, edits: &[Edit], headers: &[(&str, &str)]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let common = Common::of(!edits.is_empty());
-        let (edited, outside) = (directory.path().join("edited"), directory.path().join("outside"));
+        let (edited, external) = (directory.path().join("edited"), directory.path().join("outside"));
         for (name, text) in headers {
-            let path = outside.join(name);
+            let path = external.join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
         for edit in edits {
             // Several edits of one header are applied in order.
             let path = edited.join(edit.header);
-            let places = [&path, &outside.join(edit.header), &common.include().join(edit.header)];
-            let text = std::fs::read_to_string(places.iter().find(|place| place.exists()).unwrap()).unwrap();
+            let candidates = [&path, &external.join(edit.header), &common.include().join(edit.header)];
+            let text = std::fs::read_to_string(candidates.iter().find(|path| path.exists()).unwrap()).unwrap();
             assert_eq!(text.matches(edit.from).count(), 1, "`{}` must occur once in {}", edit.from, edit.header);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text.replace(edit.from, edit.to)).unwrap();
@@ -323,7 +325,7 @@ impl CpuKernel {
             let entry = |i| *loaded.get::<LaunchFn>(format!("uw_test_launch_{i}").as_bytes()).unwrap();
             CpuKernel {
                 plans: Vec::new(),
-                outside: Vec::new(),
+                external: Vec::new(),
                 launch: (0..kernels).map(entry).collect(),
                 last_error: *loaded.get::<ErrorFn>(b"uw_cpu_last_error").unwrap(),
                 register: *loaded.get::<RegisterFn>(b"uw_cpu_register").unwrap(),
@@ -397,7 +399,7 @@ impl CpuKernel {
     /// Every address in `args` must be valid for the accesses the kernel makes through plain pointers; accesses through
     /// wrappers are checked against registered buffers.
     pub unsafe fn launch<A: bytemuck::Pod>(&mut self, launch: &Launch, args: &A) -> Result<(), String> {
-        assert!(self.plans.is_empty() && self.outside.is_empty(), "a rendered kernel is launched by its plan");
+        assert!(self.plans.is_empty() && self.external.is_empty(), "only raw sources are launched without a plan");
         // SAFETY: the caller guarantees it.
         unsafe { self.enqueue(0, launch, args) }
     }
@@ -413,7 +415,7 @@ impl CpuKernel {
         args: &A,
         buffers: &[(&str, &[u8])],
     ) -> Result<(), String> {
-        assert!(spec.op.takes::<A>(), "{spec} takes no {}", A::NAME);
+        assert!(spec.op.takes::<A>(), "{spec} does not accept {}", A::NAME);
         let at =
             self.plans.iter().position(|plan| plan.spec == *spec).unwrap_or_else(|| panic!("{spec} was not built"));
         let plan = self.plans[at].launch;
@@ -443,8 +445,9 @@ impl CpuKernel {
         args: &A,
         buffers: &[(&str, &[u8])],
     ) -> Result<(), String> {
-        assert!(kernel.takes::<A>(), "{kernel} takes no {}", A::NAME);
-        let at = self.outside.iter().position(|built| built == kernel).unwrap_or_else(|| panic!("{kernel} not built"));
+        assert!(kernel.takes::<A>(), "{kernel} does not accept {}", A::NAME);
+        let at =
+            self.external.iter().position(|built| built == kernel).unwrap_or_else(|| panic!("{kernel} was not built"));
         self.clear_registered();
         for (name, buffer) in buffers.iter().filter(|(_, buffer)| !buffer.is_empty()) {
             self.register(buffer, name);

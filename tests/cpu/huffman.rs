@@ -183,7 +183,7 @@ static SMALL: LazyLock<[Decoders; 3]> = LazyLock::new(|| {
     small
 });
 
-fn every_way() -> impl Iterator<Item = &'static Decoders> {
+fn all_decoders() -> impl Iterator<Item = &'static Decoders> {
     both().into_iter().chain(SMALL.iter())
 }
 
@@ -259,10 +259,15 @@ impl Sections {
 
 #[track_caller]
 fn assert_bytes(context: &str, got: &[u8], expected: &[u8]) {
-    assert_eq!(got.len(), expected.len(), "{context}: size");
+    assert_eq!(got.len(), expected.len(), "{context}: wrong size");
     if let Some(at) = (0..got.len()).find(|&i| got[i] != expected[i]) {
         let wrong = (0..got.len()).filter(|&i| got[i] != expected[i]).count();
-        panic!("{context}: byte {at} is {:#x}, not {:#x} ({wrong} of {} differ)", got[at], expected[at], got.len());
+        panic!(
+            "{context}: byte {at} is {:#x} instead of {:#x} ({wrong} of {} differ)",
+            got[at],
+            expected[at],
+            got.len()
+        );
     }
 }
 
@@ -291,7 +296,7 @@ fn decoders_agree_with_the_oracle_at_every_limit() {
             let tensor = case.encode(limit);
             for output in DecodeOutput::ALL.iter().copied() {
                 let right = expected(output, case, &tensor, limit);
-                for decoders in every_way().filter(|decoders| decoders.has(output, limit)) {
+                for decoders in all_decoders().filter(|decoders| decoders.has(output, limit)) {
                     let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 2, limit.into()).unwrap();
                     assert_eq!(fault, 0);
                     let arch = decoders.arch;
@@ -329,7 +334,7 @@ fn more_tiles_than_warps_are_decoded() {
         [(DecodeOutput::Full, 7), (DecodeOutput::Full, 9), (DecodeOutput::Palette, 7), (DecodeOutput::Exponent, 8)]
     {
         let tensor = case.encode(limit);
-        for decoders in every_way().filter(|decoders| decoders.has(output, limit)) {
+        for decoders in all_decoders().filter(|decoders| decoders.has(output, limit)) {
             let (out, fault) = Sections::of(&tensor).decode(decoders, output, limit, 1, 3).unwrap();
             assert_eq!(fault, 0);
             assert_bytes(&format!("{output:?}"), &out, &expected(output, &case, &tensor, limit));
@@ -377,8 +382,9 @@ fn tampered_metadata_is_reported_as_a_fault() {
         ),
     ];
     for (name, faulty, tamper) in tampers {
-        let ways = DecodeOutput::ALL.iter().flat_map(|output| every_way().map(|decoders| (*output, decoders)));
-        for (output, decoders) in ways.filter(|(output, decoders)| decoders.has(*output, 7)) {
+        let combinations =
+            DecodeOutput::ALL.iter().flat_map(|output| all_decoders().map(|decoders| (*output, decoders)));
+        for (output, decoders) in combinations.filter(|(output, decoders)| decoders.has(*output, 7)) {
             let mut sections = Sections::of(&tensor);
             tamper(&mut sections);
             let (out, fault) =
@@ -393,11 +399,11 @@ fn tampered_metadata_is_reported_as_a_fault() {
             if output != DecodeOutput::Full {
                 let bytes = right.len() / tensor.grid().tiles();
                 for t in 0..tensor.grid().tiles() {
-                    let (got, want) = (&out[t * bytes..][..bytes], &right[t * bytes..][..bytes]);
+                    let (got, expected_tile) = (&out[t * bytes..][..bytes], &right[t * bytes..][..bytes]);
                     if t == faulty {
                         assert!(got.iter().all(|&b| b == Buffer::POISON), "{name}: tile {t} was written");
                     } else {
-                        assert_bytes(name, got, want);
+                        assert_bytes(name, got, expected_tile);
                     }
                 }
             }
@@ -487,7 +493,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
             Err(_) => true,
             Ok((out, fault)) => fault != 0 || out != expected(output, case, &tensor, 7),
         });
-        assert!(caught, "{name} was not caught");
+        assert!(caught, "the planted bug was not caught: {name}");
     }
 }
 
@@ -737,7 +743,7 @@ fn planted_bugs_in_the_encoder_are_caught() {
             ),
         ),
         (
-            "look-back forgets rows",
+            "look-back omits rows",
             ("unweight/kernels/encode_huffman/scan.cuh", "rows_total += own >> 24 & 0xfffff;", ""),
         ),
         (
@@ -768,6 +774,6 @@ fn planted_bugs_in_the_encoder_are_caught() {
                 Ok(encoded) => check_huffman(case, limit, &encoded).is_err(),
             })
         });
-        assert!(caught, "{name} was not caught");
+        assert!(caught, "the planted bug was not caught: {name}");
     }
 }

@@ -137,9 +137,9 @@ fn chunk(random: &mut Random, heads: Heads) -> Call {
 
 /// Returns the pages of a chunk that must be packed.
 fn chunk_jobs(call: &Call, cache: &Cache) -> Vec<Job> {
-    let wanted = (0..).zip(&call.table).filter(|(i, page)| **page < cache.pages && call.first + i < call.source_pages);
+    let entries = (0..).zip(&call.table).filter(|(i, page)| **page < cache.pages && call.first + i < call.source_pages);
     let job = |(i, &page): (u32, &u32)| Job::new(cache.heads, (0, page), call.page(cache.heads, 0, call.first + i));
-    wanted.map(job).collect()
+    entries.map(job).collect()
 }
 
 fn chunk_spec(head_dim: u32) -> VariantSpec {
@@ -195,12 +195,12 @@ fn hostile_pages_of_a_chunk_are_reported() {
     let spec = spec("kv_pack_chunk_d32");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let heads = Heads { head_dim: 32, kv_heads: 2 };
-    for (place, page) in [(0, 7), (1, 1 << 31), (3, u32::MAX - 1)] {
+    for (entry, page) in [(0, 7), (1, 1 << 31), (3, u32::MAX - 1)] {
         let mut call = chunk(&mut Random::new(6), heads);
-        call.table[place] = page;
+        call.table[entry] = page;
         let cache = new_cache(heads, (1, 7), (37, 37));
         let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
-        assert_eq!(done.fault, 1 + place as u32);
+        assert_eq!(done.fault, 1 + entry as u32);
         cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
     }
     // The last page would be after the end of the source.
@@ -435,7 +435,7 @@ fn planted_bugs_of_packing_are_caught() {
     assert_eq!(run(&[]), None);
     let planted = plants.iter().filter_map(|(header, from, to)| Edit::planted(header, from, to));
     let missed: Vec<_> = planted.filter(|edit| run(std::slice::from_ref(edit)).is_none()).map(|edit| edit.to).collect();
-    assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
+    assert!(missed.is_empty(), "planted bugs that were not caught: {missed:#?}");
 }
 
 #[test]
@@ -456,6 +456,6 @@ fn planted_bugs_of_releasing_are_caught() {
     assert_eq!(run(&[]), None);
     for (from, to) in plants {
         let Some(edit) = Edit::planted(PACK, from, to) else { continue };
-        assert!(run(&[edit]).is_some(), "planting `{to}` for `{from}` went unnoticed");
+        assert!(run(&[edit]).is_some(), "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

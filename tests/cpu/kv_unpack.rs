@@ -52,10 +52,10 @@ fn unpack(
         units: cache.units,
     };
     // Exclude the gaps after pages and records.
-    let own = |buffer: &'_ Buffer| buffer.slice().len() - GAP;
+    let used = |buffer: &'_ Buffer| buffer.slice().len() - GAP;
     let buffers = [
-        ("packed", &packed.slice()[..own(&packed)]),
-        ("records", &records.slice()[..own(&records)]),
+        ("packed", &packed.slice()[..used(&packed)]),
+        ("records", &records.slice()[..used(&records)]),
         ("units", units.slice()),
         ("page_table", pages.slice()),
         ("out", out.slice()),
@@ -102,26 +102,26 @@ fn hostile_packed_pages_lead_nowhere() {
         change(&mut cache.records[heads.record_at(unit)..][..heads.record_bytes()]);
         let (mut out, fault) = unpack(&mut kernel, &spec, &cache, table, 1).unwrap();
         // The changed unit, and the others.
-        let own = out[3 * heads.unit_values()..][..heads.unit_values()].to_vec();
+        let changed = out[3 * heads.unit_values()..][..heads.unit_values()].to_vec();
         out[3 * heads.unit_values()..][..heads.unit_values()]
-            .copy_from_slice(&whole[3 * heads.unit_values()..][..own.len()]);
-        (out, own, fault)
+            .copy_from_slice(&whole[3 * heads.unit_values()..][..changed.len()]);
+        (out, changed, fault)
     };
-    let left_out = |(out, own, fault): (Vec<u16>, Vec<u16>, u32), reported: u32| {
-        assert!(out == whole && own.iter().all(|v| *v == untouched), "{reported}");
+    let check_left_out = |(out, changed, fault): (Vec<u16>, Vec<u16>, u32), reported: u32| {
+        assert!(out == whole && changed.iter().all(|v| *v == untouched), "{reported}");
         assert_eq!(fault, reported);
     };
     for kind in 3..=255 {
-        left_out(run(&|record| record[RECORD_KIND] = kind, &[1, 2]), 1);
+        check_left_out(run(&|record| record[RECORD_KIND] = kind, &[1, 2]), 1);
     }
     for number in [101, 1 << 31, u32::MAX] {
         let change = |record: &mut [u8]| {
             record[RECORD_KIND] = KIND_BF16;
             set_index(record, number);
         };
-        left_out(run(&change, &[1, 2]), 1);
+        check_left_out(run(&change, &[1, 2]), 1);
     }
-    left_out(run(&|record| record[RECORD_KIND] = KIND_LOST, &[1, 2]), 0);
+    check_left_out(run(&|record| record[RECORD_KIND] = KIND_LOST, &[1, 2]), 0);
     // Random bases, counts and slots of a packed unit change its own values only.
     for seed in 0..40 {
         let bytes = Random::new(seed).bytes(heads.record_bytes());
@@ -186,6 +186,6 @@ fn planted_bugs_of_unpacking_are_caught() {
     assert!(!run(&[]));
     for (header, from, to) in plants {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
-        assert!(run(&[edit]), "planting `{to}` for `{from}` went unnoticed");
+        assert!(run(&[edit]), "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

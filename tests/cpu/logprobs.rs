@@ -30,10 +30,10 @@ impl Row {
     fn expected(&self) -> Vec<u32> {
         let mut words = Vec::new();
         if let Some(top) = self.wanted.checked_sub(1) {
-            let own = logprobs(bytemuck::cast_slice(&self.logits), self.sampled, top);
+            let reference = logprobs(bytemuck::cast_slice(&self.logits), self.sampled, top);
             let is_nan = self.logits.iter().all(|bits| bits & 0x7fff > INFINITY);
-            words.extend([if is_nan { NO_TOKEN } else { self.sampled }, own.sampled.to_bits()]);
-            words.extend(own.top.iter().flat_map(|(token, value)| [*token, value.to_bits()]));
+            words.extend([if is_nan { NO_TOKEN } else { self.sampled }, reference.sampled.to_bits()]);
+            words.extend(reference.top.iter().flat_map(|(token, value)| [*token, value.to_bits()]));
             let missing = [NO_TOKEN, f32::NAN.to_bits()];
             while words.len() < 2 * (1 + top as usize) {
                 words.extend(missing);
@@ -81,8 +81,8 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     let pitch = vocabulary.next_multiple_of(8) + 8;
     // Values after the end of a row would win.
     let mut logits = vec![INFINITY; rows.len() * pitch - (pitch - vocabulary)];
-    for (row, own) in rows.iter().zip(logits.chunks_mut(pitch)) {
-        own[..vocabulary].copy_from_slice(&row.logits);
+    for (row, values) in rows.iter().zip(logits.chunks_mut(pitch)) {
+        values[..vocabulary].copy_from_slice(&row.logits);
     }
     let wanted: Vec<u32> = rows.iter().map(|row| row.wanted).collect();
     let ids: Vec<u32> = rows.iter().map(|row| row.sampled).collect();
@@ -107,10 +107,9 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     for (at, (row, got)) in rows.iter().zip(words.chunks_exact(2 * PAIRS)).enumerate() {
         let expected = row.expected();
         // All NaNs are equal.
-        let same =
-            |(own, other): (&u32, &u32)| own == other || [own, other].iter().all(|w| f32::from_bits(**w).is_nan());
+        let same = |(a, b): (&u32, &u32)| a == b || [a, b].iter().all(|w| f32::from_bits(**w).is_nan());
         if !got.iter().zip(&expected).all(same) {
-            return Err(format!("row {at} of {vocabulary}: {got:x?}, not {expected:x?}"));
+            return Err(format!("row {at} of {vocabulary}: {got:x?} instead of {expected:x?}"));
         }
     }
     Ok(())
@@ -142,6 +141,6 @@ fn planted_bugs_are_caught() {
         let spec = spec("logprobs_t1024");
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = [63, 1000].into_iter().any(|vocabulary| check(&mut kernel, &spec, &rows(vocabulary)).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

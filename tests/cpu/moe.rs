@@ -56,14 +56,14 @@ impl Routes {
         let mut random = Random::new(seed);
         let mut ids = Vec::new();
         for _ in 0..tokens {
-            let mut own: Vec<u32> = Vec::new();
-            while own.len() < top_k as usize {
+            let mut distinct: Vec<u32> = Vec::new();
+            while distinct.len() < top_k as usize {
                 let id = random.below(experts.into()) as u32;
-                if !own.contains(&id) {
-                    own.push(id);
+                if !distinct.contains(&id) {
+                    distinct.push(id);
                 }
             }
-            ids.extend(own.into_iter().map(|id| match random.below(10) {
+            ids.extend(distinct.into_iter().map(|id| match random.below(10) {
                 0 => [ELSEWHERE, experts, experts + 7][id as usize % 3],
                 _ => id,
             }));
@@ -94,7 +94,7 @@ impl Routes {
                 items.push([expert, at as u32, rows.min((pairs.len() - at) as u32), 0]);
             }
         }
-        assert!(items.len() <= self.items_max(rows) as usize, "the bound of items is too low");
+        assert!(items.len() <= self.items_max(rows) as usize, "there are more items than items_max");
         items.resize(self.items_max(rows) as usize, [0; 4]);
         Lists { pairs, items }
     }
@@ -121,14 +121,14 @@ impl Routes {
         let expected = self.lists(rows);
         let (got, rest) = (pairs.u32s(), expected.pairs.len());
         if got[..rest] != expected.pairs {
-            return Err("pairs are not those of the host".to_owned());
+            return Err("the pairs differ from the reference".to_owned());
         }
         if got[rest..].iter().any(|word| *word != POISON) {
             return Err("pairs without an expert have entries".to_owned());
         }
         match items.u32s() == expected.items.concat() {
             true => Ok(()),
-            false => Err("items are not those of the host".to_owned()),
+            false => Err("the items differ from the reference".to_owned()),
         }
     }
 }
@@ -195,7 +195,7 @@ fn planted_bugs_of_the_sort_are_caught() {
             // An invalid expert id may address any shared memory, which the simulator reports.
             (0..2).any(|seed| case.check_sort(&mut kernel, &spec, 8, 10 * seed + i as u64).is_err())
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -237,7 +237,7 @@ impl Problem {
 
     /// Returns Y, with a row per pair.
     fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Vec<u16>, String> {
-        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is no grouped product") };
+        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is not a grouped product") };
         let lists = self.routes.lists(op.batch_tile.get());
         let (packed, heads) = (Buffer::of(self.packed.packed()), Buffer::of(self.packed.escape_heads()));
         let (escapes, x) = (Buffer::of(self.packed.escapes()), Buffer::of(bytemuck::cast_slice(&self.x)));
@@ -293,7 +293,7 @@ impl Problem {
     }
 
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<(), String> {
-        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is no grouped product") };
+        let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is not a grouped product") };
         match self.wrong(&self.run(kernel, spec, seed)?, op.epilogue) {
             0 => Ok(()),
             wrong => Err(format!("{wrong} wrong elements")),
@@ -345,32 +345,32 @@ fn bits_of_a_pair_do_not_depend_on_the_batch() {
     };
     assert!(
         alone.run(&mut kernel, &specs[0], 3).unwrap() == expected[34 * 32..36 * 32],
-        "alone a token has other bits"
+        "a token has other bits alone than in the batch"
     );
 }
 
 #[test]
 fn planted_bugs_of_the_product_are_caught() {
-    let (kernel_header, own) = ("unweight/kernels/gemm_mma.cuh", "unweight/kernels/gemm_grouped.cuh");
+    let (matmul_header, kernel_header) = ("unweight/kernels/gemm_mma.cuh", "unweight/kernels/gemm_grouped.cuh");
     for (header, from, to) in [
-        (kernel_header, "skipped = item.x * all;", "skipped = 0;"),
-        (kernel_header, "(task_first(task) - (kItems ? share.skipped : 0))", "task_first(task)"),
+        (matmul_header, "skipped = item.x * all;", "skipped = 0;"),
+        (matmul_header, "(task_first(task) - (kItems ? share.skipped : 0))", "task_first(task)"),
         (
             kernel_header,
             "first = skipped + group * each + (group < more ? group : more);",
             "first = skipped + group * each;",
         ),
-        (kernel_header, "ptx::shfl_sync_idx(listed[row / 32], r % 32)", "ptx::shfl_sync_idx(listed[0], r % 32)"),
-        (kernel_header, "ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
-        (kernel_header, "return ptx::ld_global(args.pairs + share.batch + b);", "return share.batch + b;"),
-        (kernel_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),
-        (own, "kernel.run();", ""),
+        (matmul_header, "ptx::shfl_sync_idx(listed[row / 32], r % 32)", "ptx::shfl_sync_idx(listed[0], r % 32)"),
+        (matmul_header, "ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
+        (matmul_header, "return ptx::ld_global(args.pairs + share.batch + b);", "return share.batch + b;"),
+        (matmul_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),
+        (kernel_header, "kernel.run();", ""),
     ] {
         let spec = spec("gemm_grouped_b64_r3w2p2_pdl_silu_mul");
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = problems().iter().any(|problem| problem.check(&mut kernel, &spec, 3).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -415,9 +415,9 @@ impl Router {
         let largest = value(logits[order[0]]);
         let share = |expert: usize| (value(logits[expert]) - largest).exp();
         let all: f64 = (0..self.experts).map(share).sum();
-        let own = &order[..self.top_k];
-        let of = if self.normalized { own.iter().map(|expert| share(*expert)).sum() } else { all };
-        own.iter().map(|expert| (*expert as u32, share(*expert) / of)).collect()
+        let chosen = &order[..self.top_k];
+        let of = if self.normalized { chosen.iter().map(|expert| share(*expert)).sum() } else { all };
+        chosen.iter().map(|expert| (*expert as u32, share(*expert) / of)).collect()
     }
 
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
@@ -439,12 +439,15 @@ impl Router {
         launch(kernel, spec, GemmShape::rows(self.tokens as u32), &args, &buffers, 1)?;
         let (ids, weights) = (ids.u32s(), weights.u32s());
         for token in 0..self.tokens {
-            for (place, (id, weight)) in self.expected(token).into_iter().enumerate() {
-                let (at, got) = (token * self.top_k + place, f32::from_bits(weights[token * self.top_k + place]));
+            for (rank, (id, weight)) in self.expected(token).into_iter().enumerate() {
+                let (at, got) = (token * self.top_k + rank, f32::from_bits(weights[token * self.top_k + rank]));
                 let bound = if self.rounded { weight / 255.0 } else { weight * 1e-5 };
                 let bits = if self.rounded { weights[at] & 0xffff } else { 0 };
                 if ids[at] != id || (f64::from(got) - weight).abs() > bound || got.is_nan() || bits != 0 {
-                    return Err(format!("token {token} place {place}: {} of {got}, not {id} of {weight}", ids[at]));
+                    return Err(format!(
+                        "token {token}, choice {rank}: expert {} of weight {got} instead of {id} of {weight}",
+                        ids[at]
+                    ));
                 }
             }
         }
@@ -492,7 +495,7 @@ fn planted_bugs_of_choices_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -535,7 +538,7 @@ fn check_combine(
         let (token, column) = (at / pitch, at % pitch);
         if column >= n {
             if got != before[at] {
-                return Err(format!("the gap behind row {token} was written"));
+                return Err(format!("the gap after row {token} was written"));
             }
             continue;
         }
@@ -547,7 +550,7 @@ fn check_combine(
         }
         let error = (bf16(got) - sum).abs();
         if error.is_nan() || error > sum.abs() / 256.0 + size * 1e-6 {
-            return Err(format!("[{token}, {column}] is {}, not {sum}", bf16(got)));
+            return Err(format!("[{token}, {column}] is {} instead of {sum}", bf16(got)));
         }
     }
     Ok(())
@@ -593,6 +596,6 @@ fn planted_bugs_of_sums_are_caught() {
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught =
             sums().iter().any(|(routes, n, adds)| check_combine(&mut kernel, &spec, routes, *n, *adds).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

@@ -162,14 +162,14 @@ impl Case {
         let oracle = self.oracle();
         let same = |what: &str, got: &[u8], expected: &[u8]| match got.iter().zip(expected).position(|(a, b)| a != b) {
             _ if got.len() != expected.len() => {
-                Err(format!("{}x{}: {what} has {} bytes, not {}", self.n, self.k, got.len(), expected.len()))
+                Err(format!("{}x{}: {what} has {} bytes instead of {}", self.n, self.k, got.len(), expected.len()))
             }
             Some(at) => Err(format!("{}x{}: {what} differs at byte {at}", self.n, self.k)),
             None => Ok(()),
         };
         let got = self.pack(kernel, oracle.window(), 0)?;
         if let Some(at) = got.inexact {
-            return Err(format!("{}x{}: no operand for element {at}", self.n, self.k));
+            return Err(format!("{}x{}: the kernel reported no operand for element {at}", self.n, self.k));
         }
         same("packed", &got.packed, oracle.packed())?;
         same("escape_heads", &got.heads, oracle.escape_heads())?;
@@ -315,7 +315,7 @@ fn stats_count_without_sign_mantissa() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (own, back) = ("unweight/kernels/pack.cuh", "unweight/kernels/unpack.cuh");
+    let (pack_header, unpack_header) = ("unweight/kernels/pack.cuh", "unweight/kernels/unpack.cuh");
     let shared = "unweight/encoding/weights.cuh";
     let rows = "unweight/encoding/row_block.cuh";
     for (header, from, to) in [
@@ -329,18 +329,26 @@ fn planted_bugs_are_caught() {
             "return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2;",
             "return 4 * (i / 2 * 2 + j / 2) + j % 2 + i % 2 * 2;",
         ),
-        (own, "(pair | kSigns) - bases", "pair - bases"),
-        (own, "(container.p[i] & kFree >> 16 << 16) != 0 ? 2u", "(container.p[i] & kFree >> 16 << 16) != 0 ? 1u"),
+        (pack_header, "(pair | kSigns) - bases", "pair - bases"),
+        (
+            pack_header,
+            "(container.p[i] & kFree >> 16 << 16) != 0 ? 2u",
+            "(container.p[i] & kFree >> 16 << 16) != 0 ? 1u",
+        ),
         (shared, "exponent == 0 ? 1 : exponent", "exponent"),
         (shared, "if (exponent == 0xff || (value & 0x7fff) == 0)", "if ((value & 0x7fff) == 0)"),
         (shared, "(significand & ((1u << lost) - 1)) != 0", "false"),
-        (own, "container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
-        (own, "ptx::red_add_global(args.group_words + block / kGroupBlocks", "ptx::red_add_global(args.group_words"),
-        (own, "ptx::popc(highs & below);", "ptx::popc(highs);"),
-        (own, "list + own + low, weights", "list + own, weights"),
-        (own, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
-        (back, "if (i >= 32) {", "if (false) {"),
-        (own, "ptx::red_max_global_u64(args.inexact, ~at)", "ptx::red_max_global_u64(args.inexact, at)"),
+        (pack_header, "container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
+        (
+            pack_header,
+            "ptx::red_add_global(args.group_words + block / kGroupBlocks",
+            "ptx::red_add_global(args.group_words",
+        ),
+        (pack_header, "ptx::popc(highs & below);", "ptx::popc(highs);"),
+        (pack_header, "list + own + low, weights", "list + own, weights"),
+        (pack_header, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
+        (unpack_header, "if (i >= 32) {", "if (false) {"),
+        (pack_header, "ptx::red_max_global_u64(args.inexact, ~at)", "ptx::red_max_global_u64(args.inexact, at)"),
     ] {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
@@ -349,6 +357,6 @@ fn planted_bugs_are_caught() {
             let case = Case::new(64, 64, |i| if i == 70 || i == 700 { 3 } else { (113 + i as u16 % 16) << 7 });
             !matches!(case.pack(&mut kernel, Window::new(113).unwrap(), 0), Ok(got) if got.inexact == Some(70))
         };
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

@@ -134,7 +134,7 @@ impl Problem {
         ];
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernel.run(spec, Run { problem, sms, seed }, &args, &buffers)? };
-        assert!(counters.slice().iter().all(|&byte| byte == 0), "counters were left set");
+        assert!(counters.slice().iter().all(|&byte| byte == 0), "counters are not zero after the launch");
         let mut result = y.u16s();
         assert!(result[stored..].iter().all(|&v| v == GUARD), "rows past m were written");
         result.truncate(stored);

@@ -54,8 +54,8 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     let pitch = vocabulary.next_multiple_of(8) + 8;
     // Values after the end of a row would win.
     let mut logits = vec![INFINITY; rows.len() * pitch - (pitch - vocabulary)];
-    for (row, own) in rows.iter().zip(logits.chunks_mut(pitch)) {
-        own[..vocabulary].copy_from_slice(&row.logits);
+    for (row, target) in rows.iter().zip(logits.chunks_mut(pitch)) {
+        target[..vocabulary].copy_from_slice(&row.logits);
     }
     let params: Vec<_> = rows.iter().map(|row| device_row(&row.params)).collect();
     let positions: Vec<_> = rows.iter().map(|row| row.position).collect();
@@ -91,7 +91,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
         if (ids[at], positions[at]) != (id, after) {
             let got = (ids[at], positions[at]);
             return Err(format!(
-                "row {at} of {vocabulary}: token and position {got:?}, not {:?}: {:?}",
+                "row {at} of {vocabulary}: token and position {got:?} instead of {:?}: {:?}",
                 (id, after),
                 row.params
             ));
@@ -100,7 +100,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
     let reported = rows.iter().rposition(|row| row.position != PAD && row.only_nan()).map_or(0, |row| row as u32 + 1);
     match fault.u32s()[0] {
         fault if fault == reported => Ok(()),
-        fault => Err(format!("the fault word is {fault}, not {reported}")),
+        fault => Err(format!("the fault word is {fault} instead of {reported}")),
     }
 }
 
@@ -224,7 +224,7 @@ fn planted_bugs_are_caught() {
         let caught = [1000, 63].into_iter().any(|vocabulary| {
             [batch, edges].into_iter().any(|rows| check(&mut kernel, &spec, &rows(vocabulary)).is_err())
         });
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 
@@ -355,7 +355,8 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
         let words = states.u32s();
         for (at, row) in rows.iter().enumerate() {
             let slot = &words[(count - 1 - at) * token_pitch * 2..][..token_pitch * 2];
-            let mut expected: Vec<u32> = row.states().iter().flat_map(|own| [own.bias.to_bits(), own.marks]).collect();
+            let mut expected: Vec<u32> =
+                row.states().iter().flat_map(|state| [state.bias.to_bits(), state.marks]).collect();
             expected.resize(token_pitch * 2, 0);
             for pair in expected[vocabulary * 2..].chunks_exact_mut(2) {
                 pair.copy_from_slice(&[1e9f32.to_bits(), 7]);
@@ -438,7 +439,7 @@ fn neutral_adjustments_change_nothing() {
         mask: None,
     });
     let rows: Vec<_> = rows.collect();
-    assert!(rows.iter().all(|own| own.next() == own.row.expected()));
+    assert!(rows.iter().all(|row| row.next() == row.row.expected()));
     check_adjusted(&mut kernel, &spec, rows).unwrap();
 }
 
@@ -465,6 +466,6 @@ fn planted_bugs_of_adjustments_are_caught() {
         let rows = |vocabulary| adjusted_batch(vocabulary);
         let caught =
             [63, 1000, 2].into_iter().any(|vocabulary| check_adjusted(&mut kernel, &spec, rows(vocabulary)).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

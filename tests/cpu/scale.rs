@@ -90,6 +90,6 @@ fn planted_bugs_of_factors_are_caught() {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = SCALES.iter().any(|shape| check_scale(&mut kernel, &spec, *shape, false).is_err());
-        assert!(caught, "{name}: planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "{name}: the planted bug was not caught: `{to}` for `{from}`");
     }
 }

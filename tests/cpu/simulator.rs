@@ -195,7 +195,7 @@ fn blocks_of_a_cluster_reach_each_other() {
 fn tensor_stores_clip_and_add() {
     let mut kernel = build(
         r#"
-    // An 8x8 box of floats at column 4, row 6 of a 12x10 matrix: 6 by 6 of it lie inside.
+    // An 8x8 box of floats at column 4, row 6 of a 12x10 matrix: 6 by 6 elements are inside.
     for (u32 i = thread; i < 64; i += 32) st_shared(shared + i * 4, bits_from_float(float(i)));
     fence_proxy_async_shared();
     bar_sync();
@@ -246,21 +246,21 @@ const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); 
 
 #[test]
 fn released_memory_may_be_refilled() {
-    let ways = [
+    let releases = [
         "fence_proxy_async_shared(); bar_warp_sync(); REFILL",
         "bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); mbarrier_wait_parity(shared + 8, 0); REFILL",
     ];
-    let arms: String = ways
+    let arms: String = releases
         .iter()
         .enumerate()
-        .map(|(i, way)| format!("case {i}: {{ {LOADED} {} break; }}\n", way.replace("REFILL", REFILL)))
+        .map(|(i, release)| format!("case {i}: {{ {LOADED} {} break; }}\n", release.replace("REFILL", REFILL)))
         .collect();
     let mut kernel = build(&format!("switch (args.padding[0]) {{\n{arms}}}"));
     let input = [0u128; 4];
-    for (i, way) in ways.iter().enumerate() {
+    for (i, release) in releases.iter().enumerate() {
         let args = Args { input: input.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
         // SAFETY: the copies read 64 bytes of `input`; everything else is shared memory.
-        unsafe { kernel.launch(&launch(128, 1, 1), &args) }.unwrap_or_else(|error| panic!("{way}: {error}"));
+        unsafe { kernel.launch(&launch(128, 1, 1), &args) }.unwrap_or_else(|error| panic!("{release}: {error}"));
     }
 }
 
@@ -335,7 +335,7 @@ fn stream_k_partial_sums_are_handed_over() {
                 None => assert_eq!(result, Ok(()), "{body}"),
                 Some(report) => {
                     let error = result.expect_err(body);
-                    assert!(error.contains(report), "{body}\nshould report `{report}`, said: {error}");
+                    assert!(error.contains(report), "{body}\nexpected a report of `{report}`, got: {error}");
                 }
             }
         }
@@ -472,6 +472,6 @@ fn simulator_reports_mistakes() {
         let args = Args { input: input.as_ptr() as u64, padding: [i as u64, 0, 0, 0, 0], ..Args::zeroed() };
         // SAFETY: the wrappers check every access against `input`; nothing is accessed through plain pointers.
         let error = unsafe { kernel.launch(&launch(128, 1, 1), &args) }.expect_err(body);
-        assert!(error.contains(report), "{body}\nshould report `{report}`, said: {error}");
+        assert!(error.contains(report), "{body}\nexpected a report of `{report}`, got: {error}");
     }
 }

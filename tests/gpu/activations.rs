@@ -16,7 +16,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, context, gpu, guard_is_intact, poison, refused, stream};
 
 const EPS: f32 = 1e-5;
 /// Repetitions that must give the same bits.
@@ -39,11 +39,11 @@ fn output(stream: &Stream, rows: usize, pitch: usize) -> DeviceBuffer<u16> {
 
 /// Returns the rows of a matrix with gaps, which must still be poisoned.
 fn rows(stream: &Stream, y: &DeviceBuffer<u16>, columns: usize, pitch: usize, what: &str) -> Vec<u16> {
-    guard_is_whole(stream, y, what);
+    guard_is_intact(stream, y, what);
     let mut rows = Vec::new();
     for row in y.to_host(stream).unwrap().chunks_exact(pitch) {
         rows.extend_from_slice(&row[..columns]);
-        assert!(row[columns..].iter().all(|half| *half == 0xffff), "{what}: a gap was written");
+        assert!(row[columns..].iter().all(|half| *half == 0xffff), "{what}: the gap after a row was written");
     }
     rows
 }

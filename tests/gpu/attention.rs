@@ -11,7 +11,7 @@ use unweight_rt::{
     raw::ops::attention::{Attention, PARTS_MAX},
 };
 
-use crate::harness::{Random, context, fresh, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, context, fresh, gpu, guard_is_intact, poison, refused, stream};
 
 fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
@@ -51,7 +51,7 @@ fn check(attention: &Attention, case: &Decode, parts: u32) {
     let view = MatrixMut::new(&mut out, m as u32, columns as u32, columns as u64).unwrap();
     on_device.decode(attention, &mut ctx, view).unwrap_or_else(|error| panic!("{what}: {error}"));
     ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
-    guard_is_whole(&stream, &out, &what);
+    guard_is_intact(&stream, &out, &what);
     let (out, layer) = (out.to_host(&stream).unwrap(), on_device.layer(&stream).unwrap());
     assert_eq!(problem.mismatch(&out, &layer), None, "{what}");
 }
@@ -118,7 +118,7 @@ fn long_rows_and_large_batches() {
 fn parts_at_every_edge() {
     for name in ["d128_w4p2c1_split_async_pdl", "d64_w4p4c1_split_async", "d80_w4p2c1_split_async_pdl"] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
-        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let Op::Attention(op) = spec.op else { unreachable!("filtered above") };
         let (attention, head_dim) = (attention(&spec), op.head_dim.get() as usize);
         for parts in [1, 2, 8, 9, PARTS_MAX] {
             // A part takes 64 tokens before the next part has any; then each round gives every part as many again.
@@ -198,7 +198,7 @@ fn repeated_launches_give_the_same_bits() {
         ("d64_w4p4c1_split_async_pdl", 32),
     ] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
-        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let Op::Attention(op) = spec.op else { unreachable!("filtered above") };
         let attention = attention(&spec);
         let mut random = Random::new(fresh());
         let positions = positions(&mut random, 64, 1500);
@@ -238,7 +238,7 @@ fn missing_pages_are_reported() {
     let stream = stream(gpu());
     for (name, parts) in [("d128_w4p2c1", 1), ("d64_w4p4c4_pdl", 1), ("d128_w4p2c1_split_async_pdl", 4)] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();
-        let Op::Attention(op) = spec.op else { unreachable!("named above") };
+        let Op::Attention(op) = spec.op else { unreachable!("filtered above") };
         let attention = attention(&spec);
         let case = Decode::new(op.head_dim.get() as usize, 4, &[100, 300, 200]);
         let problem = Problem::new(&case);
@@ -261,7 +261,7 @@ fn missing_pages_are_reported() {
         for page in [problem.pages, u32::MAX, 1 << 31] {
             for entry in 0..problem.table_pages {
                 let (fault, out) = run(&[(problem.table_pages + entry, page)]);
-                let fault = fault.expect_err("a page that the layer does not have");
+                let fault = fault.expect_err("the layer does not have the page");
                 assert!(matches!(fault, DeviceError::Row { row: 1, what: RowFault::Page }), "{fault}");
                 assert!(out[..columns] == right[..columns] && out[2 * columns..] == right[2 * columns..]);
             }
@@ -317,7 +317,7 @@ fn check_chunk(attention: &Attention, chunk: &Chunk) -> Vec<u16> {
         let view = MatrixMut::new(&mut out, m, columns as u32, columns as u64).unwrap();
         on_device.prefill(attention, &mut ctx, chunk, view).unwrap_or_else(|error| panic!("{what}: {error}"));
         ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
-        guard_is_whole(&stream, &out, &what);
+        guard_is_intact(&stream, &out, &what);
         let out = out.to_host(&stream).unwrap();
         let first = first.get_or_insert_with(|| out.clone());
         assert!(*first == out, "{what}: other bits");

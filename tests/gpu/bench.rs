@@ -92,7 +92,7 @@ fn packed_matmuls_against_cublas() {
             let same = |other: &&unweight_bench::Row| (other.n, other.k, other.m) == (row.n, row.k, row.m);
             report.rows.iter().filter(same).find(|other| other.contender == contender).map(|row| row.median_us)
         };
-        let best = of(&row.variant.to_string()).expect("the table names what was measured");
+        let best = of(&row.variant.to_string()).expect("the table names a measured variant");
         let launch = if row.pdl { "_pdl_" } else { "_esc_store" };
         let others = report.rows.iter().filter(|other| (other.n, other.k, other.m) == (row.n, row.k, row.m));
         assert!(others.filter(|other| other.contender.contains(launch)).all(|other| other.median_us >= best));

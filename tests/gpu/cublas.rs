@@ -1,6 +1,6 @@
 //! Tuning of cuBLASLt: the fastest proposed algorithm is used and gives the same product as the default choice.
 
-use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Random, bf16, gpu, guard_is_intact, poison, stream, value};
 use unweight_rt::{ContextSize, DeviceBuffer, DeviceMatrix, ExecContext, LaunchError, MatrixRef};
 
 /// Checks that rounding and the order of fp32 sums explain all differences.
@@ -30,10 +30,10 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
                 poison(&stream, y);
                 y.write(&stream, 0, &before).unwrap();
                 ctx.cublas().unwrap().matmul(x.view(), ws[1].view(), y.view_mut(), add).unwrap();
-                guard_is_whole(&stream, y, "cuBLAS");
+                guard_is_intact(&stream, y, "cuBLAS");
                 y.to_host(&stream).unwrap()
             };
-            let own = product(&mut ctx, &mut y);
+            let untuned = product(&mut ctx, &mut y);
             let views: Vec<MatrixRef<'_>> = ws.iter().map(DeviceMatrix::view).collect();
             let found = ctx.cublas().unwrap().tune(x.view(), &views, y.view_mut(), add).unwrap();
             eprintln!("m = {m}, {n} x {k}, add {add}: {found:?}");
@@ -41,7 +41,7 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
             proposed += found.proposals;
             let what = format!("m = {m}, {n} x {k}, add {add}");
             let tuned = product(&mut ctx, &mut y);
-            close(&tuned, &own, &what);
+            close(&tuned, &untuned, &what);
             assert!(product(&mut ctx, &mut y) == tuned, "{what}: two runs differ");
             // The same in a graph.
             let graph = stream
@@ -74,7 +74,7 @@ fn tuned_algorithms_apply_only_to_what_was_tuned() {
     cublas.tune(aligned, &[w.view()], y.view_mut(), false).unwrap();
     let narrow = w.view().part(0..256, 1..128).unwrap();
     let found = cublas.tune(shifted, &[narrow], y.view_mut(), false).unwrap();
-    assert_eq!(found.proposals, 0, "operands that no proposal is made for");
+    assert_eq!(found.proposals, 0, "cuBLASLt must propose nothing for these operands");
     cublas.matmul(shifted, narrow, y.view_mut(), false).unwrap();
     let got = y.to_host(&stream).unwrap();
     let (x, w_host) = (inputs.to_host(&stream).unwrap(), w.to_host(&stream).unwrap());

@@ -1,6 +1,6 @@
 //! The conversions of the compact encoding on the GPU, compared with the CPU's: weights are restored bit for bit.
 
-use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, Weights, gpu, guard_is_intact, poison, refused, stream};
 use unweight_format::{
     Histogram, Matrix, TileGrid,
     raw::{CompactTensor, compact},
@@ -31,8 +31,8 @@ fn check(stream: &Stream, transcoder: &CompactDecoder, bytes: &[u8], shape: (usi
     transcoder.full(stream, &tensor, back.view_mut()).unwrap();
     let got: Vec<u8> = back.to_host(stream).unwrap().iter().flat_map(|w| w.to_le_bytes()).collect();
     let wrong = got.iter().zip(bytes).position(|(a, b)| a != b);
-    assert_eq!(wrong, None, "{what}: first byte of the weights that does not come back");
-    guard_is_whole(stream, &back, what);
+    assert_eq!(wrong, None, "{what}: first wrong byte of the decoded weights");
+    guard_is_intact(stream, &back, what);
     true
 }
 
@@ -54,14 +54,14 @@ fn every_kind_of_weight_in_every_shape_round_trips() {
     let kernels = gpu();
     let stream = stream(kernels);
     let transcoder = CompactDecoder::of(kernels).unwrap();
-    let mut taken = 0;
+    let mut encoded_count = 0;
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
             let bytes = weights.bytes(shape.0 * shape.1, seed as u64);
-            taken += u32::from(check(&stream, &transcoder, &bytes, shape, &format!("{weights:?} {shape:?}")));
+            encoded_count += u32::from(check(&stream, &transcoder, &bytes, shape, &format!("{weights:?} {shape:?}")));
         }
     }
-    assert!(taken >= 24, "{taken}");
+    assert!(encoded_count >= 24, "{encoded_count}");
     for (seed, shape) in SHAPES.into_iter().enumerate() {
         for every in [400, 1000, 20_000] {
             let bytes = sprinkled(shape, every, seed as u64 * 7 + every);

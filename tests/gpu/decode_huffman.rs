@@ -1,6 +1,6 @@
 //! The three decoders on the GPU: bit-exact for every shape and code limit.
 
-use crate::harness::{SHAPES, Weights, context, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{SHAPES, Weights, context, gpu, guard_is_intact, poison, refused, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::{
     VariantSpec,
@@ -77,8 +77,8 @@ fn exact_by(
     ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
     let got = whole.to_host(&stream).unwrap();
     let wrong = got.iter().zip(halves(bytes)).position(|(got, want)| *got != want);
-    assert_eq!(wrong, None, "{what}: full, element");
-    guard_is_whole(&stream, &whole, what);
+    assert_eq!(wrong, None, "{what}: first wrong element of the full output");
+    guard_is_intact(&stream, &whole, what);
 
     let exponent = decoder(kernels, DecodeOutput::Exponent, bits, block);
     let mut exponents = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Exponent)).unwrap();
@@ -90,21 +90,26 @@ fn exact_by(
         for col in 0..cols {
             let tile = row / 64 * grid.tile_cols() + col / 64;
             let at = (row * cols + col) * 2;
-            let want = bf16::exponent(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
-            assert_eq!(got[tile * 4096 + row % 64 * 64 + col % 64], want, "{what}: exponent ({row}, {col})");
+            let expected = bf16::exponent(u16::from_le_bytes([bytes[at], bytes[at + 1]]));
+            assert_eq!(got[tile * 4096 + row % 64 * 64 + col % 64], expected, "{what}: exponent ({row}, {col})");
         }
     }
-    guard_is_whole(&stream, &exponents, what);
+    guard_is_intact(&stream, &exponents, what);
 
     let palette = decoder(kernels, DecodeOutput::Palette, bits, block);
     let mut indices = DeviceBuffer::zeroed(&stream, output_bytes(grid, DecodeOutput::Palette)).unwrap();
     poison(&stream, &mut indices);
     palette.palette(&mut ctx, &device, &mut indices).unwrap();
     ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
-    let want = huffman::transcode(&tensor).unwrap();
-    let wrong = indices.to_host(&stream).unwrap().iter().zip(want.palette_index()).position(|(got, want)| got != want);
-    assert_eq!(wrong, None, "{what}: palette index, byte");
-    guard_is_whole(&stream, &indices, what);
+    let expected = huffman::transcode(&tensor).unwrap();
+    let wrong = indices
+        .to_host(&stream)
+        .unwrap()
+        .iter()
+        .zip(expected.palette_index())
+        .position(|(got, expected)| got != expected);
+    assert_eq!(wrong, None, "{what}: first wrong byte of the palette indices");
+    guard_is_intact(&stream, &indices, what);
 }
 
 #[test]

@@ -78,24 +78,24 @@ fn logits_match_the_reference_on_every_route() {
                 let mut engine = load(&bundle, options().placement(placement));
                 for count in [1, 2, 63, 64, 65, 130, 300] {
                     let text = tokens(count, model.vocab, count as u64);
-                    let truth = reference.logits(&text).unwrap();
+                    let expected = reference.logits(&text).unwrap();
                     let whole = engine.logits(&text).unwrap();
-                    let apart = error(&whole, &truth);
-                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens: {apart}");
+                    let difference = error(&whole, &expected);
+                    assert!(difference < BOUND, "{profile:?} {placement}, {count} tokens: {difference}");
                     assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
                     if count > 130 {
                         continue;
                     }
                     // Alone, and in a batch with texts of other lengths: other kernels, the same bound.
                     let alone = engine.logits_by_steps(&[&text]).unwrap();
-                    let apart = error(&alone[0], &truth);
-                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens by steps: {apart}");
+                    let difference = error(&alone[0], &expected);
+                    assert!(difference < BOUND, "{profile:?} {placement}, {count} tokens by steps: {difference}");
                     let others = [tokens(9, model.vocab, 1), tokens(70, model.vocab, 2), tokens(1, model.vocab, 3)];
                     let batch = engine.logits_by_steps(&[&others[0], &text, &others[1], &others[2]]).unwrap();
-                    let apart = error(&batch[1], &truth);
-                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens in a batch: {apart}");
+                    let difference = error(&batch[1], &expected);
+                    assert!(difference < BOUND, "{profile:?} {placement}, {count} tokens in a batch: {difference}");
                     let again = engine.logits_by_steps(&[&others[2], &others[1], &text, &others[0]]).unwrap();
-                    assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
+                    assert_eq!(again[2], batch[1], "another row of the batch gave other bits");
                 }
             }
         }
@@ -119,13 +119,16 @@ fn planned_memory_equals_reserved_memory() {
         for max_batch in [1, 8, 256] {
             let options = options().max_batch(max_batch).placement(placement);
             let engine = load(&bundle, options.clone());
-            let (config, had) = (engine.config(), *engine.memory());
+            let (config, actual) = (engine.config(), *engine.memory());
             let ctx = memory::context_size(config, &options, gpu().chooser(), |_| placement == Placement::Compact);
             let shared = Shared::planned(config, &options, ctx);
-            let planned = memory::plan(config, &options, (had.weights, shared), 4 << 30).unwrap();
-            let what = format!("{profile:?}, {placement}, {max_batch}: {had}; planned {planned}");
-            assert!(had.working <= planned.working && planned.working - had.working <= had.working / 10, "{what}");
-            assert_eq!((had.slot, had.cache), (planned.slot, planned.cache), "{what}");
+            let planned = memory::plan(config, &options, (actual.weights, shared), 4 << 30).unwrap();
+            let what = format!("{profile:?}, {placement}, {max_batch}: {actual}; planned {planned}");
+            assert!(
+                actual.working <= planned.working && planned.working - actual.working <= actual.working / 10,
+                "{what}"
+            );
+            assert_eq!((actual.slot, actual.cache), (planned.slot, planned.cache), "{what}");
         }
     }
 }
@@ -142,8 +145,9 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
         // Steps of up to 64 rows: directly from the weights, and through the slot.
-        let ways = [Placement::Packed, Placement::Compact].map(|way| options().max_batch(64).placement(way));
-        let mut engines = ways.map(|options| load(&bundle, options));
+        let placements =
+            [Placement::Packed, Placement::Compact].map(|placement| options().max_batch(64).placement(placement));
+        let mut engines = placements.map(|options| load(&bundle, options));
         let [fast, small] = [0, 1].map(|at: usize| *engines[at].memory());
         // The first model has whole tiles, the second none.
         let whole = model.hidden == 256;
@@ -151,20 +155,24 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
         assert_eq!(small.weights < fast.weights, whole, "{fast}, {small}");
         for count in [1, 65, 200] {
             let text = tokens(count, model.vocab, count as u64);
-            let truth = reference.logits(&text).unwrap();
+            let expected = reference.logits(&text).unwrap();
             for engine in &mut engines {
-                let way = engine.options().placement;
+                let placement = engine.options().placement;
                 let whole = engine.logits(&text).unwrap();
-                assert!(error(&whole, &truth) < BOUND, "{way:?}, {count} tokens: {}", error(&whole, &truth));
-                assert_eq!(engine.logits(&text).unwrap(), whole, "{way:?}: other bits");
+                assert!(
+                    error(&whole, &expected) < BOUND,
+                    "{placement:?}, {count} tokens: {}",
+                    error(&whole, &expected)
+                );
+                assert_eq!(engine.logits(&text).unwrap(), whole, "{placement:?}: other bits");
                 if count > 100 {
                     continue;
                 }
                 for rows in [1, 9, 17, 33] {
                     let texts: Vec<&[u32]> = vec![&text; rows];
                     for logits in engine.logits_by_steps(&texts).unwrap() {
-                        let apart = error(&logits, &truth);
-                        assert!(apart < BOUND, "{way:?}, {count} tokens by steps of {rows}: {apart}");
+                        let difference = error(&logits, &expected);
+                        assert!(difference < BOUND, "{placement:?}, {count} tokens by steps of {rows}: {difference}");
                     }
                 }
             }
@@ -173,37 +181,40 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
         let [fast, small] = engines.each_mut().map(|engine| run(engine, &requests));
         let mut first = 0;
         for (request, (fast, small)) in requests.iter().zip(fast.iter().zip(&small)) {
-            for told in [fast, small] {
-                let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
-                let truth = reference.logits(&text).unwrap();
-                let rows: Vec<&[f32]> = truth.chunks_exact(model.vocab).collect();
-                for (index, &token) in told.iter().enumerate() {
+            for generated in [fast, small] {
+                let text: Vec<u32> = request.prompt.iter().chain(generated).copied().collect();
+                let expected = reference.logits(&text).unwrap();
+                let rows: Vec<&[f32]> = expected.chunks_exact(model.vocab).collect();
+                for (index, &token) in generated.iter().enumerate() {
                     let row = rows[request.prompt.len() - 1 + index];
                     let best = row.iter().copied().fold(f32::MIN, f32::max);
                     let slack = f64::from(best - row[token as usize]);
-                    assert!(slack < 4.0 * BOUND * rms(row.iter().copied()), "token {index} is {slack} below {best}");
+                    assert!(
+                        slack < 4.0 * BOUND * rms(row.iter().copied()),
+                        "token {index}: its logit is {slack} below the best, {best}"
+                    );
                 }
             }
             // They differ only where two logits are within that bound, because both were compared with the reference
             // above.
             first += usize::from(fast.first() == small.first());
         }
-        assert!(first >= 15, "of 20 first tokens {first} are the same");
+        assert!(first >= 15, "only {first} of 20 first tokens are the same");
     }
 }
 
 /// Runs all requests to their ends.
 pub(crate) fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
     let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
-    let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+    let mut generated = BTreeMap::<SeqId, Vec<u32>>::new();
     while !engine.is_idle() {
         for Event { seq, token, finish, .. } in engine.step().unwrap() {
-            let tokens = told.entry(seq).or_default();
+            let tokens = generated.entry(seq).or_default();
             tokens.push(token);
             assert!(finish != Some(Finish::Stop));
         }
     }
-    ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
+    ids.iter().map(|id| generated.remove(id).unwrap_or_default()).collect()
 }
 
 pub(crate) fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<Request> {
@@ -218,7 +229,7 @@ pub(crate) fn requests(count: usize, vocab: usize, params: SampleParams, seed: u
 
 #[test]
 #[ignore = "needs a GPU"]
-fn greedy_sampling_takes_the_most_likely_token() {
+fn greedy_sampling_selects_the_most_likely_token() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for graphs in [true, false] {
@@ -226,26 +237,26 @@ fn greedy_sampling_takes_the_most_likely_token() {
         // More requests than rows, and fewer pages than all of them need at once.
         let requests = requests(30, MODELS[0].vocab, SampleParams::default(), 7);
         let free = engine.free_pages();
-        let told = run(&mut engine, &requests);
-        assert_eq!(engine.free_pages(), free, "all pages came back");
-        for (request, told) in requests.iter().zip(&told) {
-            assert_most_likely(&mut engine, MODELS[0].vocab, request, told);
+        let generated = run(&mut engine, &requests);
+        assert_eq!(engine.free_pages(), free, "all pages are free again");
+        for (request, generated) in requests.iter().zip(&generated) {
+            assert_most_likely(&mut engine, MODELS[0].vocab, request, generated);
         }
     }
 }
 
 /// Checks that each token of a sequence has the largest logit after the tokens before, up to rounding.
-pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Request, told: &[u32]) {
-    assert_eq!(told.len(), request.max_new_tokens as usize);
-    let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
+pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Request, generated: &[u32]) {
+    assert_eq!(generated.len(), request.max_new_tokens as usize);
+    let text: Vec<u32> = request.prompt.iter().chain(generated).copied().collect();
     let logits = engine.logits(&text).unwrap();
     let rows: Vec<&[bf16]> = logits.chunks_exact(vocab).collect();
-    for (index, &token) in told.iter().enumerate() {
+    for (index, &token) in generated.iter().enumerate() {
         let row = rows[request.prompt.len() - 1 + index];
         let best = row.iter().map(|logit| logit.to_f32()).fold(f32::MIN, f32::max);
         let slack = best - row[token as usize].to_f32();
         let scale = rms(row.iter().map(|logit| logit.to_f32()));
-        assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index} is {slack} below the best of {best}");
+        assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index}: its logit is {slack} below the best, {best}");
     }
 }
 
@@ -264,21 +275,21 @@ fn long_prompts_run_between_steps() {
             let long = Request::new(tokens(450, vocab, 50 + round)).max_new_tokens(40);
             let alone = run(&mut engine, std::slice::from_ref(&long));
             let first = engine.add(short.clone()).unwrap();
-            let (mut told, mut second, mut between) = (BTreeMap::<SeqId, Vec<u32>>::new(), None, 0);
+            let (mut generated, mut second, mut between) = (BTreeMap::<SeqId, Vec<u32>>::new(), None, 0);
             while !engine.is_idle() {
                 for event in engine.step().unwrap() {
-                    told.entry(event.seq).or_default().push(event.token);
-                    between += usize::from(second.is_some_and(|second| !told.contains_key(&second)));
+                    generated.entry(event.seq).or_default().push(event.token);
+                    between += usize::from(second.is_some_and(|second| !generated.contains_key(&second)));
                 }
-                if second.is_none() && told[&first].len() == 5 {
+                if second.is_none() && generated[&first].len() == 5 {
                     second = Some(engine.add(long.clone()).unwrap());
                 }
             }
             // Eight chunks, with a step between any two.
             assert!(between >= 7, "{cache:?}, round {round}: {between} tokens while the prompt ran");
-            let second = &told[&second.unwrap()];
+            let second = &generated[&second.unwrap()];
             assert_eq!(second[0], alone[0][0], "{cache:?}, round {round}: the prompt has the same bits");
-            assert_most_likely(&mut engine, vocab, &short, &told[&first]);
+            assert_most_likely(&mut engine, vocab, &short, &generated[&first]);
             assert_most_likely(&mut engine, vocab, &long, second);
         }
     }
@@ -287,7 +298,7 @@ fn long_prompts_run_between_steps() {
 /// Sequences that share prefixes of their prompts get the same bits as without the prefix cache.
 #[test]
 #[ignore = "needs a GPU"]
-fn equal_beginnings_give_the_same_bits() {
+fn shared_prefixes_give_the_same_bits() {
     let home = tempfile::tempdir().unwrap();
     let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
     let bundle = bundle(home.path(), model, Profile::Packed);
@@ -297,8 +308,8 @@ fn equal_beginnings_give_the_same_bits() {
         let free = with.free_pages();
         for round in 0..30 {
             // Prefixes of 64 to 384 tokens; their last page is never full.
-            let beginning = tokens(64 * (1 + round as usize % 6) + 7, vocab, 100 + round % 3);
-            let prompt = [beginning, tokens(1 + round as usize, vocab, round)].concat();
+            let prefix = tokens(64 * (1 + round as usize % 6) + 7, vocab, 100 + round % 3);
+            let prompt = [prefix, tokens(1 + round as usize, vocab, round)].concat();
             let params = SampleParams::default().temperature(0.9).seed(round);
             let request = Request::new(prompt).max_new_tokens(70).params(params);
             let request = std::slice::from_ref(&request);
@@ -328,11 +339,11 @@ fn sequences_without_pages_are_computed_again() {
         let free = engine.free_pages();
         let requests: Vec<Request> =
             (0..8).map(|index| Request::new(tokens(40, vocab, index)).max_new_tokens(200)).collect();
-        let told = run(&mut engine, &requests);
-        assert!(engine.preempted() > 0, "{cache:?}: all fitted");
-        assert_eq!(engine.free_pages(), free, "{cache:?}: all pages came back");
-        for (request, told) in requests.iter().zip(&told) {
-            assert_most_likely(&mut engine, vocab, request, told);
+        let generated = run(&mut engine, &requests);
+        assert!(engine.preempted() > 0, "{cache:?}: no sequence was preempted");
+        assert_eq!(engine.free_pages(), free, "{cache:?}: all pages are free again");
+        for (request, generated) in requests.iter().zip(&generated) {
+            assert_most_likely(&mut engine, vocab, request, generated);
         }
     }
 }
@@ -370,16 +381,16 @@ fn rejected_requests_do_not_stop_the_others() {
     let good = Request::new(tokens(20, MODELS[0].vocab, 1)).max_new_tokens(30);
     let alone = run(&mut engine, std::slice::from_ref(&good));
     let text = tokens(150, MODELS[0].vocab, 4);
-    let truth = engine.logits(&text).unwrap();
+    let expected = engine.logits(&text).unwrap();
     let id = engine.add(good.clone()).unwrap();
-    let mut told = Vec::new();
-    for turn in 0.. {
+    let mut generated = Vec::new();
+    for step in 0.. {
         let events = engine.step().unwrap();
-        told.extend(events.iter().filter(|event| event.seq == id).map(|event| event.token));
+        generated.extend(events.iter().filter(|event| event.seq == id).map(|event| event.token));
         if engine.is_idle() {
             break;
         }
-        let refused = match turn % 4 {
+        let refused = match step % 4 {
             0 => engine.add(Request::new(vec![MODELS[0].vocab as u32])),
             1 => engine.add(Request::new(vec![1; 600])),
             2 => engine.add(Request::new(Vec::new())),
@@ -387,22 +398,22 @@ fn rejected_requests_do_not_stop_the_others() {
         };
         assert!(refused.is_err());
         // Run next to other sequences: the same bits as alone, and no effect on others.
-        if turn % 3 == 0 {
-            assert_eq!(engine.logits(&text).unwrap(), truth, "turn {turn}");
+        if step % 3 == 0 {
+            assert_eq!(engine.logits(&text).unwrap(), expected, "turn {step}");
         }
         let logits = engine.logits(&[MODELS[0].vocab as u32]);
         assert!(matches!(logits, Err(EngineError::AdmissionError(AdmissionError::UnknownToken { .. }))));
     }
-    assert_eq!(told, alone[0], "one row beside nobody: the same kernels, the same bits");
-    let huge = load_error(&bundle, options().memory(1 << 20));
-    assert!(matches!(huge, EngineError::Memory(_)), "{huge}");
-    let wrong = load_error(&bundle, options().chunk(100));
-    assert!(matches!(wrong, EngineError::Option(_)), "{wrong}");
+    assert_eq!(generated, alone[0], "a sequence that runs alone has the same tokens in both runs");
+    let too_little_memory = load_error(&bundle, options().memory(1 << 20));
+    assert!(matches!(too_little_memory, EngineError::Memory(_)), "{too_little_memory}");
+    let bad_chunk = load_error(&bundle, options().chunk(100));
+    assert!(matches!(bad_chunk, EngineError::Option(_)), "{bad_chunk}");
 }
 
 fn load_error(bundle: &Bundle, options: EngineOptions) -> EngineError {
     match Engine::load(gpu(), bundle, options, &|_| {}) {
-        Ok(_) => panic!("it must not load"),
+        Ok(_) => panic!("the engine loaded, but must not"),
         Err(error) => error,
     }
 }
@@ -415,10 +426,10 @@ fn sequences_wait_for_pages() {
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let whole = *load(&bundle, options()).memory();
     let page = whole.token * 64;
-    let little = whole.weights + whole.working + 9 * page;
-    let mut engine = load(&bundle, options().memory(little));
+    let memory_of_nine_pages = whole.weights + whole.working + 9 * page;
+    let mut engine = load(&bundle, options().memory(memory_of_nine_pages));
     assert!((8..=10).contains(&engine.free_pages()), "{}", engine.memory());
-    let (free, mut most) = (engine.free_pages(), 0);
+    let (free, mut max_running) = (engine.free_pages(), 0);
     let requests: Vec<Request> =
         (0..9).map(|index| Request::new(tokens(200, MODELS[0].vocab, index)).max_new_tokens(50)).collect();
     for request in &requests {
@@ -427,9 +438,9 @@ fn sequences_wait_for_pages() {
     let mut count = 0;
     while !engine.is_idle() {
         count += engine.step().unwrap().len();
-        most = most.max(engine.running());
+        max_running = max_running.max(engine.running());
     }
-    assert_eq!((count, most, engine.free_pages()), (9 * 50, 2, free));
+    assert_eq!((count, max_running, engine.free_pages()), (9 * 50, 2, free));
 }
 
 /// A model whose logits are all NaN: its sequences end with an error, and the engine continues to run.
@@ -475,16 +486,16 @@ fn cancelled_sequences_report_no_more_tokens() {
     let mut engine = load(&bundle, options());
     let free = engine.free_pages();
     let kept = engine.add(Request::new(tokens(10, 1000, 1)).max_new_tokens(40)).unwrap();
-    let gone = engine.add(Request::new(tokens(10, 1000, 2)).max_new_tokens(400)).unwrap();
+    let cancelled = engine.add(Request::new(tokens(10, 1000, 2)).max_new_tokens(400)).unwrap();
     let mut count = 0;
     while !engine.is_idle() {
-        let cancelled = count >= 10;
+        let is_cancelled = count >= 10;
         for event in engine.step().unwrap() {
-            assert!(event.seq == kept || !cancelled, "told of a cancelled sequence");
+            assert!(event.seq == kept || !is_cancelled, "an event of a cancelled sequence");
             count += u32::from(event.seq == kept);
         }
         if count == 10 {
-            engine.cancel(gone);
+            engine.cancel(cancelled);
         }
     }
     assert_eq!((count, engine.free_pages()), (40, free));
@@ -506,29 +517,32 @@ fn a_mixture_follows_the_reference() {
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
         for placement in [Placement::Packed, Placement::Bf16] {
             let mut engine = load(&bundle, options().placement(placement));
-            let held = |got: &[bf16], truth: &[f32], what: &str| {
-                let rows = got.chunks_exact(model.vocab).zip(truth.chunks_exact(model.vocab));
-                let mut errors: Vec<f64> = rows.map(|(got, truth)| error(got, truth)).collect();
+            let check_error = |got: &[bf16], expected: &[f32], what: &str| {
+                let rows = got.chunks_exact(model.vocab).zip(expected.chunks_exact(model.vocab));
+                let mut errors: Vec<f64> = rows.map(|(got, expected)| error(got, expected)).collect();
                 errors.sort_by(f64::total_cmp);
                 let median = errors[errors.len() / 2];
-                println!("{profile:?} {placement}, {what}: median {median:.4}, most {:.4}", errors[errors.len() - 1]);
+                println!(
+                    "{profile:?} {placement}, {what}: median {median:.4}, maximum {:.4}",
+                    errors[errors.len() - 1]
+                );
                 assert!(median < BOUND, "{profile:?} {placement}, {what}: {median}");
             };
             for count in [1, 2, 65, 300] {
                 let text = tokens(count, model.vocab, count as u64);
-                let truth = reference.logits(&text).unwrap();
+                let expected = reference.logits(&text).unwrap();
                 let whole = engine.logits(&text).unwrap();
-                held(&whole, &truth, &format!("{count} tokens"));
+                check_error(&whole, &expected, &format!("{count} tokens"));
                 assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
                 if count > 100 {
                     continue;
                 }
                 let alone = engine.logits_by_steps(&[&text]).unwrap();
-                held(&alone[0], &truth, &format!("{count} tokens by steps"));
+                check_error(&alone[0], &expected, &format!("{count} tokens by steps"));
                 let others = [tokens(9, model.vocab, 1), tokens(70, model.vocab, 2), tokens(1, model.vocab, 3)];
                 let batch = engine.logits_by_steps(&[&others[0], &text, &others[1], &others[2]]).unwrap();
                 let again = engine.logits_by_steps(&[&others[2], &others[1], &text, &others[0]]).unwrap();
-                assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
+                assert_eq!(again[2], batch[1], "another row of the batch gave other bits");
             }
         }
     }
@@ -536,8 +550,8 @@ fn a_mixture_follows_the_reference() {
 
 /// Returns the tokens of several requests that join one after the other, and the logits of a text by every execution
 /// path.
-fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec<Vec<bf16>>) {
-    let mut said = BTreeMap::new();
+fn generate_all(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec<Vec<bf16>>) {
+    let mut generated = BTreeMap::new();
     for (index, (prompt, more)) in [(1, 200), (70, 90), (200, 40), (3, 200), (9, 10), (64, 60)].into_iter().enumerate()
     {
         let params = SampleParams::default().temperature(0.7).seed(index as u64);
@@ -545,13 +559,13 @@ fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec
         engine.add(request).unwrap();
         for _ in 0..5 {
             for Event { seq, token, .. } in engine.step().unwrap() {
-                said.entry(seq).or_insert_with(Vec::new).push(token);
+                generated.entry(seq).or_insert_with(Vec::new).push(token);
             }
         }
     }
     while !engine.is_idle() {
         for Event { seq, token, .. } in engine.step().unwrap() {
-            said.entry(seq).or_insert_with(Vec::new).push(token);
+            generated.entry(seq).or_insert_with(Vec::new).push(token);
         }
     }
     let texts: Vec<Vec<u32>> = (0..8).map(|row| tokens(4 + 5 * row, vocab, 90 + row as u64)).collect();
@@ -560,10 +574,10 @@ fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec
     let mut logits = vec![engine.logits(&tokens(300, vocab, 5)).unwrap()];
     logits.extend(engine.logits_by_steps(&texts[3..4]).unwrap());
     logits.extend(engine.logits_by_steps(&texts).unwrap());
-    (said, logits)
+    (generated, logits)
 }
 
-type Make<'a> = &'a dyn Fn(EngineOptions) -> Engine;
+type MakeEngine<'a> = &'a dyn Fn(EngineOptions) -> Engine;
 
 /// Experts that are fetched on demand: tokens and logits equal those of the engine with all experts on the device, bit
 /// for bit, for any number of slots.
@@ -580,11 +594,11 @@ fn offloaded_experts_give_the_same_tokens() {
     let qwen3 = ModelConfig::parse(qwen3, None).unwrap();
     let of_bundle = |options: EngineOptions| load(&bundle, options);
     let of_config = |options: EngineOptions| Engine::random(gpu(), qwen3.clone(), options, &|_| {}).expect("an engine");
-    let models: [(&str, u32, Make<'_>); 2] = [("mixtral", 8, &of_bundle), ("qwen3-moe", 32, &of_config)];
+    let models: [(&str, u32, MakeEngine<'_>); 2] = [("mixtral", 8, &of_bundle), ("qwen3-moe", 32, &of_config)];
     for (name, experts, make) in models {
         let mut whole = make(options());
         assert_eq!((whole.expert_traffic().unwrap(), whole.memory().host), (None, 0));
-        let expected = sayings(&mut whole, 1024);
+        let expected = generate_all(&mut whole, 1024);
         assert!(
             expected.0.len() == 6 && expected.0.values().map(Vec::len).sum::<usize>() == 600,
             "{name}: ended early"
@@ -595,16 +609,19 @@ fn offloaded_experts_give_the_same_tokens() {
             assert!(!engine.options().graphs && engine.memory().host > 0, "{name}: {}", engine.memory());
             assert!(engine.memory().weights < whole.memory().weights, "{name}: {}", engine.memory());
             engine.poison_experts(0xa5).unwrap();
-            let said = sayings(&mut engine, 1024);
-            assert!(said.0 == expected.0, "{name}, {resident} of {experts} experts: other tokens");
-            assert!(said.1 == expected.1, "{name}, {resident} of {experts} experts: other logits");
-            let traffic = engine.expert_traffic().unwrap().expect("what was fetched");
+            let generated = generate_all(&mut engine, 1024);
+            assert!(generated.0 == expected.0, "{name}, {resident} of {experts} experts: other tokens");
+            assert!(generated.1 == expected.1, "{name}, {resident} of {experts} experts: other logits");
+            let traffic = engine.expert_traffic().unwrap().expect("experts were fetched");
             println!("{name}, {resident} of {experts}: {traffic}");
             assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Placement::Packed));
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
             // Repeat with all slots overwritten.
             engine.poison_experts(0x5a).unwrap();
-            assert!(sayings(&mut engine, 1024).1 == expected.1, "{name}, {resident}: other logits the second time");
+            assert!(
+                generate_all(&mut engine, 1024).1 == expected.1,
+                "{name}, {resident}: other logits the second time"
+            );
         }
         // With slots for all experts, nothing is fetched.
         let mut all = make(options().resident_experts(experts));

@@ -1,7 +1,9 @@
 //! Decoders of the encoding `exponents` on the GPU for FP8, F16 and F32: the original bytes are restored, and corrupt
 //! sections cause no access outside the buffers. Also meant to run under `compute-sanitizer`.
 
-use crate::harness::{OwnedCoded, Random, SHAPES, context, gpu, guard_is_whole, launch_error, poison, refused, stream};
+use crate::harness::{
+    OwnedCoded, Random, SHAPES, context, gpu, guard_is_intact, launch_error, poison, refused, stream,
+};
 use unweight_codegen::{
     VariantSpec,
     spec::{self, Arch, DecodeElement, DecodeHuffmanSpec, DecodeOutput, DecodeWarps, Op, SmemCopy},
@@ -74,9 +76,9 @@ fn exact(kernels: &KernelSet, tensor: &ExponentsTensor<Vec<u8>>, bytes: &[u8], b
         let what = format!("{:?} {what} {block:?}", tensor.float());
         ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
         let got = output.to_host(&stream).unwrap();
-        let wrong = got.iter().zip(bytes).position(|(got, want)| got != want);
-        assert_eq!(wrong, None, "{what}: byte");
-        guard_is_whole(&stream, &output, &what);
+        let wrong = got.iter().zip(bytes).position(|(got, expected)| got != expected);
+        assert_eq!(wrong, None, "{what}: first wrong byte");
+        guard_is_intact(&stream, &output, &what);
     }
 }
 
@@ -153,7 +155,7 @@ fn repeated_launches_decode_the_same_bytes() {
                 ctx.synchronize().unwrap();
                 assert!(output.to_host(&stream).unwrap() == bytes, "{float:?}, seed {seed}, launch {launch}");
             }
-            guard_is_whole(&stream, &output, "a decoder");
+            guard_is_intact(&stream, &output, "a decoder");
         }
     }
 }
@@ -249,7 +251,7 @@ impl Sections {
         poison(stream, &mut output);
         let refused = launch_error(decoder.elements(&mut ctx, &device, &mut output)).is_some();
         stream.synchronize().unwrap_or_else(|error| panic!("{:?}: {what}: {error}", self.float));
-        guard_is_whole(stream, &output, what);
+        guard_is_intact(stream, &output, what);
         let fault = match ctx.synchronize() {
             Ok(()) => refused,
             Err(DeviceError::Fault { tile }) => {

@@ -90,12 +90,12 @@ fn factors_are_rounded_once() {
             ctx.synchronize().unwrap();
             let apart = y.to_host(&stream).unwrap();
             assert_eq!(oracle::outside(&apart, &expected), None, "{spec} [{m}, {n}]");
-            let own = MatrixMut::new(&mut source, m, n, n.into()).unwrap();
-            let in_place = scale.enqueue_in_place(&mut ctx, own, FACTOR);
+            let in_place_view = MatrixMut::new(&mut source, m, n, n.into()).unwrap();
+            let in_place = scale.enqueue_in_place(&mut ctx, in_place_view, FACTOR);
             assert_eq!(in_place.is_ok(), form != ScaleForm::Add, "{spec} in place");
             ctx.synchronize().unwrap();
-            let own = source.to_host(&stream).unwrap();
-            assert!(own == if form == ScaleForm::Add { x } else { apart }, "{spec} [{m}, {n}] in place");
+            let in_place_view = source.to_host(&stream).unwrap();
+            assert!(in_place_view == if form == ScaleForm::Add { x } else { apart }, "{spec} [{m}, {n}] in place");
         }
     }
 }
@@ -138,7 +138,7 @@ fn tiny_models_match_transformers() {
     for (model, context, bf16_error) in MODELS {
         let expected = fs::read(fixtures.join(model).join("expected.safetensors")).unwrap();
         let text: Vec<u32> = tensor(&expected, "tokens").into_iter().map(u32::from_le_bytes).collect();
-        let truth: Vec<f32> = tensor(&expected, "logits").into_iter().map(f32::from_le_bytes).collect();
+        let expected_logits: Vec<f32> = tensor(&expected, "logits").into_iter().map(f32::from_le_bytes).collect();
         let source = home.path().join(model);
         fs::create_dir(&source).unwrap();
         for file in ["config.json", "model.safetensors"] {
@@ -153,12 +153,12 @@ fn tiny_models_match_transformers() {
                 let options = EngineOptions::default().max_batch(8).context(context).memory(1 << 30);
                 let mut engine = load(&bundle, options.placement(placement));
                 let what = format!("{model}, {profile:?}, {placement}");
-                let apart = error(&engine.logits(&text).unwrap(), &truth);
-                println!("{what}: {:.2} times the error of transformers in BF16", apart / bf16_error);
-                assert!(apart < 2.0 * bf16_error, "{what}: {apart}");
+                let difference = error(&engine.logits(&text).unwrap(), &expected_logits);
+                println!("{what}: {:.2} times the error of transformers in BF16", difference / bf16_error);
+                assert!(difference < 2.0 * bf16_error, "{what}: {difference}");
                 let steps = engine.logits_by_steps(&[&text[..5], &text]).unwrap();
-                let apart = error(&steps[1], &truth);
-                assert!(apart < 2.0 * bf16_error, "{what} by steps: {apart}");
+                let difference = error(&steps[1], &expected_logits);
+                assert!(difference < 2.0 * bf16_error, "{what} by steps: {difference}");
             }
         }
     }

@@ -7,7 +7,7 @@
 //!
 //! Outputs start as NaN and are followed by guard bytes.
 
-use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, bf16, gpu, guard_is_intact, poison, refused, stream, value};
 use unweight_codegen::{
     VariantSpec,
     spec::{Epilogue, GemmCompactSpec, Op, catalog},
@@ -173,7 +173,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                     }
                     matmul.enqueue(&stream, x.view(), &w, y.view_mut()).unwrap();
                     outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
-                    guard_is_whole(&stream, &y, &spec.to_string());
+                    guard_is_intact(&stream, &y, &spec.to_string());
                 }
                 let wrong = case.mismatches(&exact, &outputs[0], epilogue, &before);
                 assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);

@@ -11,7 +11,7 @@
 
 use std::sync::OnceLock;
 
-use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, bf16, gpu, guard_is_intact, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
@@ -192,7 +192,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                     }
                     matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
                     outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
-                    guard_is_whole(&stream, &y, &spec.to_string());
+                    guard_is_intact(&stream, &y, &spec.to_string());
                 }
                 let wrong = case.mismatches(&outputs[0], traits.epilogue, &before);
                 assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);
@@ -224,8 +224,8 @@ fn operands_are_the_weights_bit_for_bit() {
                 let (block, step, lane) = (i / 128, i / 32 % 4, i % 32);
                 for (register, expected) in registers.iter().enumerate() {
                     let got = dumped[((tile * 4 + block) * 16 + step * 4 + register) * 32 + lane];
-                    let place = format!("tile {tile} block {block} step {step} lane {lane} register {register}");
-                    assert_eq!(got, *expected, "{spec}: {place}");
+                    let position = format!("tile {tile} block {block} step {step} lane {lane} register {register}");
+                    assert_eq!(got, *expected, "{spec}: {position}");
                 }
             }
         }
@@ -254,10 +254,10 @@ fn dependent_launches_wait_for_their_input() {
         let results: Vec<Vec<u16>> = [false, true]
             .into_iter()
             .map(|pdl| {
-                let wanted = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+                let packed_use = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
                 // The same shape of kernel in both cases, so that sums have the same order.
-                let shape = dispatch.choose(problem, PackedUse { pdl: true, ..wanted }).unwrap();
-                let spec = wanted.of(shape).unwrap();
+                let shape = dispatch.choose(problem, PackedUse { pdl: true, ..packed_use }).unwrap();
+                let spec = packed_use.of(shape).unwrap();
                 let matmul = matmul(kernels, &spec);
                 let mut ctx = context(&stream, &spec, problem);
                 let mut x = DeviceMatrix::from_host(&stream, m, n as u32, &first).unwrap();
@@ -323,7 +323,7 @@ fn hostile_escapes_stay_in_bounds() {
             let x = case.input(&stream, m);
             matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
             stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {error}"));
-            guard_is_whole(&stream, &y, &spec.to_string());
+            guard_is_intact(&stream, &y, &spec.to_string());
         }
     }
 }
@@ -335,7 +335,7 @@ fn mismatched_operands_are_rejected() {
     let stream = stream(kernels);
     let case = &cases()[0];
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
-    let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
+    let packed_use = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
     // A variant without escapes, independent of dispatch.
     let info = kernels.device().info();
@@ -343,13 +343,13 @@ fn mismatched_operands_are_rejected() {
         let blocks = |spec: &VariantSpec| Plan::new(spec).ok()?.launch.grid.blocks(problem, info.sms);
         matches!(spec.op, Op::GemmMma(op) if !op.escapes && !op.dump) && blocks(spec).is_some()
     };
-    let spec = catalog::on::<GemmMmaSpec>(info.arch).find(plain).and_then(|spec| wanted.of(spec)).unwrap();
+    let spec = catalog::on::<GemmMmaSpec>(info.arch).find(plain).and_then(|spec| packed_use.of(spec)).unwrap();
     let mut ctx = context(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
     let plain = matmul(kernels, &spec);
     assert_eq!(refused(plain.enqueue(&mut ctx, x.view(), &w, y.view_mut())), LaunchError::Escapes);
-    let matmul = matmul(kernels, &PackedUse { escapes: true, ..wanted }.of(spec).unwrap());
+    let matmul = matmul(kernels, &PackedUse { escapes: true, ..packed_use }.of(spec).unwrap());
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, case.n as u32 - 64).unwrap();
     let shape = refused(matmul.enqueue(&mut ctx, x.view(), &w, narrow.view_mut()));
     assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
@@ -397,8 +397,8 @@ fn rows_of_x_may_be_apart() {
     let info = kernels.device().info();
     let chooser = PackedChooser::of(info.into(), &info.name);
     for m in [1, 33, m] {
-        let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
-        let spec = chooser.choose(GemmShape { m, ..problem }, wanted).unwrap();
+        let packed_use = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+        let spec = chooser.choose(GemmShape { m, ..problem }, packed_use).unwrap();
         let (matmul, mut ctx) = (matmul(kernels, &spec), context(&stream, &spec, problem));
         let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
         poison(&stream, &mut y);
@@ -406,7 +406,7 @@ fn rows_of_x_may_be_apart() {
         matmul.enqueue(&mut ctx, x, &w, y.view_mut()).unwrap();
         let got = y.to_host(&stream).unwrap();
         assert_eq!(case.mismatches(&got, Epilogue::Store, &[]), 0, "{spec} m = {m}");
-        guard_is_whole(&stream, &y, &spec.to_string());
+        guard_is_intact(&stream, &y, &spec.to_string());
     }
 }
 

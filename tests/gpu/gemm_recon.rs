@@ -6,7 +6,7 @@
 //! - Random X at batches around every tile boundary, against float64.
 //! - Outputs start as NaN and are followed by guard bytes.
 
-use crate::harness::{Random, bf16, context, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, bf16, context, gpu, guard_is_intact, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::{halves, normal_bf16, relative_error};
 use unweight_codegen::{
@@ -102,7 +102,7 @@ fn encodings(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: us
 }
 
 fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
-    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is no matmul") };
+    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is not a reconstructive matmul") };
     matmul
 }
 
@@ -193,7 +193,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
     for (budget, specs) in by_budget() {
         let bytes = weights(N, K, budget, 7 + u64::from(budget));
         let encodings = encodings(kernels, &stream, &bytes, N, K);
-        assert_eq!(encodings.tensor.max_verbatim_rows(), budget, "the weights that this test is for");
+        assert_eq!(encodings.tensor.max_verbatim_rows(), budget, "the weights have the verbatim rows of this test");
         kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
         let w = halves(&bytes);
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
@@ -208,17 +208,17 @@ fn every_variant_reconstructs_every_weight_exactly() {
                 let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
                 for (at, got) in got.iter().enumerate() {
                     let weight = w[at % N * K + at / N % K];
-                    let want = if add { bf16(0.5 + value(weight)) } else { weight };
+                    let expected_bits = if add { bf16(0.5 + value(weight)) } else { weight };
                     // A sum that begins with +0 turns -0 into +0.
-                    let same = *got == want || value(*got) == 0.0 && value(want) == 0.0;
+                    let same = *got == expected_bits || value(*got) == 0.0 && value(expected_bits) == 0.0;
                     assert!(
                         same,
-                        "{spec} (stored: {stored}): y[{}, {}] = {got:#06x}, want {want:#06x}",
+                        "{spec} (stored: {stored}): y[{}, {}] = {got:#06x} instead of {expected_bits:#06x}",
                         at / N,
                         at % N
                     );
                 }
-                guard_is_whole(&stream, &y, &spec.to_string());
+                guard_is_intact(&stream, &y, &spec.to_string());
             }
         }
     }
@@ -229,18 +229,18 @@ fn every_variant_reconstructs_every_weight_exactly() {
 fn every_variant_at_every_batch_against_float64_and_cublas() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let most = BATCHES[BATCHES.len() - 1] as usize;
-    let x = halves(&normal_bf16(most * K, 1.0, 11));
-    let before = halves(&normal_bf16(most * N, 1.0, 12));
+    let max_batch = BATCHES[BATCHES.len() - 1] as usize;
+    let x = halves(&normal_bf16(max_batch * K, 1.0, 11));
+    let before = halves(&normal_bf16(max_batch * N, 1.0, 12));
     for (budget, specs) in by_budget() {
         let bytes = weights(N, K, budget, 70 + u64::from(budget));
         let encodings = encodings(kernels, &stream, &bytes, N, K);
         let w = halves(&bytes);
         // Rows are independent: every batch consists of the first rows of the largest.
-        let exact = reference(&x, &w, most, N, K);
+        let exact = reference(&x, &w, max_batch, N, K);
         let norm: Vec<f64> = {
             let magnitude = |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>();
-            reference(&magnitude(&x), &magnitude(&w), most, N, K)
+            reference(&magnitude(&x), &magnitude(&w), max_batch, N, K)
         };
         kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
         for m in BATCHES {
@@ -264,7 +264,7 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
                     let bound = want.abs() * 2f64.powi(-8) + norm[at] * K as f64 * 2f64.powi(-23);
                     assert!(
                         error.abs() <= bound,
-                        "{spec} m = {m}: y[{}, {}] = {}, want {want} +- {bound}",
+                        "{spec} m = {m}: y[{}, {}] = {}, expected {want} +- {bound}",
                         at / N,
                         at % N,
                         value(got[at])
@@ -278,7 +278,7 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
                     let relative = relative_error(&got, &by_cublas);
                     assert!(relative < 1e-2, "{spec} m = {m}: differs from cuBLAS by {relative:.2e}");
                 }
-                guard_is_whole(&stream, &y, &spec.to_string());
+                guard_is_intact(&stream, &y, &spec.to_string());
             }
         }
     }
@@ -308,7 +308,7 @@ fn the_default_variants_on_large_shapes_against_cublas() {
                     run(kernels, &stream, &spec, &encodings, false, &x, &mut y);
                     let error = relative_error(&y.to_host(&stream).unwrap(), &expected);
                     assert!(error < 1e-2, "{spec} m = {m}, {n} x {k}: differs from cuBLAS by {error:.2e}");
-                    guard_is_whole(&stream, &y, &spec.to_string());
+                    guard_is_intact(&stream, &y, &spec.to_string());
                 }
             }
         }
@@ -356,15 +356,15 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut ctx = context(&stream);
-    let most = 300;
+    let max_batch = 300;
     for (n, k, seed) in [(64, 256, 51), (192, 704, 52), (1984, 320, 53), (4096, 576, 54)] {
         let bytes = weights(n, k, 8, seed);
         let encodings = encodings(kernels, &stream, &bytes, n, k);
         let (x, before) =
-            (halves(&normal_bf16(most * k, 1.0, seed + 10)), halves(&normal_bf16(most * n, 1.0, seed + 20)));
+            (halves(&normal_bf16(max_batch * k, 1.0, seed + 10)), halves(&normal_bf16(max_batch * n, 1.0, seed + 20)));
         let (w, magnitude) = (halves(&bytes), |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>());
-        let exact = reference(&x, &w, most, n, k);
-        let norm = reference(&magnitude(&x), &magnitude(&w), most, n, k);
+        let exact = reference(&x, &w, max_batch, n, k);
+        let norm = reference(&magnitude(&x), &magnitude(&w), max_batch, n, k);
         for m in [1, 15, 16, 17, 63, 64, 65, 128, 129, 300] {
             let x = DeviceMatrix::from_host(&stream, m as u32, k as u32, &x[..m * k]).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m as u32, n as u32).unwrap();
@@ -379,7 +379,7 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
                     enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, &mut y).unwrap();
                     ctx.synchronize().unwrap();
                     let got = y.to_host(&stream).unwrap();
-                    guard_is_whole(&stream, &y, &what);
+                    guard_is_intact(&stream, &y, &what);
                     assert!(*first.get_or_insert_with(|| got.clone()) == got, "{what}: other bits on {sms:?}");
                 }
                 ctx.set_mode(LaunchMode::default());
@@ -395,7 +395,7 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
                 start(&stream, &spec, &mut y, &before[..m * n]);
                 // SAFETY: everything that the graph uses is alive.
                 unsafe { graph.launch() }.unwrap();
-                assert!(y.to_host(&stream).unwrap() == got, "{what}: captured, it has other bits");
+                assert!(y.to_host(&stream).unwrap() == got, "{what}: a captured launch has other bits");
             }
         }
     }

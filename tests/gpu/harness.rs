@@ -110,7 +110,7 @@ pub fn poison(stream: &Stream, output: &mut impl Output) {
     output.poison(stream);
 }
 
-pub fn guard_is_whole(stream: &Stream, output: &impl Output, what: &str) {
+pub fn guard_is_intact(stream: &Stream, output: &impl Output, what: &str) {
     let written = output.padding(stream).iter().position(|byte| *byte != GUARD);
     assert_eq!(written, None, "{what} wrote past the end of its output");
 }
@@ -123,7 +123,7 @@ pub fn fresh() -> u64 {
 /// Returns the error of a launch that must be rejected.
 pub fn refused<T>(result: Result<T, DeviceError>) -> LaunchError {
     match result {
-        Ok(_) => panic!("not refused"),
+        Ok(_) => panic!("the call succeeded, but must be refused"),
         Err(error) => error.launch_error().cloned().unwrap_or_else(|| panic!("not a refusal: {error}")),
     }
 }

@@ -1,7 +1,7 @@
 //! Corrupt sections in every decoder and the matmul: no driver error, no write outside an output, and a device that
 //! still works. Also meant to run under `compute-sanitizer`.
 
-use crate::harness::{OwnedCoded, Random, Weights, context, gpu, guard_is_whole, launch_error, poison, stream};
+use crate::harness::{OwnedCoded, Random, Weights, context, gpu, guard_is_intact, launch_error, poison, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{
@@ -63,7 +63,7 @@ fn survives(
             let mut whole = DeviceMatrix::zeroed(stream, rows, cols).unwrap();
             poison(stream, &mut whole);
             let refused = launch_error(decoder.full(&mut ctx, &device, whole.view_mut()));
-            guard_is_whole(stream, &whole, &what);
+            guard_is_intact(stream, &whole, &what);
             refused
         }
         DecodeOutput::Exponent | DecodeOutput::Palette => {
@@ -73,7 +73,7 @@ fn survives(
                 DecodeOutput::Exponent => decoder.exponent(&mut ctx, &device, &mut bytes),
                 _ => decoder.palette(&mut ctx, &device, &mut bytes),
             });
-            guard_is_whole(stream, &bytes, &what);
+            guard_is_intact(stream, &bytes, &what);
             refused
         }
     };
@@ -227,7 +227,7 @@ fn hostile_palette_source_stays_in_bounds() {
     let rows = tensor.verbatim_exponents().len() / 64;
     let tiles = tensor.grid().tiles();
     let record = |offset: u32, mask: u64| TileMetadata::new(0, offset, mask).to_bytes();
-    let lies: Vec<(String, Vec<u8>)> = [0, 1, rows as u32, u32::MAX, u32::MAX - 63, 1 << 31]
+    let false_metadata: Vec<(String, Vec<u8>)> = [0, 1, rows as u32, u32::MAX, u32::MAX - 63, 1 << 31]
         .into_iter()
         .flat_map(|offset| {
             [1u64, 1 << 63, 0xffff, u64::MAX].map(|mask| {
@@ -239,7 +239,7 @@ fn hostile_palette_source_stays_in_bounds() {
     for name in ["n2p4_v64_store", "n4p2_v64_store", "n1p2_v64_store_add", "n2p4_v16_store"] {
         let spec = format!("uw_sm90a_gemm_recon_palette_{name}").parse().unwrap();
         let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
-        for (what, metadata) in &lies {
+        for (what, metadata) in &false_metadata {
             for verbatim in [tensor.verbatim_exponents(), &[]] {
                 let sections = PaletteSections {
                     sign_mantissa: tensor.sign_mantissa(),
@@ -253,7 +253,7 @@ fn hostile_palette_source_stays_in_bounds() {
                 // More rows than the budget is an error; the kernel must tolerate wrong offsets.
                 launch_error(matmul.palette(&mut ctx, x.view(), device.view(), y.view_mut()));
                 stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {what}: {error}"));
-                guard_is_whole(&stream, &y, what);
+                guard_is_intact(&stream, &y, what);
             }
         }
     }
@@ -264,11 +264,11 @@ fn hostile_palette_source_stays_in_bounds() {
 fn oversized_allocation_is_reported_with_its_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let asked = 1 << 50;
+    let requested = 1 << 50;
     for _ in 0..3 {
-        let refused = DeviceBuffer::<u8>::zeroed(&stream, asked).expect_err("a petabyte");
+        let refused = DeviceBuffer::<u8>::zeroed(&stream, requested).expect_err("a petabyte must not be allocated");
         let DeviceError::Room { bytes, free } = refused else { panic!("{refused}") };
-        assert!(bytes >= asked as u64 && free > 0, "{bytes} {free}");
+        assert!(bytes >= requested as u64 && free > 0, "{bytes} {free}");
         assert!(refused.to_string().contains("a smaller batch"), "{refused}");
     }
     // The context is still usable.

@@ -36,7 +36,7 @@ const BATCHES: [u32; 12] = [1, 2, 7, 8, 33, 64, 129, 192, 300, 1024, 2048, 5000]
 const MAX_BATCH: u32 = 2048;
 
 /// The default, and weights that are expanded for cuBLAS above batch 64, as on architectures without `wgmma`.
-const WAYS: [Expand; 2] = [Expand::Model, Expand::Above(64)];
+const EXPANSIONS: [Expand; 2] = [Expand::Model, Expand::Above(64)];
 
 fn options(expand: Expand) -> LoadOptions {
     LoadOptions::default().max_batch(MAX_BATCH).expand(expand)
@@ -108,7 +108,7 @@ struct Case {
     shape: (u32, u32),
     interop: Interop,
     layer: Linear,
-    own: Linear,
+    owned: Linear,
     _sections: Sections,
 }
 
@@ -149,11 +149,11 @@ impl Case {
         let back = DeviceMatrix::zeroed(stream, n, k).unwrap();
         // SAFETY: the buffer has this shape.
         unsafe { interop.unpack_at(&layer, back.data().address()) }.unwrap();
-        assert_eq!(back.to_host(stream).unwrap(), weights.to_host(stream).unwrap(), "the weights come back");
+        assert_eq!(back.to_host(stream).unwrap(), weights.to_host(stream).unwrap(), "unpacking restores the weights");
 
         let mut builder = LayerBuilder::new(&set, stream, options(expand)).unwrap();
-        let own = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
-        Self { shape, interop, layer, own, _sections: sections }
+        let owned = builder.layer("owned", &[weights.view()], Merge::Rows).unwrap();
+        Self { shape, interop, layer, owned, _sections: sections }
     }
 
     fn x(&self, stream: &Stream, m: u32) -> DeviceMatrix {
@@ -164,10 +164,10 @@ impl Case {
 
     /// Returns the output of the runtime's own layer.
     fn expected(&self, stream: &Stream, x: &DeviceMatrix, before: u8, epilogue: Epilogue) -> Vec<u16> {
-        let mut ctx = unweight_rt::ExecContext::new(stream, self.own.context_size()).unwrap();
+        let mut ctx = unweight_rt::ExecContext::new(stream, self.owned.context_size()).unwrap();
         let mut y = DeviceMatrix::zeroed(stream, x.rows(), self.shape.0).unwrap();
         y.fill_bytes(stream, before).unwrap();
-        self.own.enqueue(&mut ctx, x.view(), y.view_mut(), epilogue).unwrap();
+        self.owned.enqueue(&mut ctx, x.view(), y.view_mut(), epilogue).unwrap();
         y.to_host(stream).unwrap()
     }
 
@@ -193,23 +193,27 @@ impl Case {
 fn borrowed_layers_equal_owned_layers() {
     let stream = stream(gpu());
     let kinds = [Weights::TRAINED, Weights::TRAINED, Weights::FewExponents];
-    let cases = WAYS.into_iter().flat_map(|expand| SHAPES.into_iter().zip(kinds).map(move |case| (case, expand)));
+    let cases = EXPANSIONS.into_iter().flat_map(|expand| SHAPES.into_iter().zip(kinds).map(move |case| (case, expand)));
     for ((shape, kind), expand) in cases {
         let case = Case::new(&stream, shape, kind, expand, MeasuredTable::default());
         for m in BATCHES {
-            let room = case.interop.scratch_bytes(&case.layer, m, Epilogue::Store).unwrap();
+            let scratch_bytes = case.interop.scratch_bytes(&case.layer, m, Epilogue::Store).unwrap();
             let weights = u64::from(shape.0) * u64::from(shape.1) * 2 + (32 << 20);
-            assert_eq!(room >= weights, expand != Expand::Model && m > 64, "{shape:?} m = {m}: {room} B");
+            assert_eq!(
+                scratch_bytes >= weights,
+                expand != Expand::Model && m > 64,
+                "{shape:?} m = {m}: {scratch_bytes} B"
+            );
             let x = case.x(&stream, m);
             // 0x3c3c is a number that is small compared with the sums.
             for (epilogue, before) in [(Epilogue::Store, 0xff), (Epilogue::StoreAdd, 0x3c)] {
                 let expected = case.expected(&stream, &x, before, epilogue);
                 let mut y = DeviceMatrix::zeroed(&stream, m, shape.0).unwrap();
                 let scratch = case.scratch(&stream, m, epilogue);
-                for turn in 0..3 {
+                for round in 0..3 {
                     y.fill_bytes(&stream, before).unwrap();
                     case.enqueue(&stream, &x, &y, &scratch, epilogue);
-                    assert!(y.to_host(&stream).unwrap() == expected, "{shape:?} m = {m} {epilogue:?}, turn {turn}");
+                    assert!(y.to_host(&stream).unwrap() == expected, "{shape:?} m = {m} {epilogue:?}, turn {round}");
                 }
             }
         }
@@ -223,21 +227,21 @@ fn measured_table_is_used_by_every_layer() {
     let stream = stream(gpu());
     let (info, (n, k)) = (gpu().device().info(), SHAPES[1]);
     // 64 rows for a batch of one: no cost model selects this.
-    let odd = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.batch_tile.get() == 64 && !op.dump);
-    let variant = catalog::on::<GemmMmaSpec>(info.arch).find(odd).unwrap();
+    let unusual = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.batch_tile.get() == 64 && !op.dump);
+    let variant = catalog::on::<GemmMmaSpec>(info.arch).find(unusual).unwrap();
     let pdl = info.arch.has(Instruction::DependentLaunch);
     let rows = vec![MeasuredRow { n, k, m: 1, pdl, variant }];
     let kernels = || kernels(MeasuredTable { device: info.name.clone(), rows: rows.clone() });
-    let wanted = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
-    let (expected, set) = (wanted.of(variant), kernels());
+    let packed_use = PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
+    let (expected, set) = (packed_use.of(variant), kernels());
 
     let bytes = Weights::TRAINED.bytes((n * k) as usize, 7);
     let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
     let weights = DeviceMatrix::upload(&stream, matrix).unwrap();
     let mut builder = LayerBuilder::new(&set, &stream, options(Expand::Model)).unwrap();
-    let built = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
+    let built = builder.layer("owned", &[weights.view()], Merge::Rows).unwrap();
     assert_eq!(built.variant(1, Epilogue::Store), expected);
-    assert_ne!(built.variant(2, Epilogue::Store), expected, "not measured");
+    assert_ne!(built.variant(2, Epilogue::Store), expected, "the table has no row for this batch");
 
     let interop = Interop::new(kernels(), options(Expand::Model)).unwrap();
     let sections = Sections::new(&stream, matrix.grid());
@@ -265,24 +269,24 @@ fn measured_table_is_used_by_every_layer() {
 #[ignore = "needs a GPU"]
 fn graphs_run_concurrently_with_each_other_and_a_stream() {
     let stream = stream(gpu());
-    for expand in WAYS {
-        graphs_run(&stream, &Case::with_scratch(&stream, expand), Case::has_scratch(expand));
+    for expand in EXPANSIONS {
+        check_concurrent_graphs(&stream, &Case::with_scratch(&stream, expand), Case::has_scratch(expand));
     }
 }
 
-fn graphs_run(stream: &Stream, case: &Case, has_scratch: bool) {
+fn check_concurrent_graphs(stream: &Stream, case: &Case, has_scratch: bool) {
     let mut with_scratch = 0;
     for m in [1, 64, 192, 300, 1024, 5000] {
         let x = case.x(stream, m);
         let expected = case.expected(stream, &x, 0xff, Epilogue::Store);
         let mut runs = Vec::new();
         for _ in 0..2 {
-            let own = gpu().device().stream().unwrap();
+            let graph_stream = gpu().device().stream().unwrap();
             let y = DeviceMatrix::zeroed(stream, m, case.shape.0).unwrap();
             let scratch = case.scratch(stream, m, Epilogue::Store);
             stream.synchronize().unwrap();
-            let graph = own.capture(|| {
-                case.enqueue(&own, &x, &y, &scratch, Epilogue::Store);
+            let graph = graph_stream.capture(|| {
+                case.enqueue(&graph_stream, &x, &y, &scratch, Epilogue::Store);
                 Ok(())
             });
             runs.push((graph.unwrap(), y, scratch));
@@ -299,8 +303,8 @@ fn graphs_run(stream: &Stream, case: &Case, has_scratch: bool) {
             case.enqueue(stream, &x, &eager, &scratch, Epilogue::Store);
         }
         gpu().device().synchronize().unwrap();
-        for (which, y) in runs.iter().map(|run| &run.1).chain([&eager]).enumerate() {
-            assert!(y.to_host(stream).unwrap() == expected, "m = {m}, {which}");
+        for (index, y) in runs.iter().map(|run| &run.1).chain([&eager]).enumerate() {
+            assert!(y.to_host(stream).unwrap() == expected, "m = {m}, {index}");
         }
     }
     assert_eq!(with_scratch > 0, has_scratch);
@@ -317,7 +321,7 @@ fn concurrent_launches_of_a_graph_share_no_counters() {
         assert_eq!(bytes > 0, Case::has_scratch(Expand::Model), "m = {m}");
         let x = case.x(&stream, m);
         let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
-        let (own, beside) = (gpu().device().stream().unwrap(), gpu().device().stream().unwrap());
+        let (first, second) = (gpu().device().stream().unwrap(), gpu().device().stream().unwrap());
         let mut runs = Vec::new();
         for _ in 0..2 {
             let outputs: Vec<_> = (0..6)
@@ -327,18 +331,18 @@ fn concurrent_launches_of_a_graph_share_no_counters() {
                 })
                 .collect();
             stream.synchronize().unwrap();
-            let graph = own.capture(|| {
-                beside.wait_for(&own)?;
-                for (which, (y, scratch)) in outputs.iter().enumerate() {
-                    case.enqueue(if which % 2 == 0 { &own } else { &beside }, &x, y, scratch, Epilogue::Store);
+            let graph = first.capture(|| {
+                second.wait_for(&first)?;
+                for (index, (y, scratch)) in outputs.iter().enumerate() {
+                    case.enqueue(if index % 2 == 0 { &first } else { &second }, &x, y, scratch, Epilogue::Store);
                 }
-                own.wait_for(&beside)
+                first.wait_for(&second)
             });
             runs.push((graph.unwrap(), outputs));
         }
-        for turn in 0..200 {
+        for round in 0..200 {
             for (graph, outputs) in &mut runs {
-                if turn % 50 == 0 {
+                if round % 50 == 0 {
                     for (y, _) in outputs.iter_mut() {
                         y.fill_bytes(&stream, 0xff).unwrap();
                     }
@@ -347,10 +351,10 @@ fn concurrent_launches_of_a_graph_share_no_counters() {
                 // SAFETY: each graph has its own memory, runs in order on its stream, and is waited for below.
                 unsafe { graph.launch() }.unwrap();
             }
-            if turn % 50 == 49 {
+            if round % 50 == 49 {
                 gpu().device().synchronize().unwrap();
-                for (which, (y, _)) in runs.iter().flat_map(|run| &run.1).enumerate() {
-                    assert!(y.to_host(&stream).unwrap() == expected, "m = {m}, turn {turn}, output {which}");
+                for (index, (y, _)) in runs.iter().flat_map(|run| &run.1).enumerate() {
+                    assert!(y.to_host(&stream).unwrap() == expected, "m = {m}, turn {round}, output {index}");
                 }
             }
         }
@@ -361,25 +365,25 @@ fn concurrent_launches_of_a_graph_share_no_counters() {
 #[ignore = "needs a GPU"]
 fn threads_with_own_streams_do_not_interfere() {
     let stream = stream(gpu());
-    for expand in WAYS {
-        threads_run(&Case::with_scratch(&stream, expand));
+    for expand in EXPANSIONS {
+        check_concurrent_threads(&Case::with_scratch(&stream, expand));
     }
 }
 
-fn threads_run(case: &Case) {
+fn check_concurrent_threads(case: &Case) {
     let start = Instant::now();
     thread::scope(|scope| {
         for m in [1, 8, 129, 300, 1024, 2048] {
             scope.spawn(move || {
-                let own = gpu().device().stream().unwrap();
-                let x = case.x(&own, m);
-                let expected = case.expected(&own, &x, 0xff, Epilogue::Store);
-                let mut y = DeviceMatrix::zeroed(&own, m, case.shape.0).unwrap();
-                let scratch = case.scratch(&own, m, Epilogue::Store);
+                let stream = gpu().device().stream().unwrap();
+                let x = case.x(&stream, m);
+                let expected = case.expected(&stream, &x, 0xff, Epilogue::Store);
+                let mut y = DeviceMatrix::zeroed(&stream, m, case.shape.0).unwrap();
+                let scratch = case.scratch(&stream, m, Epilogue::Store);
                 for _ in 0..100 {
-                    y.fill_bytes(&own, 0xff).unwrap();
-                    case.enqueue(&own, &x, &y, &scratch, Epilogue::Store);
-                    assert!(y.to_host(&own).unwrap() == expected, "m = {m}");
+                    y.fill_bytes(&stream, 0xff).unwrap();
+                    case.enqueue(&stream, &x, &y, &scratch, Epilogue::Store);
+                    assert!(y.to_host(&stream).unwrap() == expected, "m = {m}");
                 }
             });
         }
@@ -391,14 +395,14 @@ fn threads_run(case: &Case) {
 #[ignore = "needs a GPU"]
 fn too_small_scratch_and_bad_operands_are_rejected() {
     let stream = stream(gpu());
-    for expand in WAYS.into_iter().filter(|expand| Case::has_scratch(*expand)) {
-        refusals(&stream, &Case::with_scratch(&stream, expand));
+    for expand in EXPANSIONS.into_iter().filter(|expand| Case::has_scratch(*expand)) {
+        check_refusals(&stream, &Case::with_scratch(&stream, expand));
     }
 }
 
-fn refusals(stream: &Stream, case: &Case) {
+fn check_refusals(stream: &Stream, case: &Case) {
     let m = BATCHES.into_iter().find(|m| case.interop.scratch_bytes(&case.layer, *m, Epilogue::Store).unwrap() > 0);
-    let m = m.expect("a batch that needs a scratch");
+    let m = m.expect("some batch needs scratch memory");
     let (x, y) = (case.x(stream, m), DeviceMatrix::zeroed(stream, m, case.shape.0).unwrap());
     let scratch = case.scratch(stream, m, Epilogue::Store);
     let (need, have) = (scratch.len() as u64, scratch.len() as u64 - 1);
@@ -407,29 +411,29 @@ fn refusals(stream: &Stream, case: &Case) {
         refused(unsafe { case.interop.enqueue(&case.layer, stream.handle(), (x, m, y), scratch, epilogue) })
     };
     let (x, y) = (x.data().address(), y.data().address());
-    let small = Scratch { address: scratch.address(), bytes: have };
-    let room = LaunchError::Room { buffer: "bytes of scratch", need, have };
-    assert_eq!(enqueue((x, m, y), small, Epilogue::Store), room);
+    let small_scratch = Scratch { address: scratch.address(), bytes: have };
+    let too_small = LaunchError::Room { buffer: "bytes of scratch", need, have };
+    assert_eq!(enqueue((x, m, y), small_scratch, Epilogue::Store), too_small);
     let whole = Scratch { address: scratch.address(), bytes: need };
     assert!(matches!(enqueue((x + 2, m, y), whole, Epilogue::Store), LaunchError::Alignment { operand: "x", .. }));
     assert!(matches!(enqueue((x, m, x), whole, Epilogue::Store), LaunchError::Overlap { .. }));
     assert!(matches!(enqueue((x, m, y), whole, Epilogue::SiluMul), LaunchError::Epilogue { .. }));
-    let odd = Scratch { address: scratch.address() + 16, bytes: need };
-    assert!(matches!(enqueue((x, m, y), odd, Epilogue::Store), LaunchError::Alignment { .. }));
+    let unaligned = Scratch { address: scratch.address() + 16, bytes: need };
+    assert!(matches!(enqueue((x, m, y), unaligned, Epilogue::Store), LaunchError::Alignment { .. }));
 
     let bytes = Weights::HeavyTails.bytes(128 * 192, 5);
     let weights = DeviceMatrix::upload(stream, Matrix::new(&bytes, 128, 192).unwrap()).unwrap();
     let sections = Sections::new(stream, TileGrid::new(128, 192).unwrap());
     let address = weights.data().address();
     // SAFETY: the buffers have these sizes.
-    let why = unsafe { case.interop.pack_at(address, (128, 192), sections.at(sections.escapes.len())) };
-    assert!(matches!(why, Err(PackError::Unpackable(_))));
+    let result = unsafe { case.interop.pack_at(address, (128, 192), sections.at(sections.escapes.len())) };
+    assert!(matches!(result, Err(PackError::Unpackable(_))));
     // SAFETY: the call fails before any access.
-    let why = unsafe { case.interop.pack_at(address, (128, 192), sections.at(1)) };
+    let result = unsafe { case.interop.pack_at(address, (128, 192), sections.at(1)) };
     assert!(
-        matches!(why, Err(PackError::Device(error)) if matches!(error.launch_error(), Some(LaunchError::Room { .. })))
+        matches!(result, Err(PackError::Device(error)) if matches!(error.launch_error(), Some(LaunchError::Room { .. })))
     );
     // SAFETY: the call fails before any access.
-    let why = unsafe { case.interop.layer((100, 192), Window::new(100).unwrap(), sections.at(0)) };
-    assert!(matches!(refused(why), LaunchError::Multiple { .. } | LaunchError::Elements { .. }));
+    let result = unsafe { case.interop.layer((100, 192), Window::new(100).unwrap(), sections.at(0)) };
+    assert!(matches!(refused(result), LaunchError::Multiple { .. } | LaunchError::Elements { .. }));
 }

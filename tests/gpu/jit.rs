@@ -122,9 +122,9 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
     assert!(specs.len() > 1);
     let home = tempfile::tempdir().unwrap();
     let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
-    let own = cache(env, &home.path().join("own")).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
+    let compiled = cache(env, &home.path().join("own")).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
     let attached = |foreign: Option<&Artifact>| {
-        let artifacts = std::iter::once(foreign.unwrap_or(&own[0])).chain(&own[1..]);
+        let artifacts = std::iter::once(foreign.unwrap_or(&compiled[0])).chain(&compiled[1..]);
         let entries: Vec<_> = requests
             .iter()
             .zip(artifacts)
@@ -144,7 +144,7 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
     let other = if arch == Arch::Sm80 { Arch::Sm90a } else { Arch::Sm80 };
     let foreign = CompileRequest::render(&VariantSpec { arch: other, ..specs[0] }).unwrap();
     let foreign = cache(env, &home.path().join("foreign")).get(&foreign).unwrap();
-    assert_ne!(foreign.cubin, own[0].cubin);
+    assert_ne!(foreign.cubin, compiled[0].cubin);
     let set = KernelSet::new(
         kernels.device(),
         cache(env, &home.path().join("empty")).trust(attached(Some(&foreign))),
@@ -155,7 +155,7 @@ fn attached_kernels_are_loaded_and_refused_ones_compiled() {
     assert!(specs.iter().all(|spec| set.try_get(spec).is_some()));
     let set =
         KernelSet::new(kernels.device(), cache(&bare, &home.path().join("bare")).trust(attached(Some(&foreign))), 1);
-    assert!(set.get(&specs[0]).is_err(), "refused by the driver, and nobody compiles");
+    assert!(set.get(&specs[0]).is_err(), "the driver refuses the kernel, and no compiler is available");
     assert!(set.get(&specs[1]).is_ok());
 }
 

@@ -17,7 +17,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, context, fresh, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, context, fresh, gpu, guard_is_intact, poison, refused, stream};
 
 fn named(name: &str) -> VariantSpec {
     format!("uw_sm90a_{name}").parse().unwrap()
@@ -110,7 +110,7 @@ fn chunks_are_packed_as_by_the_oracle_and_restored() {
             let kernel = unpack(&format!("d{head_dim}{pdl}"));
             kernel.enqueue(&mut ctx, device.layers(), (&on_device, COUNT), layer).unwrap();
             ctx.synchronize().unwrap();
-            guard_is_whole(&stream, &out, &what);
+            guard_is_intact(&stream, &out, &what);
             assert!(out.to_host(&stream).unwrap() == source.bf16[2 * heads.page_elements()..], "{what}: other bits");
         }
     }
@@ -232,7 +232,7 @@ fn hostile_tables_of_packing_are_reported() {
     let mut step = right();
     step.hot_table[2] = ROWS + 1;
     let mut device = before.upload(&stream).unwrap();
-    assert_eq!(step.run(&stream, &kernel, &mut device).1, Some(2), "a hot page that is not there");
+    assert_eq!(step.run(&stream, &kernel, &mut device).1, Some(2), "the fault of a missing hot page");
 
     let (mut ctx, mut lost) = (context(&stream), numbers(&stream, &[0]));
     let mut source = Source::new(&stream, &mut Random::new(4), heads, (1, 4));
@@ -269,7 +269,7 @@ fn hostile_caches_of_unpacking_are_reported() {
         let count = table.len() as u32;
         kernel.enqueue(&mut ctx, device.layers(), (&numbers(&stream, table), count), layer).unwrap();
         let fault = page_fault(ctx.synchronize());
-        guard_is_whole(&stream, &out, "unpacking");
+        guard_is_intact(&stream, &out, "unpacking");
         (fault, out.to_host(&stream).unwrap())
     };
     let elements = heads.page_elements();
@@ -277,8 +277,8 @@ fn hostile_caches_of_unpacking_are_reported() {
         let (fault, out) = run(&[0, page, 2], &right.records);
         assert_eq!(fault, Some(1), "page {page}");
         assert!(out[..elements] == bf16[..elements], "the page before");
-        assert!(out[elements..2 * elements].iter().all(|value| *value == 0xffff), "a page that is not there");
-        assert!(out[2 * elements..] == bf16[2 * elements..3 * elements], "the page behind");
+        assert!(out[elements..2 * elements].iter().all(|value| *value == 0xffff), "the output of a missing page");
+        assert!(out[2 * elements..] == bf16[2 * elements..3 * elements], "the page after");
     }
     // A kind that no encoder writes, and a unit outside the pool.
     for (kind, index) in [(3, 0), (255, 0), (1, right.units), (1, u32::MAX)] {
@@ -471,8 +471,8 @@ fn unpacking_refuses_operands_that_do_not_agree() {
     assert_eq!(run(&unpack("d48"), heads, 1), LaunchError::HeadDimOf { takes: 48, cache: 32 });
     let pack_kernel = gpu().get(&named("kv_pack_step_d32")).unwrap();
     let family = refused(KvUnpack::new(pack_kernel));
-    assert_eq!(family, LaunchError::Family { wanted: "the unpacking of a KV cache" });
+    assert_eq!(family, LaunchError::Family { wanted: "a kv_unpack kernel" });
     let unpack_kernel = gpu().get(&named("kv_unpack_d32")).unwrap();
     let family = refused(KvPack::new(unpack_kernel));
-    assert_eq!(family, LaunchError::Family { wanted: "the packing of a KV cache" });
+    assert_eq!(family, LaunchError::Family { wanted: "a kv_pack kernel" });
 }

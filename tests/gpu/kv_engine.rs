@@ -21,15 +21,16 @@ use crate::{
 const LARGE_HEADS: DemoOptions =
     DemoOptions { layers: 2, hidden: 512, intermediate: 512, heads: 4, kv_heads: 1, seed: 8, ..WHOLE_TILES };
 
-fn with(bundle: &Bundle, cache: KvCache, options: EngineOptions) -> Engine {
+fn load_with_cache(bundle: &Bundle, cache: KvCache, options: EngineOptions) -> Engine {
     let engine = load(bundle, options.kv_cache(cache));
     assert_eq!(engine.memory().kv_cache, cache);
     engine
 }
 
 /// Compares logits of prompts by chunks and by steps, and sampled tokens of batches, between both caches.
-fn same_bits(bundle: &Bundle, vocab: usize, options: &EngineOptions) {
-    let [mut bf16, mut packed] = [KvCache::Bf16, KvCache::Packed].map(|cache| with(bundle, cache, options.clone()));
+fn check_same_bits(bundle: &Bundle, vocab: usize, options: &EngineOptions) {
+    let [mut bf16, mut packed] =
+        [KvCache::Bf16, KvCache::Packed].map(|cache| load_with_cache(bundle, cache, options.clone()));
     for count in [1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 300, 450] {
         let text = tokens(count, vocab, count as u64);
         let whole = bf16.logits(&text).unwrap();
@@ -57,7 +58,7 @@ fn packed_cache_gives_the_bits_of_a_bf16_cache() {
         for placement in [Placement::Packed, Placement::Bf16] {
             for (max_batch, graphs) in [(8, true), (8, false), (64, true)] {
                 let options = options().placement(placement).max_batch(max_batch).graphs(graphs);
-                same_bits(&bundle, model.vocab, &options);
+                check_same_bits(&bundle, model.vocab, &options);
             }
         }
     }
@@ -70,8 +71,9 @@ fn long_contexts_and_large_batches_give_the_same_bits() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &LARGE_HEADS, Profile::Packed);
     let vocab = LARGE_HEADS.vocab;
-    let both =
-        |options: EngineOptions| [KvCache::Bf16, KvCache::Packed].map(|cache| with(&bundle, cache, options.clone()));
+    let both = |options: EngineOptions| {
+        [KvCache::Bf16, KvCache::Packed].map(|cache| load_with_cache(&bundle, cache, options.clone()))
+    };
     for chunk in [64, 1024, 4096] {
         let [mut one, mut other] = both(options().context(8192).chunk(chunk));
         for count in [1023, 1025, 4097, 8192] {
@@ -92,7 +94,7 @@ fn long_contexts_and_large_batches_give_the_same_bits() {
 }
 
 /// Makes a model whose tokens attend to at most `window` tokens.
-fn windowed(home: &Path, model: &DemoOptions, window: u32) -> Bundle {
+fn model_with_window(home: &Path, model: &DemoOptions, window: u32) -> Bundle {
     let folder = home.join("model");
     demo_model::write(&folder, model).expect("a model");
     let path = folder.join("config.json");
@@ -109,13 +111,13 @@ fn windowed(home: &Path, model: &DemoOptions, window: u32) -> Bundle {
 fn windows_begin_inside_packed_pages() {
     for window in [1, 40, 64, 100, 129] {
         let home = tempfile::tempdir().unwrap();
-        let bundle = windowed(home.path(), &LARGE_HEADS, window);
-        same_bits(&bundle, LARGE_HEADS.vocab, &options());
+        let bundle = model_with_window(home.path(), &LARGE_HEADS, window);
+        check_same_bits(&bundle, LARGE_HEADS.vocab, &options());
     }
 }
 
 /// Makes a model with such a large channel of values that no page of values can be packed.
-fn unpackable(home: &Path, model: &DemoOptions) -> Bundle {
+fn model_with_unpackable_pages(home: &Path, model: &DemoOptions) -> Bundle {
     let folder = home.join("model");
     demo_model::write(&folder, model).expect("a model");
     let path = folder.join("model.safetensors");
@@ -147,27 +149,27 @@ fn unpackable(home: &Path, model: &DemoOptions) -> Bundle {
 #[ignore = "needs a GPU"]
 fn sequences_without_units_are_computed_again() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = unpackable(home.path(), &WHOLE_TILES);
+    let bundle = model_with_unpackable_pages(home.path(), &WHOLE_TILES);
     // Prefixes that stay in the cache would hold units.
-    let mut packed = with(&bundle, KvCache::Packed, options().prefix_cache(false));
+    let mut packed = load_with_cache(&bundle, KvCache::Packed, options().prefix_cache(false));
     let units = packed.free_units().unwrap().unwrap();
     // Two full pages of a sequence need all units: values of three layers and two heads.
     assert_eq!((units, packed.memory().units), (12, 12));
     let request = |seed: u64| Request::new(tokens(70 + seed as usize * 5, WHOLE_TILES.vocab, seed)).max_new_tokens(60);
     let requests: Vec<Request> = (0..6).map(request).collect();
-    let told = run(&mut packed, &requests);
+    let generated = run(&mut packed, &requests);
     assert!(packed.preempted() > 0, "sequences had to wait for units");
     assert_eq!(packed.free_units().unwrap(), Some(units), "all units came back");
-    let mut bf16 = with(&bundle, KvCache::Bf16, options());
-    for (request, told) in requests.iter().zip(&told) {
-        assert!(!told.contains(&NO_TOKEN));
+    let mut bf16 = load_with_cache(&bundle, KvCache::Bf16, options());
+    for (request, generated) in requests.iter().zip(&generated) {
+        assert!(!generated.contains(&NO_TOKEN));
         // A lost page would change the logits by their own size.
-        assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, told);
+        assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, generated);
     }
     // Units that prefixes hold are given to the sequence that needs them, so every sequence ends.
-    let mut shares = with(&bundle, KvCache::Packed, options());
-    for (request, told) in requests.iter().zip(run(&mut shares, &requests)) {
-        assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, &told);
+    let mut shares = load_with_cache(&bundle, KvCache::Packed, options());
+    for (request, generated) in requests.iter().zip(run(&mut shares, &requests)) {
+        assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, &generated);
     }
     // Alone, no unit is lost, and BF16 units give the bits of a BF16 cache.
     for request in &requests {
@@ -178,24 +180,25 @@ fn sequences_without_units_are_computed_again() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_sequence_that_needs_more_units_than_there_are_ends_with_right_tokens() {
+fn a_sequence_that_needs_more_units_than_exist_ends_with_correct_tokens() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = unpackable(home.path(), &WHOLE_TILES);
-    let [mut bf16, mut packed] = [KvCache::Bf16, KvCache::Packed].map(|cache| with(&bundle, cache, options()));
+    let bundle = model_with_unpackable_pages(home.path(), &WHOLE_TILES);
+    let [mut bf16, mut packed] =
+        [KvCache::Bf16, KvCache::Packed].map(|cache| load_with_cache(&bundle, cache, options()));
     let request = Request::new(tokens(100, WHOLE_TILES.vocab, 1)).max_new_tokens(200);
     let whole = run(&mut bf16, std::slice::from_ref(&request)).remove(0);
     let id = packed.add(request).unwrap();
-    let (mut told, mut end) = (Vec::new(), None);
+    let (mut generated, mut end) = (Vec::new(), None);
     while !packed.is_idle() {
         for event in packed.step().unwrap() {
             assert!(event.seq == id && end.is_none());
-            told.push(event.token);
+            generated.push(event.token);
             end = event.finish;
         }
     }
     // The third page is full with token 191, whose successor is the last token.
-    assert_eq!((told.len(), end), (192 - 100 + 1, Some(Finish::CacheFull)));
-    assert_eq!(told, whole[..told.len()]);
+    assert_eq!((generated.len(), end), (192 - 100 + 1, Some(Finish::CacheFull)));
+    assert_eq!(generated, whole[..generated.len()]);
     // A prompt that does not fit ends without a token, and a text without logits.
     let id = packed.add(Request::new(tokens(300, WHOLE_TILES.vocab, 2)).max_new_tokens(5)).unwrap();
     let events = packed.step().unwrap();
@@ -214,7 +217,7 @@ fn packed_cache_gives_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &LARGE_HEADS, Profile::Packed);
     // Prefix cache hits would change which sequences run together.
-    let mut engine = with(&bundle, KvCache::Packed, options().prefix_cache(false));
+    let mut engine = load_with_cache(&bundle, KvCache::Packed, options().prefix_cache(false));
     let requests = requests(8, LARGE_HEADS.vocab, SampleParams::default().temperature(0.9), 9);
     let first = run(&mut engine, &requests);
     for round in 0..60 {

@@ -6,7 +6,7 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use crate::harness::{Random, Weights, bf16, close, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, Weights, bf16, close, gpu, guard_is_intact, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight::format::{
     Histogram, Matrix,
@@ -108,7 +108,7 @@ impl Run<'_> {
         start(&mut y);
         layer.enqueue(&mut self.ctx, x.view(), y.view_mut(), epilogue).unwrap();
         let direct = y.to_host(self.stream).unwrap();
-        guard_is_whole(self.stream, &y, "a layer");
+        guard_is_intact(self.stream, &y, "a layer");
         let graph = self.stream.capture(|| layer.enqueue(&mut self.ctx, x.view(), y.view_mut(), epilogue)).unwrap();
         start(&mut y);
         // SAFETY: everything that the graph uses is alive.
@@ -231,9 +231,9 @@ fn assert_packed(stream: &Stream, got: &DevicePacked, weights: &[u8], shape: (us
     let expected = packed::pack(matrix, &Histogram::of(weights)).unwrap();
     let got = got.download(stream).unwrap();
     assert_eq!(got.window(), expected.window(), "{what}");
-    assert!(got.packed() == expected.packed(), "{what}: containers");
-    assert!(got.escape_heads() == expected.escape_heads(), "{what}: heads");
-    assert!(got.escapes() == expected.escapes(), "{what}: escapes");
+    assert!(got.packed() == expected.packed(), "{what}: containers differ");
+    assert!(got.escape_heads() == expected.escape_heads(), "{what}: heads differ");
+    assert!(got.escapes() == expected.escapes(), "{what}: escapes differ");
 }
 
 /// A merged layer has the bytes that the host makes from the parts' weights, whatever the parts' encodings.
@@ -500,7 +500,7 @@ fn workspace_of_another_loader_is_rejected_before_writing() {
         ctx.reserve(layer.context_size()).unwrap();
         run(&mut ctx, &mut y).unwrap();
         assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0), "{name}: zeros times weights");
-        guard_is_whole(&stream, &y, name);
+        guard_is_intact(&stream, &y, name);
     }
 }
 
@@ -531,7 +531,7 @@ fn graph_survives_growth_of_its_workspace() {
     poison(&stream, &mut y);
     // SAFETY: `x`, `y` and the context are alive, and nothing else runs.
     unsafe { graph.launch() }.unwrap();
-    assert!(y.to_host(&stream).unwrap() == first, "the graph runs with what it was captured with");
+    assert!(y.to_host(&stream).unwrap() == first, "the graph still uses its captured workspace");
     ctx.synchronize().unwrap();
 }
 
@@ -563,7 +563,7 @@ fn loading_compiles_only_reachable_kernels() {
         }
         let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
         loader.merge(&[gate, up], Merge::SiluMul).unwrap();
-        assert_eq!(kernels.len(), before, "{profile:?}: a kernel was made when a layer was loaded");
+        assert_eq!(kernels.len(), before, "{profile:?}: loading a layer compiled a kernel");
         // No server merges only q and k, so this kernel may be loaded late, and works.
         loader.merge(&[q, k], Merge::Rows).unwrap();
     }

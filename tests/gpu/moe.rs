@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::harness::{Random, bf16, context, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, bf16, context, gpu, guard_is_intact, poison, refused, stream, value};
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
@@ -73,15 +73,15 @@ impl Case {
     fn expert(&self, expert: u32, token: usize) -> Vec<(f64, f64)> {
         let (hidden, inner) = (self.shape.hidden as usize, self.shape.intermediate as usize);
         let x: Vec<f64> = self.x[token * hidden..][..hidden].iter().map(|bits| value(*bits)).collect();
-        let turn = Epilogue::GATE_ROWS as usize;
+        let gate_rows = Epilogue::GATE_ROWS as usize;
         let dot = |row: usize| {
             let w = &self.gate_up[(expert as usize * 2 * inner + row) * hidden..][..hidden];
             x.iter().zip(w).map(|(x, w)| x * value(*w)).sum::<f64>()
         };
         let gated: Vec<f64> = (0..inner)
             .map(|column| {
-                let row = column / turn * 2 * turn + column % turn;
-                let (gate, up) = (dot(row), dot(row + turn));
+                let row = column / gate_rows * 2 * gate_rows + column % gate_rows;
+                let (gate, up) = (dot(row), dot(row + gate_rows));
                 value(bf16(gate / (1.0 + (-gate).exp()) * up))
             })
             .collect();
@@ -110,14 +110,14 @@ impl Routing {
     fn random(rng: &mut Random, tokens: usize, experts: u32, top_k: u32) -> Self {
         let mut ids = Vec::new();
         for _ in 0..tokens {
-            let mut own: Vec<u32> = Vec::new();
-            while own.len() < top_k as usize {
+            let mut distinct: Vec<u32> = Vec::new();
+            while distinct.len() < top_k as usize {
                 let id = rng.below(experts.into()) as u32;
-                if !own.contains(&id) {
-                    own.push(id);
+                if !distinct.contains(&id) {
+                    distinct.push(id);
                 }
             }
-            ids.extend(own.into_iter().map(|id| if rng.below(9) == 0 { u32::MAX - id } else { id }));
+            ids.extend(distinct.into_iter().map(|id| if rng.below(9) == 0 { u32::MAX - id } else { id }));
         }
         let weights = ids.iter().map(|_| (1 + rng.below(1000)) as f32 / 1000.0).collect();
         Self { top_k, ids, weights }
@@ -165,7 +165,7 @@ fn run(
     let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
     experts.enqueue(&mut ctx, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
     let rows = y.to_host(stream).unwrap();
-    guard_is_whole(stream, &y, "experts");
+    guard_is_intact(stream, &y, "experts");
     rows
 }
 
@@ -186,7 +186,10 @@ fn check(case: &Case, routing: &Routing, y: &[u16], before: Option<&[u16]>, what
         for (column, (sum, slack)) in sums.into_iter().enumerate() {
             let got = value(y[token * hidden + column]);
             let error = (got - sum).abs();
-            assert!(error <= sum.abs() / 200.0 + slack, "{what}: [{token}, {column}] is {got}, not {sum} (+- {slack})");
+            assert!(
+                error <= sum.abs() / 200.0 + slack,
+                "{what}: [{token}, {column}] is {got} instead of {sum} (+- {slack})"
+            );
         }
     }
 }
@@ -216,9 +219,9 @@ fn experts_of_every_token_at_every_kind_of_routing() {
             let y = run(&case, &experts, &stream, &routing, 0, Some(&before));
             check(&case, &routing, &y, Some(&before), &format!("{:?}, {tokens} tokens, one expert", case.shape));
         }
-        let nobody = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
-        let y = run(&case, &experts, &stream, &nobody, 0, None);
-        assert!(y.iter().all(|bits| *bits == 0), "tokens without an expert are not zeros");
+        let no_experts = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
+        let y = run(&case, &experts, &stream, &no_experts, 0, None);
+        assert!(y.iter().all(|bits| *bits == 0), "the output of tokens without an expert is not zero");
     }
 }
 
@@ -238,7 +241,10 @@ fn bits_of_a_token_do_not_depend_on_the_batch() {
             let pairs = first * 2..(first + tokens) * 2;
             let part = Routing { top_k: 2, ids: all.ids[pairs.clone()].to_vec(), weights: all.weights[pairs].to_vec() };
             let y = run(&case, &experts, &stream, &part, first, None);
-            assert!(y == expected[first * hidden..][..tokens * hidden], "{tokens} tokens from {first} on differ");
+            assert!(
+                y == expected[first * hidden..][..tokens * hidden],
+                "{tokens} tokens from token {first} have other bits"
+            );
         }
     }
 }
@@ -278,7 +284,7 @@ fn graph_uses_the_routing_at_replay() {
         }
     }
     assert!(y.to_host(&stream).unwrap() == expected[2999 % routings.len()]);
-    guard_is_whole(&stream, &y, "a graph of experts");
+    guard_is_intact(&stream, &y, "a graph of experts");
 }
 
 /// Runs [`run`] with offloaded experts.
@@ -302,45 +308,45 @@ fn run_offloaded(
     let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
     experts.enqueue(&mut ctx, fetcher, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
     let rows = y.to_host(stream).unwrap();
-    guard_is_whole(stream, &y, "offloaded experts");
+    guard_is_intact(stream, &y, "offloaded experts");
     rows
 }
 
 /// Any number of slots works: one for every expert, almost as many, two, or a single slot.
 #[test]
 #[ignore = "needs a GPU"]
-fn offloaded_experts_equal_resident_experts() {
+fn offloaded_experts_give_the_same_bits() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut rng = Random::new(14);
     for case in [Case::new(8, 192, 64, 21), Case::new(60, 64, 320, 22), Case::new(128, 128, 128, 23)] {
-        let (all, shape) = (case.load(kernels, &stream), case.shape);
+        let (on_device, shape) = (case.load(kernels, &stream), case.shape);
         for slots in [1, 2, 3, shape.experts / 2, shape.experts - 1, shape.experts] {
             let experts = case.offload(kernels, &stream, slots);
             let mut fetcher = Fetcher::new(&stream, shape, TOKENS as u32, 8).unwrap();
             assert_eq!(experts.slots(), slots);
             assert!(experts.host_bytes() > experts.bytes() || slots + 1 >= shape.experts, "{slots} of {shape:?}");
             let each = experts.host_bytes() / u64::from(shape.experts);
-            let mut asked = 0;
+            let mut requested = 0;
             for (tokens, top_k) in [(1, 2), (3, 8), (64, 2), (TOKENS, 4), (1, 1), (17, 8), (TOKENS, 8), (1, 8)] {
                 let routing = Routing::random(&mut rng, tokens, shape.experts, top_k);
                 let before: Vec<u16> = (0..tokens * shape.hidden as usize).map(|_| bf16(rng.normal())).collect();
                 let before = (tokens % 2 == 0).then_some(&before[..]);
                 let what = format!("{shape:?}, {slots} slots, {tokens} tokens, {top_k} each");
-                let expected = run(&case, &all, &stream, &routing, 0, before);
+                let expected = run(&case, &on_device, &stream, &routing, 0, before);
                 for again in 0..2 {
                     let y = run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, before);
                     assert!(y == expected, "{what}, time {again}: other bits");
-                    let own: BTreeSet<u32> = routing.ids.iter().copied().filter(|id| *id < shape.experts).collect();
-                    asked += own.len() as u64;
+                    let chosen: BTreeSet<u32> = routing.ids.iter().copied().filter(|id| *id < shape.experts).collect();
+                    requested += chosen.len() as u64;
                 }
                 let ExpertTraffic { hits, misses, bytes, stalls, stalled_us, .. } = fetcher.traffic().unwrap();
-                assert_eq!((hits + misses, bytes), (asked, misses * each), "{what}");
+                assert_eq!((hits + misses, bytes), (requested, misses * each), "{what}");
                 assert!(stalls <= misses && (stalls > 0) == (stalled_us > 0.0), "{what}: {stalls}, {stalled_us} us");
             }
-            let nobody = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
-            let y = run_offloaded(&case, (&experts, &mut fetcher), &stream, &nobody, None);
-            assert!(y.iter().all(|bits| *bits == 0), "tokens without an expert are not zeros");
+            let no_experts = Routing { top_k: 2, ids: vec![u32::MAX; 10], weights: vec![f32::NAN; 10] };
+            let y = run_offloaded(&case, (&experts, &mut fetcher), &stream, &no_experts, None);
+            assert!(y.iter().all(|bits| *bits == 0), "the output of tokens without an expert is not zero");
         }
     }
 }
@@ -391,7 +397,7 @@ fn repeated_expert_fetches_keep_every_row_correct() {
         assert!(traffic.misses > 400 && (slots == 2 || traffic.hits > 400), "{traffic}");
         for ((.., y), expected) in operands.iter().zip(&expected) {
             assert!(y.to_host(&stream).unwrap() == *expected, "{slots} slots, at the end");
-            guard_is_whole(&stream, y, "fetched experts");
+            guard_is_intact(&stream, y, "fetched experts");
         }
     }
 }
@@ -410,11 +416,11 @@ fn invalid_expert_fetches_are_rejected() {
     let (ids, weights) = routing.upload(&stream);
     let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
     let mut ctx = context(&stream);
-    let small = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(small, LaunchError::ContextTooSmall { .. }), "{small}");
+    let too_small = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(too_small, LaunchError::ContextTooSmall { .. }), "{too_small}");
     ctx.reserve(experts.context_size(4, 2)).unwrap();
-    let few = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(few, LaunchError::Room { .. }), "{few}");
+    let too_few = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(too_few, LaunchError::Room { .. }), "{too_few}");
     let mut fetcher = Fetcher::new(&stream, case.shape, 4, 2).unwrap();
     let captured = stream.capture(|| experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
     assert!(matches!(refused(captured.map(|_| ())), LaunchError::Fetching));
@@ -444,19 +450,22 @@ fn a_router_chooses_the_largest_logits() {
             let choice = RouterConfig { top_k, normalized, rounded };
             layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
             let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
-            guard_is_whole(&stream, &ids, "topk");
-            guard_is_whole(&stream, &weights, "topk");
+            guard_is_intact(&stream, &ids, "topk");
+            guard_is_intact(&stream, &weights, "topk");
             for (token, row) in logits.chunks_exact(experts as usize).enumerate() {
                 let mut order: Vec<u32> = (0..experts).collect();
                 order.sort_by(|a, b| value(row[*b as usize]).total_cmp(&value(row[*a as usize])).then(a.cmp(b)));
-                let places = token * top_k as usize..(token + 1) * top_k as usize;
+                let choices = token * top_k as usize..(token + 1) * top_k as usize;
                 order.truncate(if normalized { top_k as usize } else { experts as usize });
                 let all: f64 = order.iter().map(|id| value(row[*id as usize]).exp()).sum();
-                assert_eq!(got[places.clone()], order[..top_k as usize], "{experts} experts, token {token}");
-                for (share, id) in shares[places].iter().zip(&order) {
-                    let wanted = value(row[*id as usize]).exp() / all;
-                    let bound = if rounded { wanted / 250.0 } else { wanted * 1e-5 };
-                    assert!((f64::from(*share) - wanted).abs() <= bound, "token {token}: {share}, not {wanted}");
+                assert_eq!(got[choices.clone()], order[..top_k as usize], "{experts} experts, token {token}");
+                for (share, id) in shares[choices].iter().zip(&order) {
+                    let expected = value(row[*id as usize]).exp() / all;
+                    let bound = if rounded { expected / 250.0 } else { expected * 1e-5 };
+                    assert!(
+                        (f64::from(*share) - expected).abs() <= bound,
+                        "token {token}: {share} instead of {expected}"
+                    );
                 }
             }
         }
@@ -475,13 +484,13 @@ fn mismatched_operands_are_rejected() {
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, 64).unwrap();
     let (ids, weights) = Routing::random(&mut Random::new(1), 4, 8, 2).upload(&stream);
     let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
-    let small = refused(experts.enqueue(&mut context(&stream), x.view(), routed, y.view_mut(), false));
-    assert!(matches!(small, LaunchError::ContextTooSmall { .. }), "{small}");
+    let too_small = refused(experts.enqueue(&mut context(&stream), x.view(), routed, y.view_mut(), false));
+    assert!(matches!(too_small, LaunchError::ContextTooSmall { .. }), "{too_small}");
     let mut ctx = context_for(&experts, &stream, 4, 8);
     let shape = refused(experts.enqueue(&mut ctx, x.view(), routed, narrow.view_mut(), false));
     assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
-    let few = refused(experts.enqueue(&mut ctx, x.view(), Routed { top_k: 3, ..routed }, y.view_mut(), false));
-    assert!(matches!(few, LaunchError::Elements { .. }), "{few}");
+    let too_few = refused(experts.enqueue(&mut ctx, x.view(), Routed { top_k: 3, ..routed }, y.view_mut(), false));
+    assert!(matches!(too_few, LaunchError::Elements { .. }), "{too_few}");
     let bytes: &[u8] = bytemuck::cast_slice(&case.down);
     let other = pack(Matrix::new(bytes, 8 * 128, 64).unwrap(), &Histogram::of(bytes)).unwrap();
     let upload = || DevicePacked::upload(&stream, &other).unwrap();

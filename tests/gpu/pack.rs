@@ -1,7 +1,7 @@
 //! Families `pack` and `unpack` on the GPU, compared with the CPU's: equal bytes, equal errors, and weights that are
 //! restored bit for bit.
 
-use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{GUARD, Random, Weights, gpu, guard_is_intact, poison, refused, stream};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::{
     CodeLimit, Histogram, Matrix, TileGrid,
@@ -64,14 +64,14 @@ fn check(
         }
         Err(error) => panic!("{what}: {error}"),
     };
-    same(stream, &packed, &expected.unwrap_or_else(|why| panic!("{what}: the CPU says {why}")), what);
+    same(stream, &packed, &expected.unwrap_or_else(|why| panic!("{what}: the CPU packer refuses: {why}")), what);
     let mut back = DeviceMatrix::zeroed(stream, shape.0 as u32, shape.1 as u32).unwrap();
     poison(stream, &mut back);
     packer.unpack(&packed, back.view_mut()).unwrap();
     let back_bytes: Vec<u8> = back.to_host(stream).unwrap().iter().flat_map(|w| w.to_le_bytes()).collect();
     let wrong = back_bytes.iter().zip(bytes).position(|(a, b)| a != b);
-    assert_eq!(wrong, None, "{what}: first byte of the weights that does not come back");
-    guard_is_whole(stream, &back, what);
+    assert_eq!(wrong, None, "{what}: first wrong byte of the unpacked weights");
+    guard_is_intact(stream, &back, what);
     Ok(packed)
 }
 
@@ -113,17 +113,17 @@ fn every_kind_of_weight_in_every_shape() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut packer = packer(kernels, &stream);
-    let (mut taken, mut refused) = (0, 0);
+    let (mut packed_count, mut refused) = (0, 0);
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
             let bytes = weights.bytes(shape.0 * shape.1, seed as u64);
             match check(&stream, &mut packer, &bytes, shape, &format!("{weights:?} {shape:?}")) {
-                Ok(_) => taken += 1,
+                Ok(_) => packed_count += 1,
                 Err(_) => refused += 1,
             }
         }
     }
-    assert!(taken >= 20 && refused >= 20, "the weights are all of one kind: {taken} packed, {refused} refused");
+    assert!(packed_count >= 20 && refused >= 20, "too few weights of a kind: {packed_count} packed, {refused} refused");
 }
 
 #[test]
@@ -273,6 +273,6 @@ fn unpacking_any_bytes_stays_in_bounds() {
         output.fill_padding(&stream, GUARD).unwrap();
         packer.unpack(&tensor, output.view_mut()).unwrap();
         stream.synchronize().unwrap();
-        guard_is_whole(&stream, &output, "unpack of noise");
+        guard_is_intact(&stream, &output, "unpack of noise");
     }
 }

@@ -44,7 +44,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, WHOLE_TILES, Weights, error, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, error, gpu, guard_is_intact, poison, stream, value};
 use crate::jit::cache;
 
 /// Six layers, so that hard layers use each slot more than once; whole tiles.
@@ -116,15 +116,15 @@ fn logits_match_the_reference_for_every_encoding() {
             let mut engine = load(&bundle, options(placement));
             for count in [1, 63, 128, 130, 200] {
                 let text = tokens(count, count as u64);
-                let truth = reference.logits(&text).unwrap();
+                let expected = reference.logits(&text).unwrap();
                 let whole = engine.logits(&text).unwrap();
-                let apart = error(&whole, &truth);
-                assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens: {apart}");
+                let difference = error(&whole, &expected);
+                assert!(difference < BOUND, "{profile:?} {placement}, {count} tokens: {difference}");
                 assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
                 if count < 130 {
                     let steps = engine.logits_by_steps(&[&text]).unwrap();
-                    let apart = error(&steps[0], &truth);
-                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens by steps: {apart}");
+                    let difference = error(&steps[0], &expected);
+                    assert!(difference < BOUND, "{profile:?} {placement}, {count} tokens by steps: {difference}");
                 }
             }
         }
@@ -150,34 +150,37 @@ fn every_pipeline_matches_the_reference() {
     let config = ModelConfig::of_bundle(&bundle).unwrap();
     let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
     let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
-    let truths: Vec<Vec<f32>> = batch(64).iter().map(|text| reference.logits(text).unwrap()).collect();
+    let references: Vec<Vec<f32>> = batch(64).iter().map(|text| reference.logits(text).unwrap()).collect();
     let (mut recorded, mut direct) =
         (load(&bundle, options(Placement::Alternate)), load(&bundle, options(Placement::Alternate).graphs(false)));
-    let mut seen = std::collections::BTreeSet::new();
+    let mut run_variants = std::collections::BTreeSet::new();
     for rows in [1, 7, 8, 9, 16, 17, 32, 33, 64] {
         let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
-        let settings = every_setting(&mut recorded, bucket);
+        let settings = all_settings(&mut recorded, bucket);
         for setting in settings {
-            seen.extend(setting.hard.iter().chain(&setting.easy).map(ToString::to_string));
+            run_variants.extend(setting.hard.iter().chain(&setting.easy).map(ToString::to_string));
             let name = format!("{rows} rows, {setting:?}");
             recorded.tune_pipelines().unwrap().set(bucket, &setting).unwrap();
             direct.tune_pipelines().unwrap().set(bucket, &setting).unwrap();
             let logits = by_steps(&mut recorded, rows);
             assert_eq!(by_steps(&mut direct, rows), logits, "{name}: other bits without a graph");
-            for (logits, truth) in logits.iter().zip(&truths) {
-                let apart = error(logits, truth);
-                assert!(apart < BOUND, "{name}: {apart}");
+            for (logits, expected) in logits.iter().zip(&references) {
+                let difference = error(logits, expected);
+                assert!(difference < BOUND, "{name}: {difference}");
             }
         }
     }
     for pipeline in [Pipeline::Palette, Pipeline::FullDecode, Pipeline::Exponents, Pipeline::Transcode] {
-        assert!(seen.iter().any(|name| name.starts_with(pipeline.name())), "{pipeline:?} was not run: {seen:?}");
+        assert!(
+            run_variants.iter().any(|name| name.starts_with(pipeline.name())),
+            "{pipeline:?} was not run: {run_variants:?}"
+        );
     }
 }
 
 /// Returns settings with each variant of hard and easy layers, with one and two streams that multiply, and with few and
 /// many SMs that decode.
-fn every_setting(engine: &mut Engine, bucket: u32) -> Vec<Setting> {
+fn all_settings(engine: &mut Engine, bucket: u32) -> Vec<Setting> {
     let choices = engine.tune_pipelines().unwrap().choices(bucket).unwrap();
     let longest = choices.iter().flatten().map(Vec::len).max().unwrap_or(0);
     let [hard, easy] = &choices;
@@ -206,7 +209,7 @@ fn repeated_replays_give_the_same_bits() {
         let mut engine = load(&bundle, options(Placement::Stored));
         for rows in [1, 8, 64] {
             let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
-            for setting in every_setting(&mut engine, bucket).into_iter().step_by(4) {
+            for setting in all_settings(&mut engine, bucket).into_iter().step_by(4) {
                 engine.tune_pipelines().unwrap().set(bucket, &setting).unwrap();
                 let first = by_steps(&mut engine, rows);
                 // Four steps each.
@@ -218,14 +221,14 @@ fn repeated_replays_give_the_same_bits() {
         let requests: Vec<Request> = (0..8).map(|index| Request::new(tokens(40, index)).max_new_tokens(60)).collect();
         let mut first = None;
         for round in 0..20 {
-            let mut told = Vec::new();
+            let mut generated = Vec::new();
             for request in &requests {
                 engine.add(request.clone()).unwrap();
             }
             while !engine.is_idle() {
-                told.extend(engine.step().unwrap().into_iter().map(|event| event.token));
+                generated.extend(engine.step().unwrap().into_iter().map(|event| event.token));
             }
-            assert_eq!(first.get_or_insert_with(|| told.clone()), &told, "{profile:?}, round {round}");
+            assert_eq!(first.get_or_insert_with(|| generated.clone()), &generated, "{profile:?}, round {round}");
         }
     }
 }
@@ -238,13 +241,13 @@ fn settings_that_cannot_run_are_refused() {
     let bundle = bundle(home.path(), Profile::Distribution);
     let mut engine = load(&bundle, options(Placement::Stored));
     let before = by_steps(&mut engine, 1);
-    let good = every_setting(&mut engine, 1).remove(0);
+    let good = all_settings(&mut engine, 1).remove(0);
     let sms = gpu().device().info().sms;
     for setting in [Setting { decode_sms: sms, ..good.clone() }, Setting { consumers: 3, ..good.clone() }] {
         let error = engine.tune_pipelines().unwrap().set(1, &setting).unwrap_err();
         assert!(matches!(error, EngineError::Setting(_)), "{error}");
     }
-    assert_eq!(by_steps(&mut engine, 1), before, "nothing changed");
+    assert_eq!(by_steps(&mut engine, 1), before, "a refused setting must not change the bits");
     let mut packed = load(&bundle, options(Placement::Packed));
     assert!(packed.tune_pipelines().is_err());
     // A plan with another key is not used.
@@ -407,14 +410,14 @@ fn every_projection_pipeline_matches_float64() {
     let stream = stream(gpu());
     let sms = gpu().device().info().sms;
     let mut builder = LayerBuilder::new(gpu(), &stream, LoadOptions::default()).unwrap();
-    let mut seen = std::collections::BTreeSet::new();
-    let most = EDGES[EDGES.len() - 1];
+    let mut run_variants = std::collections::BTreeSet::new();
+    let max_rows = EDGES[EDGES.len() - 1];
     for (name, shape, adds) in [("gate", [512, 256], false), ("up", [512, 256], false), ("down", [256, 512], true)] {
-        let mut encodings = Encodings::new(&mut builder, shape, adds, 7 + seen.len() as u64);
+        let mut encodings = Encodings::new(&mut builder, shape, adds, 7 + run_variants.len() as u64);
         let mut ctx = ExecContext::new(&stream, encodings.linear.context_size().with_cublas()).unwrap();
         let [n, k] = shape;
-        let x = halves(&normal_bf16((most * k) as usize, 1.0, 8 + seen.len() as u64));
-        let before = halves(&normal_bf16((most * n) as usize, 1.0, 9));
+        let x = halves(&normal_bf16((max_rows * k) as usize, 1.0, 8 + run_variants.len() as u64));
+        let before = halves(&normal_bf16((max_rows * n) as usize, 1.0, 9));
         // Rows are independent: every batch consists of the first rows of the largest.
         let exact = encodings.reference(&x);
         for m in EDGES {
@@ -441,19 +444,19 @@ fn every_projection_pipeline_matches_float64() {
                     encodings.enqueue(variant, matmul.as_ref(), &mut ctx, &x, &mut y).unwrap();
                     ctx.synchronize().unwrap();
                     let direct = y.to_host(&stream).unwrap();
-                    guard_is_whole(&stream, &y, &what);
+                    guard_is_intact(&stream, &y, &what);
                     // In fp32; cuBLAS may round the sums of parts of k to bf16.
                     let sums = match variant.pipeline {
                         Pipeline::Raw | Pipeline::FullDecode => 2f64.powi(-8),
                         _ => f64::from(k) * 2f64.powi(-23),
                     };
-                    let apart = |at: usize| {
+                    let difference = |at: usize| {
                         let (sum, magnitude) = exact[at];
                         let want = sum + if adds { value(before[at]) } else { 0.0 };
                         (value(direct[at]) - want, want, magnitude)
                     };
                     let wrong = (0..count).into_par_iter().find_first(|&at| {
-                        let (error, want, magnitude) = apart(at);
+                        let (error, want, magnitude) = difference(at);
                         // The rounding of the result (2^-9), and of the sum.
                         error.is_nan() || error.abs() > want.abs() * 2f64.powi(-8) + magnitude * sums
                     });
@@ -462,8 +465,8 @@ fn every_projection_pipeline_matches_float64() {
                         panic!("{what}: y[{row}, {column}] = {}, want {:?}", value(direct[at]), exact[at]);
                     }
                     let square = |(error, want): (f64, f64), at| {
-                        let (own, of, _) = apart(at);
-                        (error + own * own, want + of * of)
+                        let (difference, reference, _) = difference(at);
+                        (error + difference * difference, want + reference * reference)
                     };
                     let (error, size) = (0..count).fold((0.0, 0.0), square);
                     let relative = (error / size).sqrt();
@@ -476,14 +479,17 @@ fn every_projection_pipeline_matches_float64() {
                         stream.capture(|| encodings.enqueue(variant, matmul.as_ref(), &mut ctx, &x, &mut y)).unwrap();
                     // SAFETY: everything that the graph uses is alive.
                     unsafe { graph.launch() }.unwrap();
-                    assert!(y.to_host(&stream).unwrap() == direct, "{what}: captured, it has other bits");
-                    seen.insert(variant.to_string());
+                    assert!(y.to_host(&stream).unwrap() == direct, "{what}: a captured launch has other bits");
+                    run_variants.insert(variant.to_string());
                 }
             }
         }
     }
     for pipeline in Pipeline::ALL {
-        assert!(seen.iter().any(|variant| variant.starts_with(pipeline.name())), "{pipeline:?} was not run: {seen:?}");
+        assert!(
+            run_variants.iter().any(|variant| variant.starts_with(pipeline.name())),
+            "{pipeline:?} was not run: {run_variants:?}"
+        );
     }
-    assert!(seen.contains("exponents/n1p6s2") && seen.contains("palette/n1p6s4"), "{seen:?}");
+    assert!(run_variants.contains("exponents/n1p6s2") && run_variants.contains("palette/n1p6s4"), "{run_variants:?}");
 }

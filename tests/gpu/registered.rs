@@ -19,7 +19,7 @@ use unweight_rt::{
 
 /// In no catalogue: ten warps.
 #[unweight_variant(op = gemm_mma, arch = sm90a, batch_tile = 8, row_blocks = 3, warps = 10, stages = 2)]
-struct Own;
+struct OwnVariant;
 
 #[unweight_variant(op = decode_huffman, output = full)]
 struct Decode;
@@ -67,23 +67,25 @@ fn kernels() -> KernelSet {
 fn a_registered_variant_is_chosen_by_a_layer_and_multiplies() {
     let mut kernels = kernels();
     let stream = stream(&kernels);
-    kernels.register::<Own>().unwrap();
-    assert_eq!(kernels.registered().collect::<Vec<_>>(), [&Own::SPEC]);
+    kernels.register::<OwnVariant>().unwrap();
+    assert_eq!(kernels.registered().collect::<Vec<_>>(), [&OwnVariant::SPEC]);
     // Pinned, because the cost model's choice does not matter for this test.
-    let row = MeasuredRow { n: N, k: K, m: 8, pdl: false, variant: Own::SPEC };
+    let row = MeasuredRow { n: N, k: K, m: 8, pdl: false, variant: OwnVariant::SPEC };
     let kernels = kernels.with_table(MeasuredTable { device: gpu().device().info().name.clone(), rows: vec![row] });
     let (w, x) = operands();
     let options = LoadOptions::default().max_batch(64).pdl(false);
     let mut builder = LayerBuilder::new(&kernels, &stream, options).unwrap();
     let weights = DeviceMatrix::from_host(&stream, N, K, &halves(&w)).unwrap();
-    let layer = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
+    let layer = builder.layer("registered", &[weights.view()], Merge::Rows).unwrap();
     let mut ctx = ExecContext::new(&stream, layer.context_size()).unwrap();
 
     for (epilogue, before) in [(Epilogue::Store, 0.0), (Epilogue::StoreAdd, 2.0)] {
         let variant = layer.variant(M, epilogue).expect("a packed layer");
-        let (Op::GemmMma(chosen), Op::GemmMma(own)) = (variant.op, Own::SPEC.op) else { panic!("{variant}") };
+        let (Op::GemmMma(chosen), Op::GemmMma(registered)) = (variant.op, OwnVariant::SPEC.op) else {
+            panic!("{variant}")
+        };
         let shape = |op: unweight_codegen::spec::GemmMmaSpec| (op.batch_tile, op.row_blocks, op.warps, op.stages);
-        assert_eq!((shape(chosen), chosen.epilogue), (shape(own), epilogue));
+        assert_eq!((shape(chosen), chosen.epilogue), (shape(registered), epilogue));
         assert!(kernels.try_get(&variant).is_some(), "{variant} is loaded with the layer");
         let on_device = DeviceMatrix::from_host(&stream, M, K, &x).unwrap();
         let start = vec![bf16(before); (M * N) as usize];
@@ -102,8 +104,8 @@ fn a_declared_variant_loads_as_the_launcher_of_its_op() {
     let (w, x) = operands();
     let matrix = Matrix::new(&w, N as usize, K as usize).unwrap();
     let weights = DevicePacked::upload(&stream, &packed::pack(matrix, &Histogram::of(&w)).unwrap()).unwrap();
-    let matmul: PackedGemm = Own::load(&kernels).unwrap();
-    assert_eq!(matmul.kernel().spec(), &Own::SPEC);
+    let matmul: PackedGemm = OwnVariant::load(&kernels).unwrap();
+    assert_eq!(matmul.kernel().spec(), &OwnVariant::SPEC);
     let mut ctx = ExecContext::new(&stream, matmul.context_size(M, &weights)).unwrap();
     let on_device = DeviceMatrix::from_host(&stream, M, K, &x).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, M, N).unwrap();

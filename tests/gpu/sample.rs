@@ -14,7 +14,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, Weights, context, gpu, guard_is_whole, poison, stream};
+use crate::harness::{Random, Weights, context, gpu, guard_is_intact, poison, stream};
 
 fn row(params: &SampleParams) -> SampleRow {
     let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
@@ -117,7 +117,7 @@ fn every_variant_chooses_as_the_reference() {
                 assert_eq!(operands.ids.to_host(&stream).unwrap(), batch.expected(u32::MAX), "{what}");
                 let next = batch.positions.iter().map(|p| if *p == PAD_POSITION { *p } else { p + 1 });
                 assert_eq!(operands.positions.to_host(&stream).unwrap(), next.collect::<Vec<_>>(), "{what}");
-                guard_is_whole(&stream, &operands.ids, &what);
+                guard_is_intact(&stream, &operands.ids, &what);
                 // Rows that consist of NaN are reported, and no others.
                 let all_nan = kind == Weights::Noise && vocab < 3;
                 assert!(ctx.synchronize().is_ok() || all_nan, "{what}");
@@ -210,29 +210,33 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
     let kernels = gpu();
     let stream = stream(kernels);
     for (number, (spec, plain)) in specs(true).zip(specs(false)).enumerate() {
-        let (adjusted, sample) = (AdjustedSample::new(kernels.get(&spec).unwrap()).unwrap(), sampler(&plain));
+        let (adjusted_sample, sample) = (AdjustedSample::new(kernels.get(&spec).unwrap()).unwrap(), sampler(&plain));
         let mut ctx = context(&stream);
         for vocab in [1, 65, 1003, 32_000, 128_256] {
             let mut batch = Batch::new(9, vocab, Weights::Gaussian { sigma: 2.0 }, u64::from(vocab) + number as u64);
             let mut random = Random::new(number as u64 + 5);
-            let mut own: Vec<Adjusted> = (0..9).map(|_| Adjusted::new(&mut random, vocab)).collect();
+            let mut adjusted_rows: Vec<Adjusted> = (0..9).map(|_| Adjusted::new(&mut random, vocab)).collect();
             // Every third row has no adjustments; slots are in another order than rows.
             let has = |row: usize| row % 3 != 2;
             let pitch = vocab.next_multiple_of(2) + 6;
-            let states: Vec<TokenState> = own.iter().rev().flat_map(|row| row.states(pitch)).collect();
-            let rows: Vec<AdjustRow> = own
+            let states: Vec<TokenState> = adjusted_rows.iter().rev().flat_map(|row| row.states(pitch)).collect();
+            let rows: Vec<AdjustRow> = adjusted_rows
                 .iter()
                 .enumerate()
                 .map(
-                    |(row, own)| {
-                        if has(row) { own.row(8 - row as u32, batch.positions[row]) } else { AdjustRow::NONE }
+                    |(row, adjusted)| {
+                        if has(row) { adjusted.row(8 - row as u32, batch.positions[row]) } else { AdjustRow::NONE }
                     },
                 )
                 .collect();
             let rows = DeviceBuffer::from_host(&stream, &rows).unwrap();
             let none = vec![0; vocab.div_ceil(32) as usize];
-            let masks: Vec<u32> =
-                own.iter().rev().flat_map(|own| own.mask.as_ref().unwrap_or(&none)).copied().collect();
+            let masks: Vec<u32> = adjusted_rows
+                .iter()
+                .rev()
+                .flat_map(|adjusted| adjusted.mask.as_ref().unwrap_or(&none))
+                .copied()
+                .collect();
             let masks = DeviceBuffer::from_host(&stream, &masks).unwrap();
             let mut tokens = DeviceBuffer::from_host(&stream, &states).unwrap();
             let mut operands = Operands::new(&stream, &batch);
@@ -242,26 +246,26 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
                 let logits = MatrixRef::new(&operands.logits, 9, vocab, batch.pitch.into()).unwrap();
                 let adjustments =
                     RowAdjustments { rows: &rows, tokens: &mut tokens, token_pitch: pitch, masks: &masks };
-                adjusted
+                adjusted_sample
                     .enqueue(&mut ctx, logits, &operands.rows, adjustments, &operands.positions, &mut operands.ids)
                     .unwrap();
                 let ids = operands.ids.to_host(&stream).unwrap();
-                for (row, own) in own.iter_mut().enumerate() {
+                for (row, adjusted) in adjusted_rows.iter_mut().enumerate() {
                     let what = format!("{}, step {step}, row {row} of {vocab}", spec.name());
                     if !has(row) || batch.positions[row] == PAD_POSITION {
                         assert_eq!(ids[row], ordinary[row], "{what}");
                         continue;
                     }
                     let logits = &batch.logits[row * batch.pitch as usize..][..vocab as usize];
-                    let history = History { prompt: &own.prompt, answer: &own.answer, ends: &own.ends };
-                    let mut logits = sampling::adjust(bytemuck::cast_slice(logits), &own.adjustments, history);
-                    own.mask.iter().for_each(|mask| sampling::forbid(&mut logits, mask));
+                    let history = History { prompt: &adjusted.prompt, answer: &adjusted.answer, ends: &adjusted.ends };
+                    let mut logits = sampling::adjust(bytemuck::cast_slice(logits), &adjusted.adjustments, history);
+                    adjusted.mask.iter().for_each(|mask| sampling::forbid(&mut logits, mask));
                     let expected = sampling::choose(&logits, &batch.params[row], batch.positions[row]);
-                    assert_eq!(ids[row], expected, "{what}: {:?}", own.adjustments);
-                    own.answer.push(expected);
+                    assert_eq!(ids[row], expected, "{what}: {:?}", adjusted.adjustments);
+                    adjusted.answer.push(expected);
                 }
                 batch.positions.iter_mut().filter(|at| **at != PAD_POSITION).for_each(|at| *at += 1);
-                if own.iter().any(|own| own.answer.last() == Some(&sampling::NO_TOKEN)) {
+                if adjusted_rows.iter().any(|adjusted| adjusted.answer.last() == Some(&sampling::NO_TOKEN)) {
                     // A row without a token is not counted; an engine ends its sequence.
                     break;
                 }
@@ -282,33 +286,36 @@ fn logprobs_equal_the_reference() {
         for vocab in [1, 20, 65, 1003, 32_000, 128_256] {
             for kind in [Weights::Gaussian { sigma: 2.0 }, Weights::Noise, Weights::Zeros] {
                 let batch = Batch::new(7, vocab, kind, u64::from(vocab));
-                let wanted: Vec<u32> = (0..7).map(|row| [21, 0, 1, 6, 21, 2, 21][row]).collect();
+                let requested: Vec<u32> = (0..7).map(|row| [21, 0, 1, 6, 21, 2, 21][row]).collect();
                 let ids: Vec<u32> = (0..7).map(|row| row * 31 % vocab).collect();
                 let logits = DeviceBuffer::from_host(&stream, &batch.logits).unwrap();
                 let view = MatrixRef::new(&logits, 7, vocab, batch.pitch.into()).unwrap();
                 let [wanted_there, ids_there] =
-                    [&wanted, &ids].map(|own| DeviceBuffer::from_host(&stream, own).unwrap());
+                    [&requested, &ids].map(|values| DeviceBuffer::from_host(&stream, values).unwrap());
                 let mut out = DeviceBuffer::<u32>::zeroed(&stream, 7 * ROW_WORDS).unwrap();
                 poison(&stream, &mut out);
                 logprobs.enqueue(&mut ctx, view, &wanted_there, &ids_there, &mut out).unwrap();
                 let words = out.to_host(&stream).unwrap();
                 for (row, words) in words.chunks_exact(ROW_WORDS).enumerate() {
                     let what = format!("{}, row {row} of {vocab}, {kind:?}", spec.name());
-                    let Some(top) = wanted[row].checked_sub(1) else {
+                    let Some(top) = requested[row].checked_sub(1) else {
                         assert!(words.iter().all(|word| *word == words[0]), "{what}");
                         continue;
                     };
                     let logits = &batch.logits[row * batch.pitch as usize..][..vocab as usize];
-                    let own = sampling::logprobs(bytemuck::cast_slice(logits), ids[row], top.min(TOP_LOGPROBS_MAX));
+                    let expected_logprobs =
+                        sampling::logprobs(bytemuck::cast_slice(logits), ids[row], top.min(TOP_LOGPROBS_MAX));
                     let got = words[1];
                     assert!(
-                        got == own.sampled.to_bits() || own.sampled.is_nan() && f32::from_bits(got).is_nan(),
+                        got == expected_logprobs.sampled.to_bits()
+                            || expected_logprobs.sampled.is_nan() && f32::from_bits(got).is_nan(),
                         "{what}"
                     );
-                    let top: Vec<u32> = own.top.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect();
+                    let top: Vec<u32> =
+                        expected_logprobs.top.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect();
                     assert_eq!(&words[2..2 + top.len()], top, "{what}");
                 }
-                guard_is_whole(&stream, &out, "log probabilities");
+                guard_is_intact(&stream, &out, "log probabilities");
             }
         }
     }

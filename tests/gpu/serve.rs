@@ -25,7 +25,7 @@ use unweight_format::{
 use crate::harness::gpu;
 
 /// Returns status and body of an answer.
-fn ask(address: SocketAddr, path: &str, body: &str) -> (u16, String) {
+fn post(address: SocketAddr, path: &str, body: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).expect("a connection");
     let (method, length) = (if body.is_empty() { "GET" } else { "POST" }, body.len());
     let head = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n");
@@ -37,7 +37,7 @@ fn ask(address: SocketAddr, path: &str, body: &str) -> (u16, String) {
 }
 
 fn metric(address: SocketAddr, name: &str) -> f64 {
-    let (_, text) = ask(address, "/metrics", "");
+    let (_, text) = post(address, "/metrics", "");
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     line.and_then(|value| value.parse().ok()).unwrap_or_else(|| panic!("no {name} in {text}"))
 }
@@ -85,9 +85,9 @@ fn served_tokens_equal_the_engine() {
         let stop = Arc::clone(&stop);
         move || {
             // The server must end even if a client panics.
-            let asked = std::panic::catch_unwind(|| {
+            let clients_result = std::panic::catch_unwind(|| {
                 let body = json!({ "prompt": prompt, "max_tokens": 40, "seed": 7 });
-                let (status, answer) = ask(address, "/v1/completions", &body.to_string());
+                let (status, answer) = post(address, "/v1/completions", &body.to_string());
                 let answer: Value = serde_json::from_str(&answer).expect("JSON");
                 assert_eq!((status, answer["choices"][0]["text"].as_str()), (200, Some(expected.as_str())), "{answer}");
                 assert_eq!(answer["usage"]["completion_tokens"], tokens);
@@ -100,13 +100,13 @@ fn served_tokens_equal_the_engine() {
                                 "n": 1 + client % 3, "stream": client % 2 == 1,
                             });
                             if client % 5 == 4 {
-                                let mut gone = TcpStream::connect(address).expect("a connection");
+                                let mut disconnected = TcpStream::connect(address).expect("a connection");
                                 let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length:";
                                 let body = body.to_string();
-                                write!(gone, "{head} {}\r\n\r\n{body}", body.len()).expect("a request");
+                                write!(disconnected, "{head} {}\r\n\r\n{body}", body.len()).expect("a request");
                                 return;
                             }
-                            let (status, answer) = ask(address, "/v1/completions", &body.to_string());
+                            let (status, answer) = post(address, "/v1/completions", &body.to_string());
                             assert_eq!(status, 200, "{answer}");
                             assert_eq!(answer.contains("data: [DONE]"), client % 2 == 1, "{answer}");
                             let ends = answer.matches("\"finish_reason\":\"").count();
@@ -121,16 +121,16 @@ fn served_tokens_equal_the_engine() {
                     > 0.0
                     || metric(address, "unweight_kv_pages_free") < metric(address, "unweight_kv_pages")
                 {
-                    assert!(start.elapsed() < Duration::from_secs(20), "pages are lost");
+                    assert!(start.elapsed() < Duration::from_secs(20), "pages are not free again after 20 s");
                     thread::sleep(Duration::from_millis(10));
                 }
             });
             stop.store(true, Ordering::Relaxed);
-            asked
+            clients_result
         }
     });
     let ended = serve(&mut engine, text, listener, ServeOptions::new("tiny"), stop);
-    clients.join().unwrap().expect("what clients see");
+    clients.join().unwrap().expect("all clients succeed");
     assert_eq!(ended.expect("a server"), Ended::Done);
     // The engine is still usable.
     engine.add(Request::new(vec![1, 2]).max_new_tokens(1)).expect("a sequence");

@@ -8,7 +8,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Random, WHOLE_TILES, Weights, bf16, close, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, bf16, close, gpu, guard_is_intact, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::halves;
 use unweight_codegen::spec::{Epilogue, Op};
@@ -37,8 +37,8 @@ fn matrix(stream: &Stream, n: usize, k: usize, seed: u64) -> (DeviceMatrix, Vec<
     // Zeros and numbers far outside both windows: single escapes, and escapes in lists.
     for at in 0..n * k / 3000 {
         let near = at % 7 == 0 && at > 0;
-        let place = if near { at * 37 % 64 } else { random.below((n * k) as u64) as usize };
-        bits[place] = [0, 0x8000, bf16(3e-9), bf16(0.75)][at % 4];
+        let index = if near { at * 37 % 64 } else { random.below((n * k) as u64) as usize };
+        bits[index] = [0, 0x8000, bf16(3e-9), bf16(0.75)][at % 4];
     }
     let values = bits.iter().map(|bits| value(*bits)).collect();
     (DeviceMatrix::from_host(stream, n as u32, k as u32, &bits).unwrap(), values)
@@ -80,14 +80,14 @@ fn run(
         start(&mut y);
         layer.enqueue(ctx, x.view(), y.view_mut(), epilogue).unwrap();
         outputs.push(y.to_host(stream).unwrap());
-        guard_is_whole(stream, &y, "a compact layer");
+        guard_is_intact(stream, &y, "a compact layer");
     }
     let graph = stream.capture(|| layer.enqueue(ctx, x.view(), y.view_mut(), epilogue)).unwrap();
     start(&mut y);
     // SAFETY: everything that the graph uses is alive.
     unsafe { graph.launch() }.unwrap();
     outputs.push(y.to_host(stream).unwrap());
-    assert!(outputs.iter().all(|output| *output == outputs[0]), "two runs, or the graph, differ at {m} rows");
+    assert!(outputs.iter().all(|output| *output == outputs[0]), "two runs, or a run and the graph, differ at {m} rows");
     outputs.swap_remove(0)
 }
 
@@ -267,7 +267,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
         let down_layer = loader.load(&down).unwrap();
         let qkv = loader.merge(&[&q, &k, &v], Merge::Rows).unwrap();
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
-        assert_eq!(kernels.len(), loaded, "{placement}: a kernel was made when a layer was loaded");
+        assert_eq!(kernels.len(), loaded, "{placement}: loading a layer compiled a kernel");
         // Small tensors may be stored in another encoding. Then they are packed, alone or with the rest of their layer.
         let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == EncodingId::COMPACT;
         let mut stay = 0;

@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     gemm_packed::{context, weights},
-    harness::{GUARD, Random, bf16, gpu, guard_is_whole, poison, refused, stream},
+    harness::{GUARD, Random, bf16, gpu, guard_is_intact, poison, refused, stream},
 };
 use unweight_codegen::{
     VariantSpec,
@@ -33,7 +33,7 @@ impl Deadline {
         let (done, wait) = channel::<()>();
         thread::spawn(move || {
             if wait.recv_timeout(Duration::from_secs(seconds)) == Err(RecvTimeoutError::Timeout) {
-                eprintln!("{what}: not done after {seconds} s: blocks wait for blocks that never run");
+                eprintln!("{what}: not finished after {seconds} s; blocks wait for blocks that never run");
                 std::process::abort();
             }
         });
@@ -110,9 +110,9 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
     let x = DeviceMatrix::from_host(&setup, m, k, &x).unwrap();
     setup.synchronize().unwrap();
 
-    for (place, spec) in specs.iter().enumerate() {
+    for (index, spec) in specs.iter().enumerate() {
         let mut one = Runner::new(kernels, spec, PROBLEM);
-        let mut other = Runner::new(kernels, &specs[(place + 1) % specs.len()], PROBLEM);
+        let mut other = Runner::new(kernels, &specs[(index + 1) % specs.len()], PROBLEM);
         let alone = [&mut one, &mut other].map(|runner| {
             runner.enqueue(&x, &w);
             runner.bits()
@@ -123,7 +123,7 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
                 other.enqueue(&x, &w);
             }
             for (runner, alone) in [&one, &other].into_iter().zip(&alone) {
-                assert!(runner.bits() == *alone, "{spec} beside another: other bits than alone");
+                assert!(runner.bits() == *alone, "{spec} next to another: other bits than alone");
             }
         }
         // The same as graphs, which the driver schedules itself.
@@ -140,8 +140,8 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
             }
         }
         for (runner, alone) in [&one, &other].into_iter().zip(&alone) {
-            assert!(runner.bits() == *alone, "{spec} in a graph beside another: other bits than alone");
-            guard_is_whole(&runner.stream, &runner.y, &spec.to_string());
+            assert!(runner.bits() == *alone, "{spec} in a graph next to another: other bits than alone");
+            guard_is_intact(&runner.stream, &runner.y, &spec.to_string());
         }
     }
 }
@@ -162,8 +162,8 @@ fn staged_uploads_arrive_complete_and_in_order() {
         matrix.fill_bytes(&stream, 0).unwrap();
         staging.write(&mut matrix.view_mut(), &bytes).unwrap();
         let back = matrix.to_host(&stream).unwrap();
-        assert!(bytemuck::cast_slice::<u16, u8>(&back) == bytes, "bytes are lost or out of place");
-        guard_is_whole(&stream, &matrix, "staging");
+        assert!(bytemuck::cast_slice::<u16, u8>(&back) == bytes, "bytes are missing or in the wrong order");
+        guard_is_intact(&stream, &matrix, "staging");
     }
     for length in [0, 1, 3, (1 << 20) + 1, (64 << 20) - 1, 64 << 20, (64 << 20) + 5] {
         let mut upload = &mut staging;
@@ -192,7 +192,7 @@ fn failed_capture_leaves_the_stream_usable() {
     assert!(panicked.is_err() && !stream.is_capturing().unwrap());
     // Synchronizing during a capture is not allowed, and invalidates the capture.
     assert!(stream.capture(|| stream.synchronize()).is_err() && !stream.is_capturing().unwrap());
-    assert_eq!(bytes.to_host(&stream).unwrap(), [0; 64], "what was recorded has not run");
+    assert_eq!(bytes.to_host(&stream).unwrap(), [0; 64], "a failed capture must not run its launches");
     let graph = stream.capture(|| bytes.fill_bytes(&stream, 2)).unwrap();
     // SAFETY: the buffer is alive until the work is read back, on this stream.
     unsafe { graph.launch() }.unwrap();

@@ -183,7 +183,7 @@ fn killed_compile_leaves_no_lock() {
     let mut victim = bench.command(60_000, 0).spawn().unwrap();
     let start = Instant::now();
     while bench.compiles().len() < 2 {
-        assert!(start.elapsed() < Duration::from_secs(60), "the child does not begin to compile");
+        assert!(start.elapsed() < Duration::from_secs(60), "the child did not start to compile");
         std::thread::sleep(Duration::from_millis(2));
     }
     victim.kill().unwrap();
@@ -191,7 +191,7 @@ fn killed_compile_leaves_no_lock() {
     let start = Instant::now();
     let states = states(bench.command(0, 0).spawn().unwrap());
     assert!(states.iter().all(|state| state.ends_with("why=Absent kept=Stored")), "{states:?}");
-    assert!(start.elapsed() < Duration::from_secs(30), "waited for a dead process");
+    assert!(start.elapsed() < Duration::from_secs(30), "a process waited for a dead one");
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn killed_process_leaves_only_complete_entries() {
         assert_eq!(std::fs::read_dir(bench.root.join("building")).unwrap().count(), 0);
         let _ = std::fs::remove_file(&bench.log);
     }
-    assert!(partial > 0, "no kill fell between the first entry and the last: the test shows nothing");
+    assert!(partial > 0, "no kill happened between the first entry and the last, so the test shows nothing");
 }
 
 #[test]

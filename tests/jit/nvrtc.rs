@@ -270,8 +270,8 @@ fn compile_error_shows_its_line_and_keeps_the_source() {
     let error = cache.get(&request).unwrap_err();
     let text = error.to_string();
     let Error::Compile(failure) = &error else { panic!("{text}") };
-    let places: Vec<_> = failure.excerpts.iter().map(|excerpt| (excerpt.file.as_str(), excerpt.line)).collect();
-    assert_eq!(places, [("unweight/wrong.cuh", 3), ("uw_wrong.cu", 3)], "{text}");
+    let locations: Vec<_> = failure.excerpts.iter().map(|excerpt| (excerpt.file.as_str(), excerpt.line)).collect();
+    assert_eq!(locations, [("unweight/wrong.cuh", 3), ("uw_wrong.cu", 3)], "{text}");
     assert!(text.contains(">    3 | __device__ int f() { return missing; }"), "{text}");
     assert!(text.contains("identifier \"undefined\" is undefined"), "{text}");
     let kept = failure.kept.as_ref().unwrap();
@@ -318,14 +318,14 @@ fn a_warm_cache_gives_the_same_bytes_without_a_compile() {
     // Below 1 ms on two idle x86-64 cores; the margin is for a busy machine.
     assert!(elapsed < Duration::from_millis(500), "a warm start took {elapsed:?}");
     // Another compile, by an earlier run or this one, gave the same bytes. This is why the content can be the key.
-    let other = kept().compile_all(&requests, 2, &|_| {}).unwrap();
+    let other = shared_cache().compile_all(&requests, 2, &|_| {}).unwrap();
     for (cold, other) in cold.iter().zip(&other) {
         assert_eq!(cold.cubin, other.cubin, "{}", cold.name);
     }
 }
 
 /// Returns the cache of kernels from earlier runs, keyed by source, options and compiler.
-pub fn kept() -> KernelCache {
+pub fn shared_cache() -> KernelCache {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins");
     KernelCache::new(policy(JitMode::Auto), Some(&folder), Arc::new(compiler()))
 }
@@ -340,14 +340,14 @@ fn the_catalogue_compiles_to_its_plans() {
         specs.reverse();
         specs.retain(|spec| is_worst(spec) && blocks.insert(block(spec)));
         let left_out = all.iter().find(|spec| !blocks.contains(&block(spec)));
-        assert_eq!(left_out, None, "a block without its worst variant");
+        assert_eq!(left_out, None, "no variant with the most registers was compiled for this block size");
     }
     assert!(specs.len() > 50, "{} variants", specs.len());
     let requests: Vec<CompileRequest> = specs
         .iter()
         .map(|spec| CompileRequest::render(spec).unwrap_or_else(|error| panic!("{spec}: {error}")))
         .collect();
-    let cache = kept();
+    let cache = shared_cache();
     let start = Instant::now();
     let artifacts = cache.compile_all(&requests, env.jit_threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     println!(
@@ -464,9 +464,9 @@ fn other_architectures_compile_to_their_plans() {
         }
     }
     let left_out = others().flat_map(catalog::all).find(|spec| !blocks.contains(&stands_for(spec)));
-    assert_eq!(left_out, None, "a block without its worst variant");
+    assert_eq!(left_out, None, "no variant with the most registers was compiled for this block size");
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
-    let cache = kept();
+    let cache = shared_cache();
     let threads = Env::process().unwrap().jit_threads;
     let start = Instant::now();
     let artifacts = cache.compile_all(&requests, threads, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
@@ -510,7 +510,7 @@ fn extreme_axis_values_compile_to_their_plans() {
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
-    let cache = kept();
+    let cache = shared_cache();
     let artifacts = cache.compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     for (spec, artifact) in specs.iter().zip(&artifacts) {
         let info = cubin::read(&artifact.cubin).unwrap();
@@ -539,7 +539,7 @@ fn large_heads_and_soft_caps_compile_without_spills() {
     names.push("uw_sm90a_rope_d256_plus_one_pdl".to_owned());
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
-    let artifacts = kept().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let artifacts = shared_cache().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     for (spec, artifact) in specs.iter().zip(&artifacts) {
         let info = cubin::read(&artifact.cubin).unwrap();
         let kernel = info.kernel(&artifact.name).unwrap();

@@ -7,13 +7,13 @@ use unweight_codegen::{ExternalSource, spec::Arch};
 use unweight_rivals::cuda::kernels;
 use unweight_rt::raw::jit::{compiler::CompileRequest, cubin};
 
-use crate::nvrtc::kept;
+use crate::nvrtc::shared_cache;
 
 /// Compiles for an architecture. Returns the faults of each kernel.
 fn faults(arch: Arch) -> Vec<String> {
     let kernels = kernels(arch);
     let requests: Vec<_> = kernels.iter().map(|kernel| CompileRequest::external(kernel).unwrap()).collect();
-    let artifacts = kept().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    let artifacts = shared_cache().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     let mut faults = Vec::new();
     for (kernel, artifact) in kernels.iter().zip(&artifacts) {
         let info = cubin::read(&artifact.cubin).unwrap();
@@ -62,9 +62,9 @@ fn compiled_sources_match_the_snapshots() {
     let families: BTreeSet<_> = kernels.iter().map(|kernel| kernel.family).collect();
     with_settings(|| {
         for family in families {
-            let own = || kernels.iter().filter(|kernel| kernel.family == family);
-            insta::assert_snapshot!(format!("{family}_plans"), plans(own()));
-            let text = own().next().expect("a family has a kernel").render().unwrap().text;
+            let family_kernels = || kernels.iter().filter(|kernel| kernel.family == family);
+            insta::assert_snapshot!(format!("{family}_plans"), plans(family_kernels()));
+            let text = family_kernels().next().expect("a family has a kernel").render().unwrap().text;
             insta::assert_binary_snapshot!(&format!("{family}.cu"), text.into_bytes());
         }
     });

@@ -60,7 +60,7 @@ fn assert_document(path: &Path, now: &str) {
     let name = path.strip_prefix(root()).unwrap_or(path).display().to_string();
     let diff = TextDiff::from_lines(kept.as_str(), now);
     let diff = diff.unified_diff().context_radius(1).header(&name, "as generated now").to_string();
-    panic!("{diff}\n`INSTA_UPDATE=always cargo test --test jit snapshots` accepts");
+    panic!("{diff}\n`INSTA_UPDATE=always cargo test --test jit snapshots` accepts the new text");
 }
 
 fn plan(spec: &VariantSpec) -> Plan {
@@ -143,7 +143,7 @@ fn every_snapshot_is_of_a_family() {
         .collect();
     for entry in fs::read_dir(root().join("tests/snapshots")).expect("tests/snapshots is there") {
         let name = entry.expect("an entry of tests/snapshots").file_name().to_string_lossy().into_owned();
-        assert!(expected.contains(&name), "tests/snapshots/{name} is of no family; delete it");
+        assert!(expected.contains(&name), "tests/snapshots/{name} belongs to no family; delete it");
     }
 }
 
@@ -289,7 +289,7 @@ fn key_table() -> String {
             });
             let (key, default) = (format!("`{}`", axis.key), default.unwrap_or_default());
             let is_flag = matches!(axis.values, Values::Flag);
-            match rows.iter_mut().find(|(_, of, own)| is_flag && *of == values && *own == default) {
+            match rows.iter_mut().find(|(_, of, listed)| is_flag && *of == values && *listed == default) {
                 Some((keys, ..)) => *keys += &format!(", {key}"),
                 None => rows.push((key, values, default)),
             }

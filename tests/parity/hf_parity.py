@@ -73,8 +73,8 @@ class Cli:
         except subprocess.TimeoutExpired:
             raise CommandFailed(f"`{' '.join(command)[:300]}` ran for more than {MINUTES} minutes") from None
         if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-600:]
-            raise CommandFailed(f"`{' '.join(command)[:300]}`: exit status {done.returncode}: {said}")
+            output = (done.stderr.strip() or done.stdout.strip())[-600:]
+            raise CommandFailed(f"`{' '.join(command)[:300]}`: exit status {done.returncode}: {output}")
         return json.loads(done.stdout)
 
 
@@ -99,7 +99,7 @@ class Model:
     def run(self) -> None:
         start = time.perf_counter()
         texts = models.read_texts(self.arguments.texts)
-        told = self.spec.save(self.folder, texts, self.arguments.device, self.arguments.steps)
+        training = self.spec.save(self.folder, texts, self.arguments.device, self.arguments.steps)
         self.truth = Truth(self.folder, self.arguments.device)
         self.tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(self.folder) if self.spec.trained else None
         if self.spec.trained:
@@ -119,9 +119,10 @@ class Model:
         largest = max(self.truth.errors.values())
         # The truth must be useful: far from noise, and with margins to compare.
         useful = largest < 0.1 * size and max(clear) > 0.0 and routed > 0.5
-        own = {"bf16_error": self.truth.errors, "logits_rms": size, "worst_bf16_error": largest}
-        own |= {"clear": sum(clear) / len(clear), "clear_routing": routed, **told, "seconds": time.perf_counter() - start}
-        self.case("transformers", useful, **own)
+        values = {"bf16_error": self.truth.errors, "logits_rms": size, "worst_bf16_error": largest}
+        values |= {"clear": sum(clear) / len(clear), "clear_routing": routed, **training}
+        values["seconds"] = time.perf_counter() - start
+        self.case("transformers", useful, **values)
         if self.spec.trained:
             self.texts_to_continue(texts)
         if self.cli:
@@ -147,8 +148,8 @@ class Model:
         self.cli("generate", bundle, *tokens, "--max-new-tokens", 0, "--dump-logits", file, *flags)
         tensors = load_file(file)
         if len(tensors) != len(prompts) or any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
-            told = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-            raise CommandFailed(f"{len(prompts)} prompts, but {file.name} holds {told}")
+            dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
+            raise CommandFailed(f"{len(prompts)} prompts, but {file.name} has {dtypes}")
         logits = [tensors[f"logits.{index}"] for index in range(len(prompts))]
         raw = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in logits)
         return [tensor.float() for tensor in logits], raw
@@ -168,8 +169,8 @@ class Model:
             margins = top_margin(true) / bounds[length]
             clear = mask & (margins > CLEAR)
             missed = (ours.argmax(-1) != true.argmax(-1)) & clear
-            places = missed.nonzero()[:, 0].tolist()
-            wrong += [{"prompt": length, "at": at, "margin_in_errors": float(margins[at])} for at in places]
+            positions = missed.nonzero()[:, 0].tolist()
+            wrong += [{"prompt": length, "at": at, "margin_in_errors": float(margins[at])} for at in positions]
             checked += int(clear.sum())
         passed &= len(wrong) <= (1.0 - kept) * WRONG_SHARE * checked
         more = {"ratio": worst(ratios), "argmax_wrong": len(wrong), "argmax_checked": checked, "ratios": ratios}
@@ -201,17 +202,17 @@ class Model:
         self.case(f"{profile}: steps again, same bytes", same)
         for index in (0, LENGTHS.index(65), LENGTHS.index(200)):
             one = f"prompt of {LENGTHS[index]}"
-            ways = (("prefill", prefill, ()), ("steps", steps, ("--by-steps", "--max-batch", 1)))
-            for way, together, flags in ways:
+            modes = (("prefill", prefill, ()), ("steps", steps, ("--by-steps", "--max-batch", 1)))
+            for mode, together, flags in modes:
                 alone, _ = self.dump(bundle, prompts[index : index + 1], *flags)
-                self.equal(f"{profile}: {one}, {way}, alone = in a batch", alone, [together[index]], [index])
+                self.equal(f"{profile}: {one}, {mode}, alone = in a batch", alone, [together[index]], [index])
                 # The error of a single row is mostly chance.
                 if LENGTHS[index] > 1:
-                    self.against_truth(f"{profile}: {one}, {way}, alone", alone, [index])
-        for way, packed, flags in (("prefill", prefill, ()), ("steps", steps, ("--by-steps",))):
+                    self.against_truth(f"{profile}: {one}, {mode}, alone", alone, [index])
+        for mode, packed, flags in (("prefill", prefill, ()), ("steps", steps, ("--by-steps",))):
             baseline, _ = self.dump(bundle, prompts, "--placement", "bf16", *flags, *batch)
-            self.against_truth(f"{profile}: cublas, {way}", baseline)
-            self.equal(f"{profile}: packed = cublas, {way}", packed, baseline)
+            self.against_truth(f"{profile}: cublas, {mode}", baseline)
+            self.equal(f"{profile}: packed = cublas, {mode}", packed, baseline)
         if self.arguments.device.startswith("cuda"):
             by_gpu = self.work / "by-gpu"
             self.cli("compress", self.folder, "-o", by_gpu, "--profile", profile, "--device", "cuda")
@@ -249,28 +250,28 @@ class Model:
             name = f"{profile}{': cublas' if flags else ''}"
             for case in self.greedy_cases:
                 chat = ("--chat",) if case["chat"] else ()
-                said = self.cli("generate", bundle, "--prompt", case["text"], *chat, *new, *flags)
-                self.continuation(f"{name}: greedy, {'chat' if chat else 'text'}", case, said["sequences"][0])
+                answer = self.cli("generate", bundle, "--prompt", case["text"], *chat, *new, *flags)
+                self.continuation(f"{name}: greedy, {'chat' if chat else 'text'}", case, answer["sequences"][0])
             together = self.cli("generate", bundle, *tokens_of([c["ids"] for c in self.greedy_cases]), *new, *flags)
             for case, sequence in zip(self.greedy_cases, together["sequences"], strict=True):
                 self.continuation(f"{name}: greedy, in a batch", case, sequence)
 
     def continuation(self, name: str, case: dict, sequence: dict) -> None:
-        said, ends = sequence["tokens"], {models.EOS, models.END}
+        tokens, ends = sequence["tokens"], {models.EOS, models.END}
         ids = case["ids"]
         # The token that ends a text does not count, whether it is listed or not.
-        ours = said[:-1] if said and said[-1] in ends else said
+        ours = tokens[:-1] if tokens and tokens[-1] in ends else tokens
         problems = []
         if sequence["prompt_tokens"] != len(ids):
-            problems.append(f"a prompt of {sequence['prompt_tokens']} tokens, the tokenizer makes {len(ids)} of it")
+            problems.append(f"the prompt has {sequence['prompt_tokens']} tokens, but {len(ids)} by the tokenizer")
         if ends & set(ours):
-            problems.append("goes on after an end token")
+            problems.append("tokens follow an end token")
         text = self.tokenizer.decode(ours, skip_special_tokens=True)
         if sequence["text"] != text:
-            problems.append(f"text is {sequence['text'][-80:]!r}, the tokenizer makes {text[-80:]!r} of the tokens")
+            problems.append(f"the text is {sequence['text'][-80:]!r}, but the tokens decode to {text[-80:]!r}")
         stopped = sequence["finish"] == "stop"
-        if not stopped and (sequence["finish"] != "length" or len(said) != NEW_TOKENS):
-            problems.append(f"{len(said)} tokens, finish is {sequence['finish']}")
+        if not stopped and (sequence["finish"] != "length" or len(tokens) != NEW_TOKENS):
+            problems.append(f"{len(tokens)} tokens instead of {NEW_TOKENS}, finish is {sequence['finish']}")
         # Teacher-forced along our tokens: row i has the truth's logits after everything before token i.
         all_ids = ids + ours
         true, router = (part[len(ids) - 1 :] for part in self.truth.routed(self.truth.f32, all_ids))
@@ -283,7 +284,8 @@ class Model:
             departs.append(len(ours))
         wrong = [i for i in departs if clear[i] and margins[i] > CLEAR * error]
         if wrong:
-            problems.append(f"token {wrong[0]} is not truth's by {margins[wrong[0]] / error:.1f} errors")
+            margin = margins[wrong[0]] / error
+            problems.append(f"token {wrong[0]} is not the reference's; the margin is {margin:.1f} x the bf16 error")
         more = {"identical_f32": identical(ours, case["f32"]), "identical_bf16": identical(ours, case["bf16"])}
         more |= {"tokens": len(ours), "truth_tokens": len([t for t in case["f32"] if t not in ends])}
         more |= {"distinct": len(set(ours)), "near_ties": len(departs) - len(wrong), "finish": sequence["finish"]}
@@ -372,14 +374,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unweight", default="unweight", help="the binary")
     parser.add_argument("--no-unweight", action="store_true", help="transformers' side alone")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to train on")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for parity.json")
     parser.add_argument("--device", default="cuda", help="where transformers runs: cuda or cpu")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     names = [spec.name for spec in models.ALL]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="these models")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time")
-    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES, help="the first is checked most")
+    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES, help="the first gets all checks")
     arguments = parser.parse_args()
     specs = [spec for spec in models.ALL if spec.name in arguments.only]
     if not arguments.no_unweight and not shutil.which(arguments.unweight):

@@ -110,19 +110,19 @@ def check_golden(path: Path) -> int:
         packs = coded and escapes <= slots(values.shape[2])
         found = {"bases": bases.tolist(), "escapes": int(escapes)} if packs else None
         if found != case["choice"]:
-            sys.exit(f"{path}: {case['name']}: {found} here, {case['choice']} by the oracle; mend `choose`")
+            sys.exit(f"{path}: {case['name']}: got {found}, but the oracle chose {case['choice']}; fix `choose`")
     return len(cases)
 
 
 def coverage(values: np.ndarray) -> dict:
     """Returns statistics of units [units, TOKENS, head_dim], bf16 as uint16."""
     units, _, head_dim = values.shape
-    own = exponents(values.reshape(units, -1))
-    histogram = np.bincount(own.ravel(), minlength=256) / own.size
+    unit_exponents = exponents(values.reshape(units, -1))
+    histogram = np.bincount(unit_exponents.ravel(), minlength=256) / unit_exponents.size
     present = histogram[histogram > 0]
     _, escapes, coded = choose(exponents(values))
     packs = coded & (escapes <= slots(head_dim))
-    base, single = choose_single(own)
+    base, single = choose_single(unit_exponents)
 
     def bits(packs: np.ndarray) -> float:
         """Returns bits per value: the packed encoding, its record, and additional BF16 units."""
@@ -135,7 +135,7 @@ def coverage(values: np.ndarray) -> dict:
         "bf16_units": float(1 - packs.mean()),
         "no_code": float(1 - coded.mean()),
         "bits_per_value": bits(packs),
-        "outside": float(escapes.mean() / own.shape[1]),
+        "outside": float(escapes.mean() / unit_exponents.shape[1]),
         "escapes_mean": float(escapes.mean()),
         "escapes_p99": float(np.percentile(escapes, 99)),
         "escapes_max": int(escapes.max()),
@@ -205,9 +205,9 @@ def captured(folder: Path, texts: list[str], device: str) -> list[tuple[np.ndarr
         return pages.transpose(0, 2, 1, 3, 4).reshape(-1, heads, TOKENS, head_dim)
 
     def attention(module, query, key, value, *arguments, **options):
-        own = layers.setdefault(module.layer_idx, [[], []])
-        own[0].append(units(key))
-        own[1].append(units(value))
+        layer = layers.setdefault(module.layer_idx, [[], []])
+        layer[0].append(units(key))
+        layer[1].append(units(value))
         return sdpa_attention_forward(module, query, key, value, *arguments, **options)
 
     transformers.AttentionInterface.register("coverage", attention)
@@ -248,8 +248,8 @@ def of_heads(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dic
     for layer, halves in enumerate(layers):
         for half, values in zip("KV", halves):
             for head in range(values.shape[1]):
-                own = {"model": name, "layer": layer, "head": head, "half": half}
-                rows.append({**own, "head_dim": values.shape[3], **coverage(values[:, head])})
+                key = {"model": name, "layer": layer, "head": head, "half": half}
+                rows.append({**key, "head_dim": values.shape[3], **coverage(values[:, head])})
     return rows
 
 
@@ -259,13 +259,13 @@ def stress(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]
     for half, parts in zip("KV", zip(*layers)):
         values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in parts])
         wide = (values.astype(np.uint32) << 16).view(np.float32)
-        own = {"model": name, "half": half, "head_dim": values.shape[2]}
-        rows.append({**own, "case": "as they are", **coverage(values)})
+        key = {"model": name, "half": half, "head_dim": values.shape[2]}
+        rows.append({**key, "case": "as they are", **coverage(values)})
         for factor in FACTORS:
             for place, channels in large_channels(values.shape[2]):
                 scaled = wide.copy()
                 scaled[:, :, channels] *= factor
-                rows.append({**own, "case": f"x{factor} in {place}", **coverage(to_bf16(scaled))})
+                rows.append({**key, "case": f"x{factor} in {place}", **coverage(to_bf16(scaled))})
     return rows
 
 
@@ -273,23 +273,23 @@ def summary(rows: list[dict]) -> list[dict]:
     """Returns a row per model and half (K or V) over all layers and heads; maxima are the worst."""
     found = []
     for key in sorted({(row["model"], row["half"]) for row in rows}):
-        own = [row for row in rows if (row["model"], row["half"]) == key]
+        group = [row for row in rows if (row["model"], row["half"]) == key]
         averaged = ("outside", "escapes_mean", "bf16_units", "bits_per_value")
-        mean = {name: float(np.mean([row[name] for row in own])) for name in averaged}
+        mean = {name: float(np.mean([row[name] for row in group])) for name in averaged}
         found.append(
             {
                 "model": key[0],
                 "half": key[1],
-                "units": sum(row["units"] for row in own),
-                "entropy_bits": [min(row["entropy_bits"] for row in own), max(row["entropy_bits"] for row in own)],
+                "units": sum(row["units"] for row in group),
+                "entropy_bits": [min(row["entropy_bits"] for row in group), max(row["entropy_bits"] for row in group)],
                 **mean,
                 "single": {
-                    name: float(np.mean([row["single"][name] for row in own]))
+                    name: float(np.mean([row["single"][name] for row in group]))
                     for name in ("bf16_units", "bits_per_value")
                 },
-                "escapes_p99_worst_head": max(row["escapes_p99"] for row in own),
-                "escapes_max": max(row["escapes_max"] for row in own),
-                "bf16_units_worst_head": max(row["bf16_units"] for row in own),
+                "escapes_p99_worst_head": max(row["escapes_p99"] for row in group),
+                "escapes_max": max(row["escapes_max"] for row in group),
+                "bf16_units_worst_head": max(row["bf16_units"] for row in group),
             }
         )
     return found
@@ -298,14 +298,14 @@ def summary(rows: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     golden = Path(__file__).with_name("kv_golden.json")
-    parser.add_argument("--golden", type=Path, default=golden, help="choices of the Rust oracle")
-    parser.add_argument("--texts", type=Path, help="folder of *.md files to learn and to run")
-    parser.add_argument("--models", type=Path, help="folder of trained models; what is missing is trained there")
-    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, metavar="NAME", help="these models")
-    parser.add_argument("--no-models", action="store_true", help="synthetic values alone; needs no torch")
-    parser.add_argument("--out", type=Path, default=Path("kv-coverage.json"), help="the record")
-    parser.add_argument("--device", default="cpu", help="where transformers runs: cuda or cpu")
-    parser.add_argument("--steps", type=int, default=600, help="training steps of a model that is missing")
+    parser.add_argument("--golden", type=Path, default=golden, help="JSON file with the choices of the Rust oracle")
+    parser.add_argument("--texts", type=Path, help="folder of *.md files to train on and to run")
+    parser.add_argument("--models", type=Path, help="folder of trained models; missing ones are trained there")
+    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, metavar="NAME", help="models to run")
+    parser.add_argument("--no-models", action="store_true", help="only synthetic values; needs no torch")
+    parser.add_argument("--out", type=Path, default=Path("kv-coverage.json"), help="output file")
+    parser.add_argument("--device", default="cpu", help="device of transformers: cuda or cpu")
+    parser.add_argument("--steps", type=int, default=600, help="training steps of a missing model")
     parser.add_argument("--rows", type=int, default=12, help="rows of 768 tokens in a training step")
     arguments = parser.parse_args()
     record = {"numpy": np.__version__, "python": platform.python_version()}

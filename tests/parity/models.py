@@ -88,19 +88,19 @@ class Spec:
 
     def save(self, folder: Path, texts: list[str], device: str, steps: int, seed: int = 1) -> dict:
         """Makes the model and saves it. Returns values to report."""
-        told = {}
+        values = {}
         model = self.build(seed).to(device)
         if self.trained:
             tokenizer = train_tokenizer(texts)
-            told["loss"] = train(model, tokenizer, texts, device, steps, seed)
+            values["loss"] = train(model, tokenizer, texts, device, steps, seed)
             tokenizer.save_pretrained(folder)
             model.generation_config.eos_token_id = [EOS, END]
         else:
             disturb(model, self.escapes, seed, 0.0 if self.family in PLUS_ONE else 1.0)
         model.generation_config.do_sample = False
         model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=self.shard)
-        told["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        return told
+        values["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        return values
 
 
 def sizes(hidden: int, intermediate: int, heads: int, kv_heads: int, **more) -> dict:
@@ -310,16 +310,16 @@ def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the models, one folder each")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to train on")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     arguments = parser.parse_args()
     texts = read_texts(arguments.texts)
     for spec in ALL:
         if arguments.only in spec.name:
-            told = spec.save(arguments.out / spec.name, texts, arguments.device, arguments.steps)
-            print(spec.name, *(f"{key} {value:g}" for key, value in told.items()), flush=True)
+            values = spec.save(arguments.out / spec.name, texts, arguments.device, arguments.steps)
+            print(spec.name, *(f"{key} {value:g}" for key, value in values.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
         def case(name: str, what) -> None:
             try:
                 old, new = what(before), what(after)
-                passed, told = old == new, {} if old == new else {"differs": differs(old, new)}
+                passed, details = old == new, {} if old == new else {"differs": differs(old, new)}
             except Exception as error:  # a case that cannot run is a case that failed
-                passed, told = False, {"error": f"{type(error).__name__}: {error}"}
-            record.append({"model": spec.name, "case": name, "passed": passed, **told})
-            print("same  " if passed else "OTHER ", spec.name, name, *told.values(), flush=True)
+                passed, details = False, {"error": f"{type(error).__name__}: {error}"}
+            record.append({"model": spec.name, "case": name, "passed": passed, **details})
+            print("same  " if passed else "OTHER ", spec.name, name, *details.values(), flush=True)
 
         for profile in PROFILES:
             bundles = {}
@@ -159,11 +159,11 @@ def differs(old, new) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path, help="the program that is compared with")
-    parser.add_argument("after", type=Path, help="the program that is checked")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("before", type=Path, help="the reference program")
+    parser.add_argument("after", type=Path, help="the program to check")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to train on")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for same_bits.json")
-    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--only", default="", help="only models whose name contains this")
     parser.add_argument("--steps", type=int, default=20, help="training steps")
     parser.add_argument("--packed-kv", action="store_true", help="compare a packed KV cache (AFTER) with a BF16 one")
     parser.add_argument("--renames", type=Path, help="JSON: [[words of AFTER, words of BEFORE], ...]")

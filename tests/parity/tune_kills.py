@@ -82,16 +82,18 @@ class Tuning:
         try:
             while self.comparisons() < point:
                 if process.poll() is not None:
-                    raise Failed(f"it ended by itself before comparison {point}:\n{self.stderr.read_text()[-2000:]}")
+                    output = self.stderr.read_text()[-2000:]
+                    raise Failed(f"unweight tune ended by itself before comparison {point}:\n{output}")
                 if time.monotonic() > self.ends:
-                    raise Failed("out of time")
+                    raise Failed("the time limit is over; pass a larger --limit")
                 time.sleep(0.001)
             time.sleep(wait)
         finally:
             process.kill()
             process.communicate()
         if process.returncode != -9:
-            raise Failed(f"it ended by itself, exit {process.returncode}, and not by the kill; try another seed")
+            status = process.returncode
+            raise Failed(f"unweight tune ended with exit status {status} before it was killed; try another --seed")
 
 
 def plans(rows: list[dict]) -> list[dict]:
@@ -101,10 +103,11 @@ def plans(rows: list[dict]) -> list[dict]:
 def check_lines(before: list[list[bytes]], after: list[list[bytes]], number: int) -> None:
     for batch, old, new in zip(BATCHES, before, after):
         if new[: len(old)] != old:
-            raise Failed(f"kill {number}, batch {batch}: lines that stood in the journal are others now")
-        asked = [json.dumps([line[key] for key in ("phase", "incumbent", "challenger")]) for line in parsed(new[1:])]
-        if len(set(asked)) != len(asked):
-            raise Failed(f"kill {number}, batch {batch}: a comparison stands in the journal twice")
+            raise Failed(f"kill {number}, batch {batch}: existing lines of the journal have changed")
+        keys = ("phase", "incumbent", "challenger")
+        comparisons = [json.dumps([line[key] for key in keys]) for line in parsed(new[1:])]
+        if len(set(comparisons)) != len(comparisons):
+            raise Failed(f"kill {number}, batch {batch}: the journal has a comparison twice")
 
 
 def parsed(lines: list[bytes]) -> list[dict]:
@@ -140,18 +143,19 @@ def run(options: argparse.Namespace, folder: Path) -> dict:
     files = [path.read_bytes() for path in killed.journals]
     again = killed.end("--save")
     if any(row["measured"] for row in again):
-        raise Failed("a finished journal, and something was measured again")
+        raise Failed("the journal was finished, but something was measured again")
     if [path.read_bytes() for path in killed.journals] != files:
-        raise Failed("a finished journal, and it was written to")
+        raise Failed("the journal was finished, but it was written to")
     if plans(again) != plans(rows):
-        raise Failed(f"another plan from the same journal: {plans(rows)}, {plans(again)}")
+        raise Failed(f"the same journal gave different plans: {plans(rows)}, {plans(again)}")
     inspect = subprocess.run([options.unweight, "inspect", str(bundle), "--json"], check=True, capture_output=True)
     if not json.loads(inspect.stdout)["attached_plan"]:
-        raise Failed("the plan is not beside the bundle")
-    for own, other in zip(again, undisturbed):
-        if own["step_us"] > other["step_us"] * BOUND:
-            raise Failed(f"batch {own['batch']}: {own['step_us']:.0f} us, undisturbed {other['step_us']:.0f}")
-    same = [own["batch"] for own, other in zip(plans(again), plans(undisturbed)) if own == other]
+        raise Failed("the plan is not saved next to the bundle")
+    for row, other in zip(again, undisturbed):
+        if row["step_us"] > other["step_us"] * BOUND:
+            limit = f"{BOUND} x the {other['step_us']:.0f} us of the undisturbed run"
+            raise Failed(f"batch {row['batch']}: {row['step_us']:.0f} us per step; the limit is {limit}")
+    same = [row["batch"] for row, other in zip(plans(again), plans(undisturbed)) if row == other]
     return {
         "seed": options.seed,
         "points": points,
@@ -168,10 +172,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description="unweight tune, killed ten times")
     parser.add_argument("--unweight", default="unweight")
-    parser.add_argument("--size", default="512M", help="of the demo model")
+    parser.add_argument("--size", default="512M", help="size of the demo model")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for everything")
-    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--limit", type=float, default=120.0, help="time limit of the whole test in seconds")
+    parser.add_argument("--json", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="unweight-tune-kills-"))
@@ -185,7 +189,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(
-        f"{KILLS} kills, {record['torn_lines']} lines torn, {record['comparisons'][1]} comparisons "
+        f"{KILLS} kills, {record['torn_lines']} torn lines, {record['comparisons'][1]} comparisons "
         f"({record['comparisons'][0]} undisturbed), nothing measured twice; the undisturbed run's plan at batches "
         f"{record['same_plan_at']} of {BATCHES}; {record['seconds']:.0f} s"
     )

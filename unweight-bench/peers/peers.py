@@ -70,7 +70,7 @@ class Ours:
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"codec_speed ended: status {self.process.wait()}")
+            raise SystemExit(f"codec_speed ended with status {self.process.wait()}")
         record = json.loads(line)
         return record["encode_seconds"], record["decode_seconds"], record["stored_bytes"]
 
@@ -96,7 +96,7 @@ class Peer:
         decode_seconds = time.perf_counter() - start
         for matrix, again in zip(self.matrices, restored):
             if bytes(again) != matrix:
-                raise SystemExit(f"{self.name}: a matrix came back changed")
+                raise SystemExit(f"{self.name}: the restored matrix differs")
         return encode_seconds, decode_seconds, sum(len(matrix) for matrix in stored)
 
     def close(self):
@@ -213,13 +213,13 @@ def table(title, matrices, all_records):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="folder of safetensors files to measure as well")
-    parser.add_argument("--codec-speed", required=True, help="the built example")
+    parser.add_argument("model", nargs="?", help="folder of safetensors files to measure, too")
+    parser.add_argument("--codec-speed", required=True, help="path of the built codec_speed example")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, at least 7")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     if arguments.rounds < 7:
-        parser.error(f"--rounds {arguments.rounds}: a median of fewer than 7 is noise")
+        parser.error(f"--rounds {arguments.rounds}: pass at least 7, because a median of fewer rounds is noise")
     zipnn = import_zipnn()
     inputs = [("N(0, 0.02^2) [14336, 4096]", *gaussian())]
     if arguments.model:

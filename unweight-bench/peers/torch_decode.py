@@ -307,17 +307,17 @@ def check(device: str) -> None:
         mine["gate_up"] = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     batch, n = 3, 50
     ids = torch.randint(SMALL.vocab, (batch, n), device=device)
-    truth = theirs(input_ids=ids).logits
+    expected = theirs(input_ids=ids).logits
     ours.prepare(batch, n)
     positions = torch.arange(n, device=device)
     whole = ours.forward(ids, positions, n, all_rows=True)
     ours.prepare(batch, n)
     steps = [ours.forward(ids[:, i : i + 1], positions[i : i + 1], i + 1) for i in range(n)]
     for name, logits in (("prompt", whole), ("steps", torch.stack(steps, dim=1))):
-        error, size = (logits - truth).abs().max().item(), truth.abs().max().item()
+        error, size = (logits - expected).abs().max().item(), expected.abs().max().item()
         print(f"{name}: largest difference {error:.2g} of {size:.2g}")
         if not error <= 1e-4 * size:
-            raise SystemExit("this is not LlamaForCausalLM")
+            raise SystemExit("the logits differ from LlamaForCausalLM by more than 1e-4 of the largest")
 
 
 @torch.no_grad()
@@ -325,14 +325,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--context", type=int, default=1024, help="tokens that a step attends to")
-    parser.add_argument("--prefill", type=int, default=0, help="tokens of a prompt; 0 leaves it out")
-    parser.add_argument("--transformers", action="store_true", help="also transformers' own model")
+    parser.add_argument("--prefill", type=int, default=0, help="tokens of the prompt to time; 0 disables it")
+    parser.add_argument("--transformers", action="store_true", help="also time transformers' own model")
     parser.add_argument("--rounds", type=int, default=30, help="measured rounds, at least 20")
-    parser.add_argument("--check", action="store_true", help="compare with transformers, time nothing")
+    parser.add_argument("--check", action="store_true", help="only compare the results with transformers")
     parser.add_argument("--device", default="cuda", help="cuda; cpu only with --check")
     arguments = parser.parse_args()
     if arguments.rounds < 20:
-        parser.error(f"--rounds {arguments.rounds}: at least 20")
+        parser.error(f"--rounds {arguments.rounds}: pass at least 20")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")
     if arguments.check:

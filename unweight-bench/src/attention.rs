@@ -268,7 +268,9 @@ impl Problem {
                         // fp32 and fp64 may round differently at each step, by one unit.
                         let error = (got - new).abs();
                         if error.is_nan() || error > new.abs() / 64.0 + 1e-2 {
-                            return Some(format!("row {row}, kv head {kv_head}, new {i}: {got} instead of {new}"));
+                            return Some(format!(
+                                "row {row}, kv head {kv_head}, element {i} of the new token: {got} instead of {new}"
+                            ));
                         }
                         expected[at] = layer[at];
                     }
@@ -276,14 +278,17 @@ impl Problem {
             }
         }
         if let Some(at) = expected.iter().zip(layer).position(|(a, b)| a != b) {
-            return Some(format!("element {at} of the layer became {:#06x}", layer[at]));
+            return Some(format!("element {at} of the layer changed to {:#06x}", layer[at]));
         }
         (0..self.case.positions.len() * kv_heads).into_par_iter().find_map_first(|unit| {
             let (row, kv_head) = (unit / kv_heads, unit % kv_heads);
             let out = &out[row * self.case.out_columns() + kv_head * group * head_dim..][..group * head_dim];
             let position = self.case.positions[row];
             if position == PAD {
-                return out.iter().any(|v| *v != 0).then(|| format!("row {row} has no token, and not only zeros"));
+                return out
+                    .iter()
+                    .any(|v| *v != 0)
+                    .then(|| format!("row {row} has no token, but its output is not zero"));
             }
             let line = |token: u32, half: usize| -> Vec<f64> {
                 (0..head_dim).map(|i| value(layer[self.element(row, token, kv_head * 2 + half, i)])).collect()
@@ -292,7 +297,7 @@ impl Problem {
                 (self.case.first_token(position)..=position).map(|token| (line(token, 0), line(token, 1))).collect();
             out.chunks_exact(head_dim).enumerate().find_map(|(j, out)| {
                 let q = self.head(row, kv_head * group + j, &self.norms[0], true);
-                let wrong = attend(&q, &tokens, self.case.softcap, out)?;
+                let wrong = mismatch_of_query(&q, &tokens, self.case.softcap, out)?;
                 Some(format!("row {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
             })
         })
@@ -358,7 +363,7 @@ impl ChunkProblem {
     /// Describes what is wrong with A `[tokens, h * head_dim]`, or with the layer, which must be unchanged.
     pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
         if self.sequence.layer != layer {
-            return Some("the layer was written".to_owned());
+            return Some("the layer was changed".to_owned());
         }
         let Chunk { head_dim, kv_heads, group, start, tokens, window, .. } = self.chunk;
         let (columns, out_columns) = (self.sequence.case.columns(), self.sequence.case.out_columns());
@@ -368,17 +373,22 @@ impl ChunkProblem {
                 let at = |i| self.sequence.element(0, token, kv_head * 2 + half, i);
                 (0..head_dim).map(|i| value(layer[at(i)])).collect()
             };
-            let seen: Vec<_> = (first..start + tokens).map(|token| (line(token, 0), line(token, 1))).collect();
+            let keys_and_values: Vec<_> =
+                (first..start + tokens).map(|token| (line(token, 0), line(token, 1))).collect();
             (0..tokens).into_par_iter().find_map_first(|row| {
                 let position = start + row;
-                let own = if window == 0 { 0 } else { (position + 1).saturating_sub(window) };
-                let seen = &seen[(own - first) as usize..=(position - first) as usize];
+                let window_start = if window == 0 { 0 } else { (position + 1).saturating_sub(window) };
+                let tokens = &keys_and_values[(window_start - first) as usize..=(position - first) as usize];
                 (0..group).find_map(|j| {
                     let (row, at) = (row as usize, (kv_head * group + j) * head_dim);
                     let q: Vec<f64> =
                         self.sequence.qkv[row * columns + at..][..head_dim].iter().map(|&bits| value(bits)).collect();
-                    let wrong =
-                        attend(&q, seen, self.sequence.case.softcap, &out[row * out_columns + at..][..head_dim])?;
+                    let wrong = mismatch_of_query(
+                        &q,
+                        tokens,
+                        self.sequence.case.softcap,
+                        &out[row * out_columns + at..][..head_dim],
+                    )?;
                     Some(format!("token {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
                 })
             })
@@ -387,7 +397,7 @@ impl ChunkProblem {
 }
 
 /// Describes what is wrong with the attention of one query over these keys and values.
-fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], softcap: Option<f32>, out: &[u16]) -> Option<String> {
+fn mismatch_of_query(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], softcap: Option<f32>, out: &[u16]) -> Option<String> {
     let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (q.len() as f64).sqrt();
     let capped = |x: f64| softcap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
     let scores: Vec<f64> = tokens.iter().map(|(k, _)| capped(score(k))).collect();

@@ -208,36 +208,38 @@ pub fn bench_decode(
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
     let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
-    let own_options = |(placement, kv_cache): (Option<Placement>, Option<KvCache>)| {
+    let engine_options = |(placement, kv_cache): (Option<Placement>, Option<KvCache>)| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
-        let own = EngineOptions::default().max_batch(largest).context(context).chunk(chunk);
-        let mut own = own.plan(options.plan.clone());
-        own.placement = placement;
-        own.kv_cache = kv_cache;
-        own.resident_experts = options.resident_experts;
-        own
+        let engine = EngineOptions::default().max_batch(largest).context(context).chunk(chunk);
+        let mut engine = engine.plan(options.plan.clone());
+        engine.placement = placement;
+        engine.kv_cache = kv_cache;
+        engine.resident_experts = options.resident_experts;
+        engine
     };
     let stored = RandomStored { profile: options.profile, linears: options.linears };
     // Search before the timed engines are loaded, so that the search has all memory, and they have it afterwards.
     let tuned = match model {
         DecodeModel::Geometry(config) if options.tune && has_pipelines(options) => {
-            let own = (own_options((options.placement, options.kv_cache)), stored);
-            tuned::search(kernels, config, own, (&options.batches, options.context), progress)?
+            let searched = (engine_options((options.placement, options.kv_cache)), stored);
+            tuned::search(kernels, config, searched, (&options.batches, options.context), progress)?
         }
         _ => Vec::new(),
     };
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for asked in engines_of(options) {
+    for placement_and_cache in engines_of(options) {
         let start = Instant::now();
-        let own = own_options(asked);
-        let told = |loaded: &LoadProgress<'_>| {
+        let engine_options = engine_options(placement_and_cache);
+        let on_progress = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
             }
         };
         let mut engine = match model {
-            DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, own, &told)?,
-            DecodeModel::Geometry(config) => Engine::random_stored(kernels, config.clone(), own, stored, &told)?,
+            DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, engine_options, &on_progress)?,
+            DecodeModel::Geometry(config) => {
+                Engine::random_stored(kernels, config.clone(), engine_options, stored, &on_progress)?
+            }
         };
         let load_s = start.elapsed().as_secs_f64();
         let first_token_ms = match options.prefill {
@@ -270,19 +272,19 @@ pub fn bench_decode(
         }
         rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
         if let Some(found) = tuned.iter().find(|found| found.batch == batch) {
-            let searched = options.placement.unwrap_or_default().name();
-            for contender in contenders.iter_mut().filter(|own| own.name == searched) {
+            let untuned = options.placement.unwrap_or_default().name();
+            for contender in contenders.iter_mut().filter(|contender| contender.name == untuned) {
                 contender.engine.tune_pipelines()?.set(batch, &found.setting)?;
                 contender.name = TUNED;
             }
             let again = steps(&mut contenders, batch, options.context, timing, progress)?;
             rows.extend(again.into_iter().filter(|row| row.placement == TUNED));
-            for contender in contenders.iter_mut().filter(|own| own.name == TUNED) {
+            for contender in contenders.iter_mut().filter(|contender| contender.name == TUNED) {
                 // A setting may apply to another batch with as many rows per step, whose initial guess must be timed as
                 // such.
                 let guess = contender.engine.tune_pipelines()?.guess(batch)?;
                 contender.engine.tune_pipelines()?.set(batch, &guess)?;
-                contender.name = searched;
+                contender.name = untuned;
             }
         }
         if options.breakdown {
@@ -305,7 +307,7 @@ fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize)
     let parts = Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp));
     let row = |part: Part| {
         let graph = contender.engine.measure().record_part(batch, part)?;
-        let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
+        let median_us = median_alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
         Ok(PartRow { batch, placement: contender.name, kv_cache, part: part.name(), median_us })
     };
     parts.map(row).collect()
@@ -319,9 +321,9 @@ fn steps(
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<StepRow>, BenchError> {
     // The middle round has the requested context.
-    let all = steps_of(timing);
+    let step_count = steps_of(timing);
     for contender in contenders.iter_mut() {
-        contender.engine.measure().prepare(batch, context.saturating_sub(all / 2), all)?;
+        contender.engine.measure().prepare(batch, context.saturating_sub(step_count / 2), step_count)?;
     }
     let mut times = vec![Vec::new(); contenders.len()];
     let traffic = |contenders: &mut [Contender]| -> Result<Vec<Option<ExpertTraffic>>, EngineError> {
@@ -386,7 +388,7 @@ fn quantiles(times: &mut [f64]) -> [f64; 3] {
 }
 
 /// Returns the median time of a graph launched alone, us.
-fn alone(stream: &Stream, graph: &Graph, rounds: usize) -> Result<f64, DeviceError> {
+fn median_alone(stream: &Stream, graph: &Graph, rounds: usize) -> Result<f64, DeviceError> {
     // SAFETY: the caller borrows the engine that the graph uses until this function returns, after the last launch.
     let launch = || unsafe { graph.launch() };
     let mut times = Vec::new();
@@ -485,7 +487,7 @@ impl fmt::Display for DecodeReport {
         if self.parts.is_empty() {
             return Ok(());
         }
-        writeln!(f, "\n| batch | placement | KV cache | part | us a step |\n|---|---|---|---|---|")?;
+        writeln!(f, "\n| batch | placement | KV cache | part | us per step |\n|---|---|---|---|---|")?;
         for PartRow { batch, placement, kv_cache, part, median_us } in &self.parts {
             writeln!(f, "| {batch} | {placement} | {kv_cache} | {part} | {median_us:.1} |")?;
         }

@@ -23,13 +23,13 @@ pub enum BenchError {
     #[error(transparent)]
     Tune(#[from] TuneError),
     /// No temporary folder could be made for the tuner's measurements.
-    #[error("a temporary folder for measurements: {0}; set TMPDIR to one that can be written to")]
+    #[error("cannot create a temporary folder for measurements: {0}; set TMPDIR to a writable folder")]
     Temporary(std::io::Error),
     /// The weights cannot be encoded.
     #[error(transparent)]
     Codec(#[from] CodecError),
     /// The weights cannot be packed.
-    #[error("[{n}, {k}] cannot be packed: {why}")]
+    #[error("cannot pack weights of shape [{n}, {k}]: {why}")]
     Unpackable {
         /// Output features.
         n: u32,
@@ -39,10 +39,13 @@ pub enum BenchError {
         why: Unpackable,
     },
     /// The requested fault does not apply to any of the selected kernels.
-    #[error("none of these kernels hands a slot to the copy engine; leave the fault out, or run those that do")]
+    #[error(
+        "none of the selected kernels refills a slot with the copy engine, so the fault cannot be planted; \
+             select kernels that do"
+    )]
     NoFence,
     /// The weights have no compact encoding.
-    #[error("[{n}, {k}] cannot be compact: {why}")]
+    #[error("cannot encode weights of shape [{n}, {k}] as compact: {why}")]
     Uncompact {
         /// Output features.
         n: u32,
@@ -52,7 +55,7 @@ pub enum BenchError {
         why: Uncompact,
     },
     /// Another system's format cannot hold the weights.
-    #[error("{system} cannot hold [{n}, {k}]: {why}; take a shape of multiples of 64")]
+    #[error("{system} cannot store weights of shape [{n}, {k}]: {why}; choose N and K that are multiples of 64")]
     Unheld {
         /// The system.
         system: &'static str,
@@ -64,14 +67,14 @@ pub enum BenchError {
         why: String,
     },
     /// A conversion returned wrong bits.
-    #[error("{kernel} does not give the CPU's bits; run the GPU tests")]
+    #[error("{kernel} returned other bits than the CPU; run the GPU tests")]
     WrongBits {
         /// The kernel, or the operation.
         kernel: &'static str,
     },
     /// A product differs too much from cuBLAS's.
     #[error(
-        "{kernel} differs from cuBLAS by {error:.2e} at m = {}, n = {}, k = {}, where {limit:.0e} is allowed; run the GPU tests",
+        "{kernel} differs from cuBLAS by {error:.2e} at m = {}, n = {}, k = {}; the limit is {limit:.0e}; run the GPU tests",
         .problem.m, .problem.n, .problem.k
     )]
     WrongProduct {
@@ -85,10 +88,10 @@ pub enum BenchError {
         limit: f64,
     },
     /// No variant accepts the problem.
-    #[error("no variant takes m = {}, n = {}, k = {}; both n and k must be multiples of 64", .0.m, .0.n, .0.k)]
+    #[error("no kernel variant supports m = {}, n = {}, k = {}; n and k must be multiples of 64", .0.m, .0.n, .0.k)]
     NoVariant(GemmShape),
     /// The Huffman codes are longer than any decoder accepts.
-    #[error("no decoder takes codes of {bits} bits; the limit is 15")]
+    #[error("no decoder supports Huffman codes of {bits} bits; the limit is 15")]
     CodeBits {
         /// Length of the longest code, bits.
         bits: u32,
@@ -96,8 +99,8 @@ pub enum BenchError {
 }
 
 impl From<LaunchError> for BenchError {
-    fn from(refusal: LaunchError) -> Self {
-        Self::Device(refusal.into())
+    fn from(error: LaunchError) -> Self {
+        Self::Device(error.into())
     }
 }
 
@@ -148,8 +151,8 @@ mod tests {
         let problem = GemmShape { m: 3, n: 64, k: 128 };
         assert!(BenchError::check_product("k", problem, 1e-3).is_ok());
         for error in [0.02, f64::NAN, f64::INFINITY] {
-            let refused = BenchError::check_product("k", problem, error).unwrap_err().to_string();
-            assert!(refused.contains("m = 3, n = 64, k = 128, where 1e-2"), "{refused}");
+            let message = BenchError::check_product("k", problem, error).unwrap_err().to_string();
+            assert!(message.contains("m = 3, n = 64, k = 128; the limit is 1e-2"), "{message}");
         }
     }
 }

@@ -252,7 +252,7 @@ impl Bench<'_> {
                 Ok(tensor) => tensors.push(tensor),
                 Err(PackError::Device(error)) => return Err(error.into()),
                 Err(why) => {
-                    progress(&format!("packed encoding left out: {why}"));
+                    progress(&format!("skipped the packed encoding: {why}"));
                     return Ok(Vec::new());
                 }
             }
@@ -289,7 +289,7 @@ impl Bench<'_> {
         let host = match compact::encode(matrix, &Histogram::of(matrix.bytes())) {
             Ok(host) => host,
             Err(why) => {
-                progress(&format!("compact encoding left out: {why}"));
+                progress(&format!("skipped the compact encoding: {why}"));
                 return Ok(Vec::new());
             }
         };
@@ -377,7 +377,7 @@ impl Bench<'_> {
             let mut contenders = vec![Contender::cublas(graph, io + whole[0].bytes() as u64)];
             let specs = self.matmul_specs(tensor.max_verbatim_rows(), GemmShape { m, n, k });
             self.kernels.prepare(&specs, &|_| {})?;
-            for (place, spec) in specs.into_iter().enumerate() {
+            for (index, spec) in specs.into_iter().enumerate() {
                 let matmul = Matmul::new(self.kernels.get(&spec)?)?;
                 let is_exponent = matches!(spec.op, Op::GemmRecon(op) if op.source == WeightSource::Exponent);
                 let weights = if is_exponent {
@@ -399,7 +399,7 @@ impl Bench<'_> {
                 BenchError::check_product(&spec.to_string(), GemmShape { m, n, k }, error)?;
                 let (graph, launches) = self.timer.record(problem(m, grid), copies, |copy| run(copy, &mut y))?;
                 let bytes = io + weights as u64;
-                let dispatched = place == 0;
+                let dispatched = index == 0;
                 contenders.push(Contender {
                     name: spec.to_string(),
                     graph,

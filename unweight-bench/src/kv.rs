@@ -84,11 +84,11 @@ impl Heads {
 
     /// Returns a unit of bf16 pages as `[64 tokens][head_dim]`.
     pub fn values(self, pages: &[u16], unit: usize) -> Vec<u16> {
-        let own = &pages[unit * self.unit_values()..][..self.unit_values()];
-        self.places().map(|place| own[place]).collect()
+        let stored = &pages[unit * self.unit_values()..][..self.unit_values()];
+        self.element_offsets().map(|offset| stored[offset]).collect()
     }
 
-    fn places(self) -> impl Iterator<Item = usize> {
+    fn element_offsets(self) -> impl Iterator<Item = usize> {
         let head_dim = self.head_dim;
         (0..PAGE_TOKENS).flat_map(move |t| (0..head_dim).map(move |i| kv::element(head_dim, t, i) as usize))
     }
@@ -139,14 +139,14 @@ const KINDS: u64 = 11;
 
 /// An exponent: relative to the base of its step, or absolute.
 #[derive(Clone, Copy)]
-enum Other {
+enum Outlier {
     From(i32),
     Exponent(u32),
 }
 
 /// Returns a unit of one of [`KINDS`], in the layout of a bf16 page.
 fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
-    use Other::{Exponent, From};
+    use Outlier::{Exponent, From};
     let slots = u64::from(packed::slots(heads.head_dim));
     // The base of each step.
     let bases: Vec<u32> = (0..heads.head_dim / 16)
@@ -160,7 +160,7 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
         })
         .collect();
     // The range of exponents above the base that most elements have, the number of outliers, and their exponents.
-    let (range, others, out) = match kind {
+    let (range, outlier_count, outliers) = match kind {
         0 | 3 => (1, 0, vec![]),
         // As many values below the window as there are slots, and one more.
         1 | 2 => (16, slots + kind - 1, vec![Exponent(0), From(-31), From(-30), From(-12), From(-1)]),
@@ -194,21 +194,21 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
             }
         })
         .collect();
-    let mut places = BTreeSet::new();
-    while (places.len() as u64) < others {
-        places.insert(random.below(values.len() as u64) as usize);
+    let mut positions = BTreeSet::new();
+    while (positions.len() as u64) < outlier_count {
+        positions.insert(random.below(values.len() as u64) as usize);
     }
-    for (place, other) in places.into_iter().zip(out.into_iter().cycle()) {
-        let exponent = match other {
-            From(distance) => {
-                bases[place % head_dim / 16].checked_add_signed(distance).expect("a base is at least as large")
-            }
+    for (at, outlier) in positions.into_iter().zip(outliers.into_iter().cycle()) {
+        let exponent = match outlier {
+            From(distance) => bases[at % head_dim / 16]
+                .checked_add_signed(distance)
+                .expect("the base is large enough for the distance"),
             Exponent(exponent) => exponent,
         };
-        values[place] = with_exponent(random, exponent);
+        values[at] = with_exponent(random, exponent);
     }
     let mut unit = vec![0; values.len()];
-    heads.places().zip(values).for_each(|(place, value)| unit[place] = value);
+    heads.element_offsets().zip(values).for_each(|(offset, value)| unit[offset] = value);
     unit
 }
 
@@ -264,7 +264,7 @@ impl PackedPages {
         // A row without a token has no hot page.
         let hot_of = |(row, &position): (usize, &u32)| if position == PAD { PAD } else { hot_pages - 1 - row as u32 };
         let hot_table = problem.case.positions.iter().enumerate().map(hot_of).collect();
-        let mut own = Self {
+        let mut result = Self {
             heads,
             packed: vec![Self::UNUSED; pages * heads.page_bytes()],
             records: vec![Self::UNUSED; pages * heads.page_record_bytes()],
@@ -275,56 +275,56 @@ impl PackedPages {
             hot_table,
             table: vec![u32::MAX; problem.table.len()],
         };
-        own.hot = own.hot_from(problem, &problem.layer);
+        result.hot = result.hot_from(problem, &problem.layer);
         for (row, page) in full_pages(problem) {
-            own.table[row * problem.table_pages + page] = problem.table[row * problem.table_pages + page];
+            result.table[row * problem.table_pages + page] = problem.table[row * problem.table_pages + page];
             let page = problem.table[row * problem.table_pages + page] as usize;
             for unit in page * heads.page_units()..(page + 1) * heads.page_units() {
                 let encoded = heads.encode(&problem.layer, unit);
-                heads.put(&mut own.packed, &mut own.records, unit, &encoded, own.units);
+                heads.put(&mut result.packed, &mut result.records, unit, &encoded, result.units);
                 if let Some(bytes) = encoded.bf16 {
-                    own.unit_pages.extend(bytes);
-                    own.units += 1;
+                    result.unit_pages.extend(bytes);
+                    result.units += 1;
                 }
             }
         }
-        own.turn_units();
-        own
+        result.reverse_units();
+        result
     }
 
     /// Returns the hot pages of a layer's rows. All other hot pages are NaN.
     pub fn hot_from(&self, problem: &Problem, layer: &[u16]) -> Vec<u16> {
         let elements = self.heads.page_elements();
         let mut hot = vec![POISON; self.hot_pages as usize * elements];
-        for (to, from) in self.hot_places(problem) {
+        for (to, from) in self.hot_offsets(problem) {
             hot[to..][..elements].copy_from_slice(&layer[from..][..elements]);
         }
         hot
     }
 
     /// Returns the element offset of each row's hot page among the hot pages and in the layer.
-    fn hot_places(&self, problem: &Problem) -> Vec<(usize, usize)> {
+    fn hot_offsets(&self, problem: &Problem) -> Vec<(usize, usize)> {
         let elements = self.heads.page_elements();
         let rows = problem.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD);
-        let places = rows.map(|(row, position)| {
+        let offsets = rows.map(|(row, position)| {
             let page = problem.table[row * problem.table_pages + (position / PAGE_TOKENS) as usize];
             (self.hot_table[row] as usize * elements, page as usize * elements)
         });
-        places.collect()
+        offsets.collect()
     }
 
     /// Reverses the order of BF16 units and puts a unit of NaN in front.
-    fn turn_units(&mut self) {
+    fn reverse_units(&mut self) {
         let bytes = self.heads.bf16_bytes();
         let poison = POISON.to_le_bytes().repeat(bytes / 2);
-        let turned = std::iter::once(&poison[..]).chain(self.unit_pages.chunks(bytes).rev());
-        let turned = turned.flatten().copied().collect();
+        let reversed = std::iter::once(&poison[..]).chain(self.unit_pages.chunks(bytes).rev());
+        let reversed = reversed.flatten().copied().collect();
         for record in
             self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[RECORD_KIND] == KIND_BF16)
         {
             set_index(record, self.units - index_of(record));
         }
-        (self.unit_pages, self.units) = (turned, self.units + 1);
+        (self.unit_pages, self.units) = (reversed, self.units + 1);
     }
 
     /// Returns the record of a unit.
@@ -378,10 +378,10 @@ pub fn salt(problem: &mut Problem, seed: u64) {
             };
             let mut last = (tokens.end, 0);
             for _ in 0..count {
-                let any = first + random.below(u64::from(tokens.end - first)) as u32;
+                let random_token = first + random.below(u64::from(tokens.end - first)) as u32;
                 // A lane has two escapes if both are in the same channel, in tokens of one tile that are 8 apart.
                 let pair = tokens.contains(&(last.0 ^ 8)) && random.below(4) == 0;
-                last = if pair { (last.0 ^ 8, last.1) } else { (any, random.below(head_dim as u64) as usize) };
+                last = if pair { (last.0 ^ 8, last.1) } else { (random_token, random.below(head_dim as u64) as usize) };
                 let (token, index) = last;
                 let exponents = match &bases {
                     Some(bases) => [0, 1, 1, 2, 31].map(|below| below_base(bases[index / 16], below)),
@@ -425,7 +425,7 @@ fn clear_queries(problem: &mut Problem) {
 pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
     salt(problem, seed);
     let random = &mut Random::new(seed ^ 0x4a2d);
-    for (turn, (row, page)) in full_pages(problem).into_iter().enumerate().filter(|(turn, _)| turn % 4 != 0) {
+    for (index, (row, page)) in full_pages(problem).into_iter().enumerate().filter(|(index, _)| index % 4 != 0) {
         let first = problem.case.first_token(problem.case.positions[row]);
         let tokens = page as u32 * PAGE_TOKENS..(page as u32 + 1) * PAGE_TOKENS;
         let head_dim = problem.case.head_dim;
@@ -433,13 +433,13 @@ pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
             for (token, i) in
                 tokens.clone().filter(|token| *token >= first).flat_map(|t| (0..head_dim).map(move |i| (t, i)))
             {
-                let exponent = match turn % 4 {
+                let exponent = match index % 4 {
                     2 => u32::from(head % 2 == 1) * random.below(15) as u32,
                     _ => 116 + random.below(11) as u32,
                 };
                 let value = with_exponent(random, exponent);
                 let at = problem.element(row, token, head, i);
-                problem.layer[at] = if turn % 4 == 2 && head % 4 == 0 { value & 0x8000 } else { value };
+                problem.layer[at] = if index % 4 == 2 && head % 4 == 0 { value & 0x8000 } else { value };
             }
             let mut put = |token: u32, i: u32, value: u16| {
                 if token >= first {
@@ -447,7 +447,7 @@ pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
                     problem.layer[at] = value;
                 }
             };
-            match turn % 4 {
+            match index % 4 {
                 // The eight values that a lane holds for one step of one tile.
                 1 => {
                     let (tile, lane) = (random.below(u64::from(PAGE_TILES)) as u32, random.below(32) as u32);

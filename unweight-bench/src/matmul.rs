@@ -84,7 +84,7 @@ options! {
 
 impl MatmulOptions {
     fn launches(&self) -> impl Iterator<Item = bool> {
-        [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(wanted, mode)| wanted.then_some(mode))
+        [(self.ordinary, false), (self.pdl, true)].into_iter().filter_map(|(enabled, pdl)| enabled.then_some(pdl))
     }
 }
 
@@ -164,12 +164,12 @@ impl Weights {
 
     fn new(options: &MatmulOptions) -> Self {
         /// Share of row segments with an escape in N(0, 0.02^2): 76 elements per million are outside the best window.
-        const OWN_ESCAPES: f64 = 0.0049;
+        const NATURAL_ESCAPES: f64 = 0.0049;
         let mut bytes = normal_bf16(Self::ELEMENTS, 0.02, 1);
-        let more = (options.escapes - OWN_ESCAPES).max(0.0) / 64.0;
-        if more > 0.0 {
-            // Every `1 / more`-th element, displaced by its own bits, becomes 2^24 times smaller.
-            let stride = (1.0 / more) as usize;
+        let additional = (options.escapes - NATURAL_ESCAPES).max(0.0) / 64.0;
+        if additional > 0.0 {
+            // Every `1 / additional`-th element, displaced by its own bits, becomes 2^24 times smaller.
+            let stride = (1.0 / additional) as usize;
             for at in (0..Self::ELEMENTS - stride).step_by(stride) {
                 let at = at + usize::from(bytes[2 * at]) * stride / 256;
                 let value = u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]);
@@ -260,24 +260,24 @@ impl Bench<'_> {
         launches
     }
 
-    fn wanted(&self, escapes: bool, pdl: bool) -> PackedUse {
+    fn packed_use(&self, escapes: bool, pdl: bool) -> PackedUse {
         PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
 
     /// Returns the variants to time for a problem: dispatch's choice first, then the cost model's, then registered
     /// ones.
-    fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
-        let choice = self.dispatch.choose(problem, wanted);
-        let fastest = self.dispatch.candidates(problem, wanted).into_iter().map(|(spec, _)| spec);
+    fn variants(&self, problem: GemmShape, packed_use: PackedUse) -> Vec<(VariantSpec, bool)> {
+        let choice = self.dispatch.choose(problem, packed_use);
+        let fastest = self.dispatch.candidates(problem, packed_use).into_iter().map(|(spec, _)| spec);
         let mut specs: Vec<VariantSpec> = choice.into_iter().chain(fastest.take(self.options.candidates)).collect();
         if self.options.asynchronous {
             specs.extend(specs.clone().into_iter().filter_map(catalog::copied_by_threads));
         }
-        specs.extend(self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(wanted.pdl)));
-        let used = self.dispatch.registered().variants().filter_map(|spec| wanted.of(*spec));
+        specs.extend(self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(packed_use.pdl)));
+        let used = self.dispatch.registered().variants().filter_map(|spec| packed_use.of(*spec));
         specs.extend(used.filter(|spec| Plan::new(spec).is_ok()));
-        let mut seen = HashSet::new();
-        specs.retain(|spec| seen.insert(*spec));
+        let mut unique = HashSet::new();
+        specs.retain(|spec| unique.insert(*spec));
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
     }
 
@@ -288,7 +288,7 @@ impl Bench<'_> {
         let choices: Vec<VariantSpec> = launches
             .iter()
             .filter_map(|&pdl| {
-                let found = self.dispatch.compact_candidates(problem, self.wanted(true, pdl));
+                let found = self.dispatch.compact_candidates(problem, self.packed_use(true, pdl));
                 found.first().map(|(spec, _)| *spec)
             })
             .collect();
@@ -298,7 +298,7 @@ impl Bench<'_> {
         };
         let fitting: Vec<(VariantSpec, GemmCompactSpec)> = launches
             .iter()
-            .flat_map(|&pdl| self.dispatch.every_compact_candidate(self.wanted(true, pdl)))
+            .flat_map(|&pdl| self.dispatch.every_compact_candidate(self.packed_use(true, pdl)))
             .filter_map(|spec| Some((spec, of(&spec)?)))
             .filter(|(_, op)| op.batch_tile.get() >= m)
             .collect();
@@ -334,7 +334,7 @@ impl Bench<'_> {
             let specs: Vec<(VariantSpec, bool)> = self
                 .launches()
                 .into_iter()
-                .flat_map(|pdl| self.variants(problem, self.wanted(copies.escapes, pdl)))
+                .flat_map(|pdl| self.variants(problem, self.packed_use(copies.escapes, pdl)))
                 .collect();
             self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
             self.reserve(&mut ctx, specs.iter().map(|(spec, _)| (*spec, problem)))?;
@@ -401,8 +401,8 @@ impl Bench<'_> {
                 let x = halves(&normal_bf16(m as usize * k as usize, 1.0, u64::from(k)));
                 DeviceMatrix::from_host(stream, m, k, &x)
             })?;
-            let mut spare = self.timer.each(shapes.len(), |i| DeviceMatrix::zeroed(stream, m, shapes[i].0))?;
-            let io: usize = buffers.iter().chain(&spare).map(DeviceMatrix::bytes).sum();
+            let mut separate = self.timer.each(shapes.len(), |i| DeviceMatrix::zeroed(stream, m, shapes[i].0))?;
+            let io: usize = buffers.iter().chain(&separate).map(DeviceMatrix::bytes).sum();
             // With `gated`, the product of gate and up has half as many columns, so its output can be an input, too.
             let gate_and_up = |i: usize| shapes[(i + 1) % shapes.len()].1 * 2 == shapes[i].0;
             let mut pass = |gated: bool, run: &mut Run<'_>| {
@@ -410,7 +410,7 @@ impl Bench<'_> {
                     let next = (i + 1) % shapes.len();
                     match buffers.get_disjoint_mut([i, next]) {
                         Ok([x, y]) if y.cols() == *n || gated && gate_and_up(i) => run(i, x.view(), y.view_mut())?,
-                        _ => run(i, buffers[i].view(), spare[i].view_mut())?,
+                        _ => run(i, buffers[i].view(), separate[i].view_mut())?,
                     }
                 }
                 Ok(())
@@ -425,15 +425,15 @@ impl Bench<'_> {
             contenders.push(Contender::cublas(graph, bytes as u64));
             let kinds = self.launches();
             let gated = kinds.iter().map(|pdl| (*pdl, true));
-            let ways: Vec<(bool, bool)> = kinds.iter().map(|pdl| (*pdl, false)).chain(gated).collect();
-            for (pdl, gated) in ways {
+            let kinds_and_gating: Vec<(bool, bool)> = kinds.iter().map(|pdl| (*pdl, false)).chain(gated).collect();
+            for (pdl, gated) in kinds_and_gating {
                 let specs = (0..shapes.len())
                     .map(|i| {
                         let problem = GemmShape { m, n: shapes[i].0, k: shapes[i].1 };
                         let epilogue = if gated && gate_and_up(i) { Epilogue::SiluMul } else { Epilogue::Store };
-                        let wanted = PackedUse { epilogue, ..self.wanted(weights[i].escapes, pdl) };
+                        let packed_use = PackedUse { epilogue, ..self.packed_use(weights[i].escapes, pdl) };
                         self.dispatch
-                            .choose(problem, wanted)
+                            .choose(problem, packed_use)
                             .map(|spec| (spec, problem))
                             .ok_or(BenchError::NoVariant(problem))
                     })

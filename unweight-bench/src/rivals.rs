@@ -153,8 +153,8 @@ impl Encodings {
 }
 
 impl Bench<'_> {
-    fn say_bits(&self, what: &str, bytes: u64, elements: usize) {
-        (self.progress)(&format!("{what}: {:.3} bits a weight", bytes as f64 * 8.0 / elements as f64));
+    fn report_bits(&self, what: &str, bytes: u64, elements: usize) {
+        (self.progress)(&format!("{what}: {:.3} bits per weight", bytes as f64 * 8.0 / elements as f64));
     }
 
     fn encodings(&self, bytes: &[u8], (n, k): (u32, u32)) -> Result<Encodings, BenchError> {
@@ -164,11 +164,11 @@ impl Bench<'_> {
         let tensor = huffman::encode(matrix, CodeLimit::DEFAULT)?;
         let pack = packed::pack(matrix, &counts).map_err(|why| BenchError::Unpackable { n, k, why })?;
         let dense = compact::encode(matrix, &counts).map_err(|why| BenchError::Uncompact { n, k, why })?;
-        let unit = Unit::encode(bytes, THREADS).map_err(unheld("DFloat11", (n, k)))?;
-        let zip = zipserv::encode(bytes, rows, cols).map_err(unheld("ZipServ", (n, k)))?;
+        let unit = Unit::encode(bytes, THREADS).map_err(not_storable("DFloat11", (n, k)))?;
+        let zip = zipserv::encode(bytes, rows, cols).map_err(not_storable("ZipServ", (n, k)))?;
         // Enough copies of the smallest encoding for the rotation.
         let copies = self.timer.copies(elements * 4 / 3);
-        let held = not_taken((n, k));
+        let to_error = upload_error((n, k));
         let whole = DeviceMatrix::upload(stream, matrix)?;
         let encodings = Encodings {
             n,
@@ -177,16 +177,19 @@ impl Bench<'_> {
             huffman: (0..copies).map(|_| DeviceHuffman::upload(stream, &tensor)).collect::<Result<_, _>>()?,
             packed: self.timer.each(copies, |_| DevicePacked::upload(stream, &pack))?,
             compact: self.timer.each(copies, |_| DeviceCompact::upload(stream, &dense))?,
-            units: (0..copies).map(|_| DeviceUnit::upload(stream, &unit)).collect::<Result<_, _>>().map_err(&held)?,
-            zips: (0..copies).map(|_| DeviceZip::upload(stream, &zip)).collect::<Result<_, _>>().map_err(held)?,
+            units: (0..copies)
+                .map(|_| DeviceUnit::upload(stream, &unit))
+                .collect::<Result<_, _>>()
+                .map_err(&to_error)?,
+            zips: (0..copies).map(|_| DeviceZip::upload(stream, &zip)).collect::<Result<_, _>>().map_err(to_error)?,
             zip: ZipKernels::of(stream, self.kernels, n)?,
             tensor,
         };
-        self.say_bits("unweight huffman", encodings.tensor.coded_bytes(), elements);
-        self.say_bits("unweight packed", encodings.packed[0].bytes(), elements);
-        self.say_bits("unweight compact", encodings.compact[0].bytes(), elements);
-        self.say_bits("dfloat11", encodings.units[0].bytes(), elements);
-        self.say_bits("zipserv", encodings.zips[0].bytes(), elements);
+        self.report_bits("unweight huffman", encodings.tensor.coded_bytes(), elements);
+        self.report_bits("unweight packed", encodings.packed[0].bytes(), elements);
+        self.report_bits("unweight compact", encodings.compact[0].bytes(), elements);
+        self.report_bits("dfloat11", encodings.units[0].bytes(), elements);
+        self.report_bits("zipserv", encodings.zips[0].bytes(), elements);
         Ok(encodings)
     }
 
@@ -248,11 +251,11 @@ impl Bench<'_> {
         contenders.push(contender("dfloat11", recorded, encodings.units[0].bytes() + written, None));
         // The usual alternative to compression if memory is short: weights stay in host memory. One copy takes long
         // enough to hide the gap between two graphs.
-        let mut waiting = Pinned::zeroed(self.kernels.device(), expected.len())?;
-        waiting.copy_from_slice(&expected);
-        let waiting = HostSource::new(stream, waiting);
+        let mut pinned = Pinned::zeroed(self.kernels.device(), expected.len())?;
+        pinned.copy_from_slice(&expected);
+        let host_source = HostSource::new(stream, pinned);
         flat[0].fill_bytes(stream, 0xff)?;
-        let fetch = || waiting.copy(0, expected.len(), &flat[0], 0);
+        let fetch = || host_source.copy(0, expected.len(), &flat[0], 0);
         fetch()?;
         stream.synchronize()?;
         let recorded = (stream.capture(fetch)?, 1);
@@ -267,7 +270,7 @@ impl Bench<'_> {
         contenders.push(contender("copy of bf16", recorded, 2 * written, None));
         let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
         // The graphs use these.
-        drop((ctx, packer, out, flat, dfloat11, waiting));
+        drop((ctx, packer, out, flat, dfloat11, host_source));
         rows
     }
 
@@ -287,7 +290,7 @@ impl Bench<'_> {
         ] {
             let bytes = float_weights(float, rows * cols, 7);
             let tensor = exponents::encode(FloatMatrix::new(float, &bytes, rows, cols)?, CodeLimit::DEFAULT)?;
-            self.say_bits(name, tensor.coded_bytes(), rows * cols);
+            self.report_bits(name, tensor.coded_bytes(), rows * cols);
             let (arch, bits) = (self.kernels.device().info().arch, tensor.exponents().code().max_length());
             let spec = element_decoder(arch, float, bits).ok_or(BenchError::CodeBits { bits })?;
             let decoder = Decoder::new(self.kernels.get(&spec)?)?;
@@ -330,8 +333,9 @@ impl Bench<'_> {
         let expected = y.to_host(stream)?;
         let mut contenders = vec![Contender::cublas(recorded, io + encodings.whole[0].bytes() as u64)];
 
-        let wanted = PackedUse { escapes: encodings.packed[0].has_escapes(), pdl: false, epilogue: Epilogue::Store };
-        let spec = self.kernels.chooser().choose(problem, wanted).ok_or(BenchError::NoVariant(problem))?;
+        let packed_use =
+            PackedUse { escapes: encodings.packed[0].has_escapes(), pdl: false, epilogue: Epilogue::Store };
+        let spec = self.kernels.chooser().choose(problem, packed_use).ok_or(BenchError::NoVariant(problem))?;
         ctx.reserve(context_size(&spec, problem, info.sms)?)?;
         let packed = PackedGemm::new(self.kernels.get(&spec)?)?;
         let compact = self.compact(m)?;
@@ -359,7 +363,7 @@ impl Bench<'_> {
         let mut flat = DeviceBuffer::<u16>::zeroed(stream, encodings.n as usize * encodings.k as usize)?;
         let palette_bytes = encodings.huffman[0].as_palette(&palettes[0]).bytes() as u64;
         let exponent_bytes = encodings.tensor.coded_bytes();
-        for (name, there, weights) in [
+        for (name, has_kernel, weights) in [
             ("unweight huffman", exponent_product.is_some(), exponent_bytes),
             ("unweight palette", palette_product.is_some(), palette_bytes),
             ("unweight packed", true, encodings.packed[0].bytes()),
@@ -368,7 +372,7 @@ impl Bench<'_> {
             ("zipserv by cublas", true, encodings.zips[0].bytes() + 2 * encodings.whole[0].bytes() as u64),
             ("dfloat11 by cublas", true, encodings.units[0].bytes() + 2 * encodings.whole[0].bytes() as u64),
         ] {
-            if !there {
+            if !has_kernel {
                 continue;
             }
             let mut run = |copy: usize, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
@@ -432,15 +436,15 @@ impl Bench<'_> {
         let dense = self.timer.each(copies, |_| DeviceBuffer::from_host(stream, &values))?;
         let mut coded = Vec::new();
         for (name, layout) in MATVANS {
-            let matrix = matvans::encode(&values, d, d, layout).map_err(unheld("MatVANS", (extent, extent)))?;
-            self.say_bits(&format!("{name} at {entropy} bits"), matrix.bytes(), d * d);
+            let matrix = matvans::encode(&values, d, d, layout).map_err(not_storable("MatVANS", (extent, extent)))?;
+            self.report_bits(&format!("{name} at {entropy} bits"), matrix.bytes(), d * d);
             coded.push((name, self.timer.each(copies, |_| DeviceMatvans::upload(stream, &matrix))?));
         }
         let mut vectors = self.timer.each(copies + 1, |_| DeviceBuffer::<i8>::zeroed(stream, d))?;
         vectors[0].write(stream, 0, &first)?;
         let mut contenders = Vec::new();
         for name in MATVANS.map(|(name, _)| name).into_iter().chain(["int8 dp4a"]) {
-            let matrices = coded.iter().find(|(own, _)| *own == name).map(|(_, matrices)| matrices);
+            let matrices = coded.iter().find(|(coded_name, _)| *coded_name == name).map(|(_, matrices)| matrices);
             let bytes = matrices.map_or((d * d) as u64, |matrices| matrices[0].bytes()) + 2 * d as u64;
             let mut run = |copy: usize| {
                 let Ok([x, y]) = vectors.get_disjoint_mut([copy, copy + 1]) else { return Ok(()) };
@@ -471,10 +475,10 @@ impl Bench<'_> {
         let problem = GemmShape { m: 0, n: u32::try_from(bytes).unwrap_or(u32::MAX), k: 1 };
         let vector = |seed: u64| -> Vec<u8> {
             // Maps 16 random bits to an exponent.
-            let (mut table, mut left) = (Vec::with_capacity(1 << 16), 0.0);
+            let (mut table, mut cumulative) = (Vec::with_capacity(1 << 16), 0.0);
             for (exponent, share) in tans::QWEN3_14B.iter().enumerate() {
-                left += share;
-                let end = ((left * 65536.0) as usize).min(1 << 16);
+                cumulative += share;
+                let end = ((cumulative * 65536.0) as usize).min(1 << 16);
                 table.resize(end.max(table.len()), exponent as u8);
             }
             table.resize(1 << 16, 13);
@@ -495,11 +499,11 @@ impl Bench<'_> {
         for (name, per_stream) in [("tans 128", 128), ("tans 256", 256), ("tans 512", 512), ("tans 1024", 1024)] {
             let code = |bytes: &[u8]| -> Result<DeviceTans, BenchError> {
                 let shape = (problem.n, 1);
-                let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(unheld("tANS", shape))?;
-                DeviceTans::upload(stream, &vector).map_err(not_taken(shape))
+                let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(not_storable("tANS", shape))?;
+                DeviceTans::upload(stream, &vector).map_err(upload_error(shape))
             };
             let (a, b) = (code(&a)?, code(&b)?);
-            self.say_bits(name, a.bytes(), bytes);
+            self.report_bits(name, a.bytes(), bytes);
             out.fill_bytes(stream, 0xff)?;
             let mut run = |_| kernels.add(stream, &a, &b, &mut out);
             run(0)?;
@@ -537,14 +541,14 @@ fn contender(name: &str, (graph, launches): (unweight_rt::Graph, usize), bytes: 
 }
 
 /// Returns the error for a format that cannot hold weights of this shape.
-pub(crate) fn unheld<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
+pub(crate) fn not_storable<E: std::fmt::Display>(system: &'static str, (n, k): (u32, u32)) -> impl Fn(E) -> BenchError {
     move |why| BenchError::Unheld { system, n, k, why: why.to_string() }
 }
 
 /// Converts an error of uploading weights of this shape to a rival's format.
-pub(crate) fn not_taken(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
+pub(crate) fn upload_error(shape: (u32, u32)) -> impl Fn(unweight_rivals::cuda::Error) -> BenchError {
     move |error| match error {
         unweight_rivals::cuda::Error::Device(error) => BenchError::Device(error),
-        other => unheld("a rival", shape)(other),
+        other => not_storable("a rival", shape)(other),
     }
 }

@@ -90,23 +90,23 @@ struct SpeculateRow {
 
 /// Runs sequences to their ends. Returns their tokens and the tokens per second from the time when all of them run.
 fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u32>>, f64), EngineError> {
-    let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+    let mut generated = BTreeMap::<SeqId, Vec<u32>>::new();
     for (prompt, seed) in prompts.iter().zip(1..) {
         let params = SampleParams::default().temperature(100.0).seed(seed);
-        told.insert(engine.add(Request::new(prompt.clone()).max_new_tokens(new).params(params))?, Vec::new());
+        generated.insert(engine.add(Request::new(prompt.clone()).max_new_tokens(new).params(params))?, Vec::new());
     }
-    let mut begun: Option<(Instant, usize)> = None;
+    let mut all_running: Option<(Instant, usize)> = None;
     while !engine.is_idle() {
         for event in engine.step()? {
-            told.entry(event.seq).or_default().push(event.token);
+            generated.entry(event.seq).or_default().push(event.token);
         }
-        if engine.running() == prompts.len() && begun.is_none() {
-            begun = Some((Instant::now(), told.values().map(Vec::len).sum()));
+        if engine.running() == prompts.len() && all_running.is_none() {
+            all_running = Some((Instant::now(), generated.values().map(Vec::len).sum()));
         }
     }
-    let all: usize = told.values().map(Vec::len).sum();
-    let rate = begun.map_or(f64::NAN, |(start, before)| (all - before) as f64 / start.elapsed().as_secs_f64());
-    Ok((told.into_values().collect(), rate))
+    let total: usize = generated.values().map(Vec::len).sum();
+    let rate = all_running.map_or(f64::NAN, |(start, before)| (total - before) as f64 / start.elapsed().as_secs_f64());
+    Ok((generated.into_values().collect(), rate))
 }
 
 /// Measures sequences with and without drafts for each of `batches`: `tokens` new tokens after prompts of `tokens`
@@ -124,30 +124,31 @@ pub fn bench_speculate(
     let speculate = options.speculate;
     let largest = batches.iter().copied().max().unwrap_or(1);
     let load = |speculate: u32| {
-        let own = options.clone().max_batch(largest).context(2 * tokens).prefix_cache(false).speculate(speculate);
-        let engine = Engine::random(kernels, config.clone(), own, &|loaded| {
+        let options = options.clone().max_batch(largest).context(2 * tokens).prefix_cache(false).speculate(speculate);
+        let engine = Engine::random(kernels, config.clone(), options, &|loaded| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
             }
         })?;
-        progress(&format!("up to {speculate} drafted tokens: {}", engine.memory()));
+        progress(&format!("engine with up to {speculate} drafted tokens loaded: {}", engine.memory()));
         Ok::<_, EngineError>(engine)
     };
     let (mut plain, mut drafting) = (load(0)?, load(speculate)?);
     let (vocab, mut random, mut rows) = (config.vocab, Random::new(7), Vec::new());
     for &batch in batches {
-        let any: Vec<Vec<u32>> =
+        let random_prompts: Vec<Vec<u32>> =
             (0..batch).map(|_| (0..tokens).map(|_| random.below(vocab.into()) as u32).collect()).collect();
-        let (texts, _) = run(&mut plain, &any, tokens)?;
+        let (texts, _) = run(&mut plain, &random_prompts, tokens)?;
         for text in Text::ALL {
-            let prompts: Vec<Vec<u32>> = texts.iter().map(|told| text.prompt(told, &mut random, vocab)).collect();
+            let prompts: Vec<Vec<u32>> =
+                texts.iter().map(|following| text.prompt(following, &mut random, vocab)).collect();
             let before = drafting.draft_counts();
             let (mut rates, mut other_tokens) = ([Vec::new(), Vec::new()], 0);
             for round in 0..=rounds {
                 let (expected, plain_rate) = run(&mut plain, &prompts, tokens)?;
-                let (told, rate) = run(&mut drafting, &prompts, tokens)?;
-                let pairs = told.iter().flatten().zip(expected.iter().flatten());
-                other_tokens = pairs.filter(|(told, expected)| told != expected).count();
+                let (drafted_tokens, rate) = run(&mut drafting, &prompts, tokens)?;
+                let pairs = drafted_tokens.iter().flatten().zip(expected.iter().flatten());
+                other_tokens = pairs.filter(|(drafted, expected)| drafted != expected).count();
                 // The first round warms up.
                 if round > 0 {
                     rates[0].push(plain_rate);
@@ -186,8 +187,8 @@ impl fmt::Display for SpeculateReport {
         let Self { device: DeviceInfo { name, driver, .. }, speculate, tokens, rounds, .. } = self;
         writeln!(
             f,
-            "{name}, CUDA {driver}; {tokens} new tokens behind {tokens}, up to {speculate} drafted, median of {rounds}\n\n\
-             | batch | text | tokens/s without | with drafts | speedup | accepted | other tokens |\n\
+            "{name}, CUDA {driver}; {tokens} new tokens after prompts of {tokens}, up to {speculate} drafted, median of {rounds} rounds\n\n\
+             | batch | text | tokens/s without drafts | with drafts | speedup | accepted | other tokens |\n\
              |---|---|---|---|---|---|---|"
         )?;
         for row in &self.rows {
@@ -210,13 +211,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_repeat_what_they_say() {
+    fn prompts_repeat_the_text_as_documented() {
         let text: Vec<u32> = (1000..1128).collect();
         let mut random = Random::new(1);
         let kept = Text::ALL.map(|kind| {
             let prompt = kind.prompt(&text, &mut random, 1000);
             assert_eq!(prompt.len(), text.len());
-            prompt.iter().zip(&text).filter(|(own, said)| own == said).count()
+            prompt.iter().zip(&text).filter(|(prompt, text)| prompt == text).count()
         });
         assert_eq!(kept, [120, 64, 0, 86]);
     }

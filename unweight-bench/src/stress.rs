@@ -61,7 +61,7 @@ use unweight_rt::{
 
 use crate::{data::normal_bf16, error::BenchError};
 use load::Load;
-use products::{batches, takes};
+use products::{batches, supports};
 pub use report::{Plant, StressOptions, StressReport, StressRow};
 use results::{differs, mismatch};
 use weights::{CodedOnDevice, Weights, exponents_by_tile, with_any_bits};
@@ -156,9 +156,9 @@ impl Run<'_> {
             let start = Instant::now();
             let before = rows.len();
             self.shape(shape, (&kernels, rivals.as_ref()), &compare, &mut rows, progress)?;
-            let bad = rows[before..].iter().filter(|row| !row.is_clean()).count();
+            let failed = rows[before..].iter().filter(|row| !row.is_clean()).count();
             let (problems, seconds) = (rows.len() - before, start.elapsed().as_secs_f64());
-            progress(&format!("{} x {}: {problems} problems, {bad} not clean, {seconds:.0} s", shape.0, shape.1));
+            progress(&format!("{} x {}: {problems} problems, {failed} failed, {seconds:.0} s", shape.0, shape.1));
         }
         rows.extend(self.encoders()?);
         rows.extend(self.compressor()?);
@@ -184,9 +184,9 @@ impl Run<'_> {
         if let Some(Plant::UnfencedRefill) = self.options.plant {
             let clean = requests.clone();
             // Variants without the copy engine include the header but do not call the function with the fence.
-            let copied = specs.iter().map(|spec| !spec.op.instructions().has(Instruction::AsyncCopy));
-            for (request, _) in requests.iter_mut().zip(copied).filter(|(_, copied)| *copied) {
-                take_out_the_fence(request);
+            let uses_copy_engine = specs.iter().map(|spec| !spec.op.instructions().has(Instruction::AsyncCopy));
+            for (request, _) in requests.iter_mut().zip(uses_copy_engine).filter(|(_, uses)| *uses) {
+                remove_fence(request);
             }
             if requests == clean {
                 return Err(BenchError::NoFence);
@@ -221,7 +221,7 @@ impl Run<'_> {
                 Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) | Op::GemmCompact(_) => {
                     for m in batches(spec) {
                         let shape = GemmShape { m, n: shape.0, k: shape.1 };
-                        if !takes(spec, shape, self.kernels.device().info().sms) {
+                        if !supports(spec, shape, self.kernels.device().info().sms) {
                             continue;
                         }
                         let subject = match spec.op {
@@ -321,12 +321,12 @@ impl Run<'_> {
         let mut wrong = check(&first);
 
         let differing = DeviceBuffer::<u32>::zeroed(stream, 1)?;
-        let hold = || -> Result<(), DeviceError> {
-            let (mut runs, mut want) = (base, expected.address());
+        let compare_outputs = || -> Result<(), DeviceError> {
+            let (mut runs, mut reference) = (base, expected.address());
             let (mut pieces, mut count) = (bytes as u64 / 16, differing.address());
             let mut arguments = [
                 (&raw mut runs).cast::<c_void>(),
-                (&raw mut want).cast(),
+                (&raw mut reference).cast(),
                 (&raw mut pieces).cast(),
                 (&raw mut count).cast(),
             ];
@@ -334,7 +334,7 @@ impl Run<'_> {
             // through the wait below.
             unsafe { compare.launch(stream, (RUNS, 1024), 0, &mut arguments) }
         };
-        hold()?;
+        compare_outputs()?;
         let rounds = self.options.launches.div_ceil(RUNS).max(2);
         let graph: Graph = stream.capture(|| (0..RUNS).try_for_each(|run| launch(address(run))))?;
         for round in 1..rounds {
@@ -345,11 +345,11 @@ impl Run<'_> {
                 // SAFETY: everything that the launches use lives until the wait below.
                 unsafe { graph.launch() }?;
             }
-            hold()?;
+            compare_outputs()?;
         }
         let differing = differing.read(stream, 0, 1)?[0];
         if outputs.padding(stream)?.iter().any(|byte| *byte != GUARD) {
-            wrong = Some("it wrote past the end of its output".to_owned());
+            wrong = Some("the kernel wrote past the end of its output".to_owned());
         }
         let GemmShape { m, n, k } = *shape;
         Ok(StressRow { variant: name.clone(), m, n, k, launches: rounds * RUNS, differing, wrong })
@@ -581,7 +581,7 @@ impl Run<'_> {
     /// Runs all stages of `encode_compact` together, with escapes of every kind, and compares on the host.
     fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
         let variant = format!("{}, all stages", self.family("encode_compact"));
-        if !self.options.wants(&variant) {
+        if !self.options.selects(&variant) {
             return Ok(Vec::new());
         }
         let (compressor, mut packer) = (EncodeCompact::of(self.kernels)?, Packer::new(self.stream, self.kernels)?);
@@ -597,12 +597,12 @@ impl Run<'_> {
             let weights = DeviceMatrix::upload(self.stream, matrix)?;
             let mut differing = 0;
             for _ in 0..self.options.launches.max(1) {
-                let made = match compressor.encode(&mut packer, weights.view()) {
-                    Ok(made) => made.download(self.stream)?,
+                let encoded = match compressor.encode(&mut packer, weights.view()) {
+                    Ok(encoded) => encoded.download(self.stream)?,
                     Err(EncodeCompactError::Device(error)) => return Err(error.into()),
                     Err(EncodeCompactError::Uncompact(why)) => return Err(BenchError::Uncompact { n, k, why }),
                 };
-                differing += u32::from(made != host);
+                differing += u32::from(encoded != host);
             }
             let (variant, launches) = (variant.clone(), self.options.launches);
             rows.push(StressRow { variant, m: 0, n, k, launches, differing, wrong: None });
@@ -613,7 +613,7 @@ impl Run<'_> {
     /// Runs all stages of `encode_huffman` together, to both encodings, and compares on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
         let name = self.family("encode_huffman");
-        if !self.options.wants(&name) {
+        if !self.options.selects(&name) {
             return Ok(Vec::new());
         }
         let (n, k) = (320u32, 448u32);
@@ -643,11 +643,11 @@ impl Run<'_> {
 const GUARD: u8 = 0xa5;
 
 /// Removes the fence from the hand-over of a slot.
-fn take_out_the_fence(request: &mut CompileRequest) {
+fn remove_fence(request: &mut CompileRequest) {
     const FENCE: &str = "    ptx::fence_proxy_async_shared();\n";
     for (name, text) in &mut request.headers {
         if name == "unweight/pipeline/ring.cuh" {
-            assert_eq!(text.matches(FENCE).count(), 1, "the header has one hand-over");
+            assert_eq!(text.matches(FENCE).count(), 1, "{name} must contain exactly one fence");
             *text = text.replace(FENCE, "");
         }
     }
@@ -674,7 +674,7 @@ fn packed_args(weights: &Weights) -> (GemmShape, PackArgs) {
 mod tests {
     use unweight_codegen::spec::{Arch, Epilogue, catalog};
 
-    use super::{weights::with_outsiders, *};
+    use super::{weights::with_outliers, *};
 
     #[test]
     fn every_variant_runs_at_the_edges_of_its_batch_tile() {
@@ -688,27 +688,27 @@ mod tests {
             let batches = batches(&spec);
             assert!([1, tile - 1, tile, tile + 1].iter().all(|m| batches.contains(m)), "{spec}: {batches:?}");
             let problems = SHAPES.iter().flat_map(|&(n, k)| batches.iter().map(move |&m| GemmShape { m, n, k }));
-            assert!(problems.filter(|shape| takes(&spec, *shape, 132)).count() >= 3 * batches.len(), "{spec}");
+            assert!(problems.filter(|shape| supports(&spec, *shape, 132)).count() >= 3 * batches.len(), "{spec}");
         }
     }
 
     #[test]
-    fn every_device_runs_what_ships_for_it() {
+    fn every_architecture_runs_its_catalogued_variants() {
         for arch in Arch::ALL {
-            let run = StressOptions::default().variants(*arch);
-            assert!(run.len() > 50 && run.iter().all(|spec| spec.arch == *arch), "{arch:?}");
-            assert!(run.iter().any(|spec| matches!(spec.op, Op::GemmMma(_))), "{arch:?}");
-            let copied = StressOptions::default().asynchronous(true).variants(*arch);
-            assert!(!copied.is_empty() && copied.iter().all(|spec| spec.arch == *arch), "{arch:?}");
+            let variants = StressOptions::default().variants(*arch);
+            assert!(variants.len() > 50 && variants.iter().all(|spec| spec.arch == *arch), "{arch:?}");
+            assert!(variants.iter().any(|spec| matches!(spec.op, Op::GemmMma(_))), "{arch:?}");
+            let asynchronous = StressOptions::default().asynchronous(true).variants(*arch);
+            assert!(!asynchronous.is_empty() && asynchronous.iter().all(|spec| spec.arch == *arch), "{arch:?}");
         }
     }
 
     #[test]
-    fn the_fault_is_planted_in_every_kernel_that_hands_slots_over() {
+    fn the_fault_is_planted_in_every_kernel_that_refills_slots() {
         for spec in catalog::all(Arch::Sm90a) {
             let clean = CompileRequest::render(&spec).unwrap();
             let mut faulty = clean.clone();
-            take_out_the_fence(&mut faulty);
+            remove_fence(&mut faulty);
             if matches!(spec.op, Op::GemmMma(_) | Op::GemmCompact(_) | Op::DecodeHuffman(_)) {
                 assert_ne!(clean, faulty, "{spec}");
             }
@@ -718,7 +718,7 @@ mod tests {
     #[test]
     fn weights_of_every_shape_can_be_packed_and_have_escapes() {
         for (n, k) in SHAPES {
-            let bytes = with_outsiders(&normal_bf16(n as usize * k as usize, 0.02, 1), k);
+            let bytes = with_outliers(&normal_bf16(n as usize * k as usize, 0.02, 1), k);
             let matrix = Matrix::new(&bytes, n as usize, k as usize).unwrap();
             let tensor = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();
             assert!(tensor.escape_count() > 8 && !tensor.escapes().is_empty(), "[{n}, {k}]");

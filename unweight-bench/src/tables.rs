@@ -79,7 +79,7 @@ const TABLE_12: [f64; 2] = [5.2, 3.3];
 
 /// Returns the report's figures for a batch.
 fn of_batch<const N: usize>(table: &[[f64; N]; 5], batch: u32) -> Option<[f64; N]> {
-    BATCHES.iter().position(|own| *own == batch).map(|at| table[at])
+    BATCHES.iter().position(|listed| *listed == batch).map(|at| table[at])
 }
 
 /// Measures the figures of all tables at `batches`, with `context` tokens in the KV cache per sequence. With `tune`,
@@ -155,7 +155,7 @@ fn steps(
             // The report ships and tunes HHR-PPR.
             .tune(tune && profile == Profile::Inference)
             .profile(Some(profile));
-        progress(&format!("whole steps, {name}"));
+        progress(&format!("measuring whole steps: {name}"));
         let report = bench_decode(kernels, DecodeModel::Geometry(config), &options, timing, progress)?;
         let named = |placement: &str| match placement {
             "bf16" => "baseline",
@@ -173,7 +173,7 @@ fn steps(
     }
     let baseline = sizes.iter().find(|(name, _)| *name == "baseline").map(|(_, size)| *size);
     for (at, name) in ["baseline", "HHR-PPR", "all Huffman", "packed"].into_iter().enumerate() {
-        let Some((_, ours)) = sizes.iter().find(|(own, _)| *own == name) else { continue };
+        let Some((_, ours)) = sizes.iter().find(|(engine, _)| *engine == name) else { continue };
         let theirs = TABLE_8.get(at).copied();
         figures.push(Figure {
             table: 8,
@@ -190,7 +190,7 @@ fn steps(
         let theirs = of_batch(&TABLE_9, batch);
         for (column, name) in [(0, "baseline"), (1, "HHR-PPR"), (1, TUNED), (2, "all Huffman"), (3, "packed")] {
             // The baseline and packed weights were measured with both profiles; the first time counts.
-            let found = all.iter().find(|(own, of, ..)| *own == name && *of == batch);
+            let found = all.iter().find(|(engine, of, ..)| *engine == name && *of == batch);
             let Some((_, _, ours, ratio)) = found else { continue };
             let theirs = theirs.filter(|_| column < 2);
             figures.push(Figure {
@@ -253,7 +253,10 @@ impl fmt::Display for Tables {
             if *table != last {
                 last = *table;
                 writeln!(f, "\nTable {table}, {unit}\n")?;
-                writeln!(f, "| | batch | here | report | over own baseline | report's |\n|---|---|---|---|---|---|")?;
+                writeln!(
+                    f,
+                    "| | batch | measured | report | measured / baseline | report's ratio |\n|---|---|---|---|---|---|"
+                )?;
             }
             let batch = batch.map_or_else(String::new, |batch| batch.to_string());
             let of = |value: &Option<f64>, digits: usize| {

@@ -33,7 +33,7 @@ pub struct TunedRow {
     pub setting: Setting,
 }
 
-/// Searches for the best setting at every batch size. `own` holds the options of the engine whose steps will be timed.
+/// Searches for the best setting at every batch size. `options` are those of the engine whose steps will be timed.
 /// Batch sizes without a choice of settings get no row.
 ///
 /// # Errors
@@ -41,12 +41,12 @@ pub struct TunedRow {
 pub(crate) fn search(
     kernels: &KernelSet,
     config: &ModelConfig,
-    (own, stored): (EngineOptions, RandomStored),
+    (options, stored): (EngineOptions, RandomStored),
     (batches, context): (&[u32], u32),
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<TunedRow>, BenchError> {
-    let told = |_: &LoadProgress<'_>| {};
-    let mut engine = Engine::random_stored(kernels, config.clone(), own.graphs(false), stored, &told)?;
+    let ignore_progress = |_: &LoadProgress<'_>| {};
+    let mut engine = Engine::random_stored(kernels, config.clone(), options.graphs(false), stored, &ignore_progress)?;
     let folder = tempfile::tempdir().map_err(BenchError::Temporary)?;
     let mut rows = Vec::new();
     for &batch in batches {
@@ -60,8 +60,8 @@ pub(crate) fn search(
         let mut objective = StepObjective::new(&mut engine, &space, (batch, context), ROUNDS, &start, &|| false)?;
         let found = descend(space.space(), &start, &mut objective, &mut journal, &Limits::default(), &mut |_| {})?;
         let Tuned { best, gain, measured, .. } = found;
-        let what = space.space().names(&best).join(" ");
-        progress(&format!("batch {batch}: {measured} comparisons gain {:.1} %: {what}", gain * 100.0));
+        let setting_names = space.space().names(&best).join(" ");
+        progress(&format!("batch {batch}: {:.1} % faster after {measured} comparisons: {setting_names}", gain * 100.0));
         rows.push(TunedRow { batch, gain, compared: measured, setting: space.setting(&best) });
     }
     Ok(rows)

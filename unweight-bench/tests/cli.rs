@@ -9,7 +9,7 @@ use unweight_format::{
 };
 
 /// Runs a command that must exit with 2, and returns its standard error.
-fn refused(arguments: &[&str]) -> String {
+fn usage_error(arguments: &[&str]) -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_unweight-bench")).args(arguments).output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2), "{arguments:?}: {text}");
@@ -22,10 +22,10 @@ fn decode_rejects_arguments_that_contradict_each_other() {
         (&["decode"], "--geometry"),
         (&["decode", "--geometry", "llama-9"], "llama-9"),
         (&["decode", "bundle", "--geometry", "llama-3.1-8b"], "cannot be used with"),
-        (&["decode", "--geometry", "llama-3.2-1b", "--tune", "--placement", "packed"], "give --placement stored"),
+        (&["decode", "--geometry", "llama-3.2-1b", "--tune", "--placement", "packed"], "pass --placement stored"),
     ];
     for (arguments, expected) in cases {
-        let text = refused(arguments);
+        let text = usage_error(arguments);
         assert!(text.contains(expected) && !text.contains("libcuda"), "{arguments:?}: {text}");
     }
 }
@@ -48,12 +48,12 @@ fn decode_parses_a_list_of_batches_apart_from_the_bundle() {
     };
     demo_model::write(&model, &tiny).unwrap();
     bundle::compress(&model, &dir, &CompressOptions::default(), &Silent).unwrap();
-    let text = refused(&["decode", "--batch", "1,8", dir.to_str().unwrap()]);
+    let text = usage_error(&["decode", "--batch", "1,8", dir.to_str().unwrap()]);
     assert!(text.contains("libcuda"), "{text}");
 }
 
 #[test]
-fn errors_are_json_where_it_is_asked_for() {
+fn errors_are_json_with_json() {
     let output = Command::new(env!("CARGO_BIN_EXE_unweight-bench"))
         .args(["decode", "--geometry", "llama-3.2-1b", "--tune", "--json"])
         .output()

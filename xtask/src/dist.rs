@@ -21,7 +21,7 @@ use minisign::{SecretKey, SecretKeyBox};
 
 use crate::{
     gpu_pack,
-    run::{self, cargo, prepared, root, run, succeeds},
+    run::{self, cargo, root, run, succeeds, target_dir},
     rustc, setup, wheel,
 };
 
@@ -30,7 +30,7 @@ pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The version of cargo-cyclonedx, which writes the SBOMs.
 const CYCLONEDX: &str = "0.5.9";
 /// Features for musl: CPU only, because a static program cannot load the driver.
-const FEATURES_OF_MUSL: &str = "cli,dfloat11,plots,sign";
+const MUSL_FEATURES: &str = "cli,dfloat11,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
@@ -50,7 +50,7 @@ struct Options {
 impl Options {
     fn parse(arguments: &[String]) -> Result<Self, String> {
         let mut options =
-            Self { targets: Vec::new(), out: prepared(OUT), key: None, password_file: None, allows_dirty: false };
+            Self { targets: Vec::new(), out: target_dir(OUT), key: None, password_file: None, allows_dirty: false };
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
             let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
@@ -69,7 +69,7 @@ impl Options {
         let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
         // The build runs the command to write its manual pages, so this machine must be able to run the target.
         if let Some(other) = options.targets.iter().find(|&target| ![&gnu, &musl].contains(&target)) {
-            return Err(format!("cannot build for '{other}' on this machine; --target takes {gnu} or {musl}"));
+            return Err(format!("cannot build for '{other}' on this machine; pass --target {gnu} or {musl}"));
         }
         if options.targets.is_empty() {
             options.targets.push(gnu);
@@ -96,12 +96,12 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
     let cyclonedx = cyclonedx()?;
 
-    let out = emptied(&options.out)?;
+    let out = create_empty(&options.out)?;
     for target in &options.targets {
-        files_for(target, &epoch, &cyclonedx, &out)?;
+        build_target(target, &epoch, &cyclonedx, &out)?;
     }
-    write(&out.join(format!("unweight-{VERSION}.build.txt")), record(&epoch)?)?;
-    sums(&out)?;
+    write(&out.join(format!("unweight-{VERSION}.build.txt")), build_record(&epoch)?)?;
+    write_sums(&out)?;
     if let Some(secret) = secret {
         sign(&out, &secret)?;
     }
@@ -111,12 +111,12 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
 
 /// Makes an empty folder and returns its absolute path. An existing folder may only contain the files of an earlier
 /// release.
-fn emptied(out: &Path) -> Result<PathBuf, String> {
+fn create_empty(out: &Path) -> Result<PathBuf, String> {
     let io = |error: io::Error| format!("{}: {error}", out.display());
     if out.exists() {
         if !out.join(SUMS).is_file() && fs::read_dir(out).map_err(io)?.next().is_some() {
             return Err(format!(
-                "{}: not empty, and without {SUMS}; remove it or choose another folder",
+                "{}: not empty, and not a release: it has no {SUMS}; remove it or choose another folder",
                 out.display()
             ));
         }
@@ -131,7 +131,9 @@ fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
         return Ok(());
     }
     if !tags.lines().any(|tag| tag == format!("v{VERSION}")) {
-        return Err(format!("the commit has the tag {tags}, and Cargo.toml version {VERSION}"));
+        return Err(format!(
+            "the commit has the tag {tags}, but Cargo.toml has version {VERSION}; tag the commit v{VERSION}"
+        ));
     }
     let heading = format!("## [{VERSION}] - ");
     let date = changelog.lines().find_map(|line| line.strip_prefix(&heading)).unwrap_or_default();
@@ -142,16 +144,16 @@ fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
 }
 
 /// Makes the archives, the wheel and the SBOMs for a target.
-fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
-    let (command, wheel) = built(target, epoch)?;
+fn build_target(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
+    let (command, wheel) = build_command(target, epoch)?;
     archive(&command, &name(target), epoch, out)?;
-    let sbom = |manifest: &str, made: &str, features: &[&str], name: &str| {
-        bill(cyclonedx, &root().join(manifest), made, &[features, &["--target", target]].concat(), epoch)
+    let sbom = |manifest: &str, artifact: &str, features: &[&str], name: &str| {
+        generate_sbom(cyclonedx, &root().join(manifest), artifact, &[features, &["--target", target]].concat(), epoch)
             .and_then(|text| write(&out.join(name), text))
     };
     let features: &[&str] = match wheel {
         Some(_) => &["--features", "full"],
-        None => &["--no-default-features", "--features", FEATURES_OF_MUSL],
+        None => &["--no-default-features", "--features", MUSL_FEATURES],
     };
     sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", name(target)))?;
     if let Some(wheel) = &wheel {
@@ -164,7 +166,7 @@ fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<
 }
 
 /// Builds the command, and the wheel if this target has one.
-fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
+fn build_command(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
     let wrapper = env::current_exe().map_err(|error| format!("xtask: {error}"))?;
     let variables = [
         ("RUSTC_WRAPPER", wrapper.into_os_string()),
@@ -185,14 +187,14 @@ fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String
     }
     let arguments = [
         &["build", "--profile", "dist", "--locked", "--target", target][..],
-        &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", FEATURES_OF_MUSL],
+        &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", MUSL_FEATURES],
     ];
     Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
 }
 
 /// Packs the command with its documents, twice: gzip is available everywhere, zstd is smaller.
 fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
-    let stage = prepared("dist-stage");
+    let stage = target_dir("dist-stage");
     setup::remove(&stage)?;
     let folder = stage.join(name);
     let io = |error: io::Error| format!("{}: {error}", folder.display());
@@ -203,24 +205,24 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
     }
     let unweight = folder.join("unweight");
     // The output may depend on the language and the width of the terminal.
-    let own = || {
+    let unweight_command = || {
         let mut command = Command::new(&unweight);
         command.env_clear().env("LC_ALL", "C");
         command
     };
-    run(own().args(["man", "--quiet"]).arg(folder.join("man/man1")))?;
+    run(unweight_command().args(["man", "--quiet"]).arg(folder.join("man/man1")))?;
     for (shell, file) in [("bash", "unweight.bash"), ("fish", "unweight.fish"), ("zsh", "_unweight")] {
-        let script = run::output(own().args(["completions", shell]))?;
+        let script = run::output(unweight_command().args(["completions", shell]))?;
         write(&folder.join("completions").join(file), script + "\n")?;
     }
     let time = epoch.parse().map_err(|error| format!("SOURCE_DATE_EPOCH is {epoch}: {error}"))?;
     let tar = out.join(format!("{name}.tar"));
-    let packed = packed(&stage, name, time).map_err(io)?;
-    write(&tar, &packed)?;
+    let archive = tar_archive(&stage, name, time).map_err(io)?;
+    write(&tar, &archive)?;
     let gz = out.join(format!("{name}.tar.gz"));
     let encode = || {
         let mut encoder = flate2::GzBuilder::new().write(Vec::new(), flate2::Compression::best());
-        encoder.write_all(&packed)?;
+        encoder.write_all(&archive)?;
         encoder.finish()
     };
     write(&gz, encode().map_err(io)?)?;
@@ -233,7 +235,7 @@ open(sys.argv[1] + '.zst', 'wb').write(z.ZstdCompressor(level=19).compress(text)
 }
 
 /// Returns a reproducible tar archive of a folder in `stage`: sorted names, one owner, one time, two modes.
-fn packed(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
+fn tar_archive(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     let mut builder = tar::Builder::new(Vec::new());
     let mut open = vec![PathBuf::from(name)];
     while let Some(path) = open.pop() {
@@ -266,17 +268,23 @@ fn cyclonedx() -> Result<PathBuf, String> {
         let output = Command::new(program).args(["cyclonedx", "--version"]).output();
         output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim().ends_with(CYCLONEDX))
     };
-    let (host, own) = (PathBuf::from("cargo-cyclonedx"), prepared("tools/bin/cargo-cyclonedx"));
-    if let Some(program) = [host, own.clone()].into_iter().find(|program| has_version(program)) {
+    let (host, installed) = (PathBuf::from("cargo-cyclonedx"), target_dir("tools/bin/cargo-cyclonedx"));
+    if let Some(program) = [host, installed.clone()].into_iter().find(|program| has_version(program)) {
         return Ok(program);
     }
     let arguments = ["install", "--locked", "--quiet", "cargo-cyclonedx", "--version", CYCLONEDX, "--root"];
-    run(cargo().args(arguments).arg(prepared("tools")))?;
-    Ok(own)
+    run(cargo().args(arguments).arg(target_dir("tools")))?;
+    Ok(installed)
 }
 
 /// Returns the SBOM of a manifest's artifact, without the path of this workspace.
-fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: &str) -> Result<String, String> {
+fn generate_sbom(
+    cyclonedx: &Path,
+    manifest: &Path,
+    artifact: &str,
+    options: &[&str],
+    epoch: &str,
+) -> Result<String, String> {
     let mut command = Command::new(cyclonedx);
     command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
     command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
@@ -287,24 +295,24 @@ fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: 
     let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
     let files = git(&files)?;
     for file in files.lines().map(|file| root().join(file)) {
-        if file.file_name().is_some_and(|name| *name == *format!("{made}.cdx.json")) {
+        if file.file_name().is_some_and(|name| *name == *format!("{artifact}.cdx.json")) {
             found = Some(read(&file)?);
         }
         fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
     }
-    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {made}.cdx.json"))?;
-    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::NAME_OF_ROOT)))
+    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {artifact}.cdx.json"))?;
+    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::ROOT_NAME)))
 }
 
 /// Returns the commit and the tools of the build.
-fn record(epoch: &str) -> Result<String, String> {
-    let first = |program: &str| -> Result<String, String> {
+fn build_record(epoch: &str) -> Result<String, String> {
+    let version_line = |program: &str| -> Result<String, String> {
         let text = run::output(Command::new(program).arg("--version"))?;
         Ok(text.lines().next().unwrap_or_default().to_owned())
     };
     let mut lines = vec![format!("commit {}", git(&["rev-parse", "HEAD"])?), format!("SOURCE_DATE_EPOCH {epoch}")];
     for program in ["rustc", "cargo"] {
-        lines.push(first(program)?);
+        lines.push(version_line(program)?);
     }
     lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
     lines.extend(wheel::DIST_TOOLS.map(|tool| tool.replace("==", " ")));
@@ -312,7 +320,7 @@ fn record(epoch: &str) -> Result<String, String> {
 }
 
 /// Writes the digests of all files.
-fn sums(out: &Path) -> Result<(), String> {
+fn write_sums(out: &Path) -> Result<(), String> {
     let entries = fs::read_dir(out).map_err(|error| format!("{}: {error}", out.display()))?;
     let mut names: Vec<OsString> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
     names.sort();
@@ -331,7 +339,7 @@ fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> 
         }
     };
     secret.map_err(|error| {
-        let help = "give a secret key of minisign; one with a password needs --password-file FILE";
+        let help = "pass a minisign secret key; a key with a password needs --password-file FILE";
         format!("{}: not a usable minisign secret key ({error}); {help}", key.display())
     })
 }
@@ -355,7 +363,7 @@ fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
 
 fn git(arguments: &[&str]) -> Result<String, String> {
     if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
-        return Err("a release is made from a commit; this is not a git repository".to_owned());
+        return Err("this is not a git repository with a commit; build a release from a checkout".to_owned());
     }
     run::output(Command::new("git").current_dir(root()).args(arguments))
 }
@@ -374,52 +382,52 @@ mod tests {
     fn options_are_parsed() {
         let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
         assert_eq!(parsed(&[]).unwrap().targets, [gnu.as_str()]);
-        let both = ["--target", &gnu, "--target", &musl, "--sign", "k", "--password-file", "p"];
-        let options = parsed(&both).unwrap();
+        let arguments = ["--target", &gnu, "--target", &musl, "--sign", "k", "--password-file", "p"];
+        let options = parsed(&arguments).unwrap();
         assert_eq!(options.targets, [gnu, musl]);
         assert_eq!((options.key, options.password_file), (Some("k".into()), Some("p".into())));
-        for (wrong, why) in [
+        for (arguments, message) in [
             (&["--target", "riscv64gc-unknown-linux-gnu"][..], "cannot build for 'riscv64gc"),
             (&["--password-file", "p"], "needs --sign"),
             (&["--sign"], "needs a value"),
             (&["out"], "unexpected argument 'out'"),
         ] {
-            assert!(parsed(wrong).unwrap_err().contains(why), "{wrong:?}");
+            assert!(parsed(arguments).unwrap_err().contains(message), "{arguments:?}");
         }
     }
 
     #[test]
-    fn tags_are_those_of_the_version_and_its_date() {
+    fn tags_match_the_version_and_the_changelog_has_its_date() {
         let changelog = |date: &str| format!("# Changelog\n\n## [{VERSION}] - {date}\n\nFirst.\n");
-        let (own, released) = (format!("v{VERSION}"), changelog("2027-01-31"));
+        let (tag, released) = (format!("v{VERSION}"), changelog("2027-01-31"));
         assert_eq!(check_tags("", &changelog("unreleased")), Ok(()));
-        assert_eq!(check_tags(&own, &released), Ok(()));
+        assert_eq!(check_tags(&tag, &released), Ok(()));
         assert!(check_tags("v9.9.9", &released).unwrap_err().contains("the tag v9.9.9"));
-        assert!(check_tags(&own, &changelog("unreleased")).unwrap_err().contains("has no date"));
-        assert!(check_tags(&own, "").unwrap_err().contains("has no date"));
+        assert!(check_tags(&tag, &changelog("unreleased")).unwrap_err().contains("has no date"));
+        assert!(check_tags(&tag, "").unwrap_err().contains("has no date"));
     }
 
     #[test]
-    fn only_folders_of_releases_are_replaced() {
+    fn only_release_folders_are_replaced() {
         let out = env::temp_dir().join(format!("unweight-emptied-{}", std::process::id()));
         setup::remove(&out).unwrap();
-        emptied(&out).unwrap();
+        create_empty(&out).unwrap();
         write(&out.join("mine"), "").unwrap();
-        assert!(emptied(&out).unwrap_err().contains("not empty"));
+        assert!(create_empty(&out).unwrap_err().contains("not empty"));
         write(&out.join(SUMS), "").unwrap();
-        emptied(&out).unwrap();
+        create_empty(&out).unwrap();
         assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
         fs::remove_dir(&out).unwrap();
     }
 
     #[test]
-    fn sums_are_those_of_all_files_and_the_signature_covers_them() {
+    fn sums_cover_all_files_and_the_signature_covers_the_sums() {
         let out = env::temp_dir().join(format!("unweight-sums-{}", std::process::id()));
         setup::remove(&out).unwrap();
         fs::create_dir(&out).unwrap();
         write(&out.join("b"), "b").unwrap();
         write(&out.join("a"), "").unwrap();
-        sums(&out).unwrap();
+        write_sums(&out).unwrap();
         let text = fs::read_to_string(out.join(SUMS)).unwrap();
         let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  a\n";
         assert!(text.starts_with(empty) && text.ends_with("  b\n") && text.lines().count() == 2, "{text}");
@@ -468,7 +476,7 @@ mod tests {
                 write(&path, file).unwrap();
                 fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
             }
-            packed(&folder.join(name), "a", 1_700_000_000).unwrap()
+            tar_archive(&folder.join(name), "a", 1_700_000_000).unwrap()
         };
         let one = staged("one", &files, 0o600);
         let mut backwards = files;

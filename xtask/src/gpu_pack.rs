@@ -26,12 +26,12 @@ use crate::{
 };
 
 const RUN_SH: &str = r#"#!/bin/sh
-# Runs the GPU tests, whole models beside transformers and the stress run, then the benchmarks. Results go to $OUT
-# (default: ./out):
-#   gpu.log            the tests; a figure after a failed test would mean nothing, so they come first
-#   doctor.json        what the machine has
+# Runs the GPU tests, compares whole models with transformers, runs the stress test, then the benchmarks. Results go
+# to $OUT (default: ./out):
+#   gpu.log            the tests; they come first, because figures mean nothing if a test fails
+#   doctor.json        drivers and libraries of the machine
 #   tune_kills.json, .log  `unweight tune`, killed ten times
-#   parity.json, .log  whole models beside transformers: minutes
+#   parity.json, .log  whole models compared with transformers: minutes
 #   stress.json        every kernel thousands of times under load: minutes
 #   kernels.json       the benchmarks
 #   matmul.json, .svg
@@ -39,7 +39,7 @@ const RUN_SH: &str = r#"#!/bin/sh
 #   torch_decode.json
 #   serve_load.json    latency of the server under load
 # tune_kills needs Python; parity, torch_decode and serve_load need it with torch (CUDA) and transformers, serve_load
-# also with aiohttp ($PYTHON, default: python3). Where it has none they are left out, and the last line says so.
+# also with aiohttp ($PYTHON, default: python3). Without them, these are skipped, and the last line says so.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -81,7 +81,7 @@ fi
 "$here/bin/unweight-bench" decode --geometry llama-3.1-8b --batch 1,8,16,32,64,128,256 --context 1024 --breakdown \
     --json >"$out/decode.json" || exit 1
 if [ -z "$torch" ]; then
-    echo "left out: parity, torch_decode, serve_load; $python has no torch with CUDA or no transformers ($out/python.log)"
+    echo "skipped: parity, torch_decode, serve_load; $python lacks torch with CUDA or transformers ($out/python.log)"
     exit 0
 fi
 "$python" "$here/torch_decode.py" --prefill 2048 --transformers >"$out/torch_decode.json" || exit 1
@@ -121,7 +121,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     }
     if with_nvrtc {
         let library = setup::prepare()?.nvrtc;
-        let from = library.parent().ok_or("libnvrtc lies in no folder")?;
+        let from = library.parent().ok_or("the path of libnvrtc has no folder")?;
         let to = pack.join("nvrtc");
         fs::create_dir_all(&to).map_err(io(&to))?;
         for entry in fs::read_dir(from).map_err(io(from))? {
@@ -165,13 +165,13 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
 
 /// Copies the files of a folder with this extension to another folder, and creates that folder.
 fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
-    let told = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
-    fs::create_dir_all(to).map_err(|error| told(to, error))?;
-    for entry in fs::read_dir(from).map_err(|error| told(from, error))? {
-        let entry = entry.map_err(|error| told(from, error))?;
+    let with_path = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
+    fs::create_dir_all(to).map_err(|error| with_path(to, error))?;
+    for entry in fs::read_dir(from).map_err(|error| with_path(from, error))? {
+        let entry = entry.map_err(|error| with_path(from, error))?;
         let path = entry.path();
         if path.extension().is_some_and(|found| found == extension) {
-            fs::copy(&path, to.join(entry.file_name())).map_err(|error| told(&path, error))?;
+            fs::copy(&path, to.join(entry.file_name())).map_err(|error| with_path(&path, error))?;
         }
     }
     Ok(())
@@ -180,16 +180,16 @@ fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
 /// Strips debug information. If a file cannot be stripped, prints a message and keeps it.
 pub fn strip(file: &Path) {
     if !succeeds(Command::new("strip").arg(file)) {
-        eprintln!("{}: not stripped (no working `strip`); it is larger than it need be", file.display());
+        eprintln!("{}: not stripped, because `strip` failed; the file is larger than necessary", file.display());
     }
 }
 
 /// Runs cargo and returns (target name, file) of each executable that it made.
 fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
-    let named = |message: &Value| Some(message.get("target")?.get("name")?.as_str()?.to_owned());
-    Ok(made(&mut cargo(), arguments)?
+    let target_name = |message: &Value| Some(message.get("target")?.get("name")?.as_str()?.to_owned());
+    Ok(built_executables(&mut cargo(), arguments)?
         .into_iter()
-        .filter_map(|(message, file)| Some((named(&message)?, file)))
+        .filter_map(|(message, file)| Some((target_name(&message)?, file)))
         .collect())
 }
 
@@ -201,13 +201,13 @@ pub fn command(cargo: &mut Command, arguments: &[&str]) -> Result<PathBuf, Strin
             && target["kind"] == serde_json::json!(["bin"])
             && message["profile"]["test"] == false
     };
-    let mut found = made(cargo, arguments)?.into_iter().filter(|(message, _)| is_command(message));
-    let (_, file) = found.next().ok_or_else(|| format!("`cargo {}` made no unweight", arguments.join(" ")))?;
+    let mut found = built_executables(cargo, arguments)?.into_iter().filter(|(message, _)| is_command(message));
+    let (_, file) = found.next().ok_or_else(|| format!("`cargo {}` built no unweight", arguments.join(" ")))?;
     Ok(file)
 }
 
 /// Runs cargo and returns its message and the file of each executable that it made.
-fn made(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
+fn built_executables(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
     command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     eprintln!("$ cargo {}", arguments.join(" "));
     let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("cargo: {error}"))?;

@@ -30,7 +30,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
 fn compare(before: &str, after: &str, renames: Option<&str>) -> Result<(), String> {
     let read = |path: &str| fs::read_to_string(path).map_err(|error| format!("{path}: {error}"));
     let renames =
-        renames.map_or(Ok(Vec::new()), |path| renames_of(&read(path)?).map_err(|what| format!("{path}: {what}")))?;
+        renames.map_or(Ok(Vec::new()), |path| parse_renames(&read(path)?).map_err(|what| format!("{path}: {what}")))?;
     let before = list(&read(before)?, &renames).map_err(|what| format!("{before}: {what}"))?;
     let after = list(&read(after)?, &[]).map_err(|what| format!("{after}: {what}"))?;
     let found = differences(&before, &after);
@@ -43,7 +43,7 @@ fn compare(before: &str, after: &str, renames: Option<&str>) -> Result<(), Strin
 }
 
 /// Parses lines of `OLD NEW`: a part of a name before, and its replacement. `#` begins a comment.
-fn renames_of(text: &str) -> Result<Vec<(String, String)>, String> {
+fn parse_renames(text: &str) -> Result<Vec<(String, String)>, String> {
     let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     let pairs =
         lines.filter(|line| !line.is_empty()).map(|line| match line.split_whitespace().collect::<Vec<_>>()[..] {
@@ -92,20 +92,20 @@ mod tests {
 
     #[test]
     fn names_may_change_and_code_may_not() {
-        let renames = renames_of("# families\nsm90a_old_ sm90a_new_  # longest first\n").unwrap();
+        let renames = parse_renames("# families\nsm90a_old_ sm90a_new_  # longest first\n").unwrap();
         let before = list(BEFORE, &renames).unwrap();
         let renamed = BEFORE.replace("old_l7", "new_l7");
         assert_eq!(differences(&before, &list(&renamed, &[]).unwrap()), [""; 0]);
         let changed = list(&renamed.replace("sha256=02", "sha256=03"), &[]).unwrap();
         assert!(differences(&before, &changed)[0].starts_with("uw_sm90a_norm sm_90a:\n"));
-        let unnamed = differences(&list(BEFORE, &[]).unwrap(), &list(&renamed, &[]).unwrap());
-        assert_eq!(unnamed, ["uw_sm90a_old_l7 sm_90a: only before", "uw_sm90a_new_l7 sm_90a: only after"]);
+        let without_renames = differences(&list(BEFORE, &[]).unwrap(), &list(&renamed, &[]).unwrap());
+        assert_eq!(without_renames, ["uw_sm90a_old_l7 sm_90a: only before", "uw_sm90a_new_l7 sm_90a: only after"]);
     }
 
     #[test]
     fn a_damaged_list_is_refused() {
         assert!(list("uw_sm90a_norm sm_90a\n", &[]).unwrap_err().contains("is not a kernel"));
         assert!(list(&BEFORE.repeat(2), &[]).unwrap_err().contains("listed twice"));
-        assert!(renames_of("one\n").unwrap_err().contains("not two words"));
+        assert!(parse_renames("one\n").unwrap_err().contains("not two words"));
     }
 }

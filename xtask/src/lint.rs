@@ -3,7 +3,7 @@
 use std::{path::PathBuf, process::Command};
 
 use crate::{
-    run::{self, prepared, root, run},
+    run::{self, root, run, target_dir},
     setup,
 };
 
@@ -15,13 +15,15 @@ const RULES: &str = "{extends: default, rules: {line-length: {max: 120}, documen
 /// Runs all linters.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     run::no_arguments(arguments)?;
-    let home = prepared("lint-venv");
+    let home = target_dir("lint-venv");
     // Python finds packages wherever they are. Programs are in the folder of Python or of its packages.
     setup::python(&home, &[&LINTERS], "import yamllint")?;
     let program = |name: &str| {
-        let places = [home.join("bin"), home.join("site-0/bin")].map(|folder| folder.join(name));
-        let found = places.into_iter().find(|path: &PathBuf| path.is_file());
-        found.map(Command::new).ok_or_else(|| format!("{}: no {name}; remove it and run this again", home.display()))
+        let candidates = [home.join("bin"), home.join("site-0/bin")].map(|folder| folder.join(name));
+        let found = candidates.into_iter().find(|path: &PathBuf| path.is_file());
+        found
+            .map(Command::new)
+            .ok_or_else(|| format!("{} has no {name}; remove the folder and run the task again", home.display()))
     };
     run(program("shellcheck")?.current_dir(root()).args(["--shell", "bash"]).args(&SCRIPTS[..4]))?;
     run(program("shellcheck")?.current_dir(root()).args(["--shell", "sh", SCRIPTS[4]]))?;

@@ -15,38 +15,42 @@ mod wheel;
 use std::process::ExitCode;
 
 const HELP: &str = "\
-project tasks
+tasks of this workspace
 
-usage: cargo xtask <task>
+usage: cargo xtask <task> [options]
 
-  test [ARGS]         prepare what the tests need, then run every test; ARGS go to `cargo test` instead of --workspace
-  setup               only prepare: Python with safetensors and numpy, the NVRTC wheel, g++
-  test-wheel          the part of `test` that is Python: build the wheel, install it where nothing else is, test it
-  test-python         the wheel with torch and transformers on the CPU: fetches 5 GB, unless UNWEIGHT_TORCH_PYTHON has them
-  test-vllm           the wheel with vLLM on the CPU, many minutes: fetches 6 GB, unless UNWEIGHT_VLLM_PYTHON has it
-  test-candle         bindings/candle on the CPU: builds candle, minutes
-                        --if-prepared (of these three)  fetch nothing, and leave out what is not there and what is slow
-  wheel               build the Python package with the command in it: target/wheels
-                        --manylinux2014  for any Linux since glibc 2.17, linked by zig (from PyPI)
-  lint                shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
-  dist                build the files of a release, the same bytes in any folder: target/artifacts
-                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); may be repeated
-                        --out DIR      write them to this folder
-                        --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE has its password
-                        --allow-dirty  also if files differ from the commit
-  test-release        install.sh in clean Debians (debootstrap, root) and the wheel in each Python: minutes
-                        --files DIR    files of `dist` (default: target/artifacts)
-                        --suite NAME   also in this system of debootstrap, such as noble
-  gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
-                        --with-nvrtc  put libnvrtc beside them
-  bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
-                        --rounds N    measurements of each, at least 7 (default 7)
-  kernel-digests      print a digest of the machine code of every kernel; needs NVRTC, takes about ten minutes
-                        --all-archs    also a kernel of each family for every other architecture
-                        --only PART    only kernels with this part in their names
-                        --sample N     every Nth kernel only
-                        --compare BEFORE AFTER [--renames FILE]  compare two lists; a line of FILE: OLD NEW (parts of names)
-  help                this text
+  test [ARGS]         install the test tools, then run all tests; ARGS replace `--workspace --all-targets`
+  setup               only install the test tools: g++, NVRTC, and Python with safetensors, numpy and openai
+  test-wheel          build the Python wheel and test it in an empty virtual environment; a part of `test`
+  test-python         test the wheel with torch and transformers on the CPU; downloads 5 GB, unless
+                      UNWEIGHT_TORCH_PYTHON names a Python that has them
+  test-vllm           test the wheel with vLLM on the CPU in many minutes; downloads 6 GB, unless
+                      UNWEIGHT_VLLM_PYTHON names a Python that has it
+  test-candle         lint and test bindings/candle on the CPU; the first build takes minutes
+                        --if-prepared  (last three tasks) download nothing; skip what is not installed or slow
+  wheel               build the Python wheel, with the command in it, in target/wheels
+                        --manylinux2014  for every Linux with glibc 2.17 or newer; links with zig from PyPI
+  lint                run shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
+  dist                build reproducible release files in target/artifacts
+                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); repeatable
+                        --out DIR      write the files to this folder
+                        --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE holds its password
+                        --allow-dirty  build even if files differ from the commit
+  test-release        test install.sh in clean Debian systems (needs debootstrap and root), and the wheel in every
+                      supported Python; takes minutes
+                        --files DIR    the files of `dist` (default: target/artifacts)
+                        --suite NAME   also test in this debootstrap suite, such as noble; repeatable
+  gpu-pack            collect stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
+                        --with-nvrtc  include libnvrtc
+  bench-peers [MODEL] compare the codec with ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
+                        --rounds N    measurements of each codec, at least 7 (default 7)
+  kernel-digests      print a digest of every kernel's machine code; needs NVRTC and about ten minutes
+                        --all-archs    also compile a kernel of each family for every other architecture
+                        --only PART    only kernels whose name contains PART
+                        --sample N     only every Nth kernel
+                        --compare BEFORE AFTER [--renames FILE]
+                                       compare two lists; each line of FILE is `OLD NEW`, two parts of names
+  help                print this text
 ";
 
 fn main() -> ExitCode {
@@ -72,7 +76,9 @@ fn main() -> ExitCode {
                 println!("export {name}={}", value.display());
             }
         }),
-        "test-wheel" => run::no_arguments(rest).and_then(|()| setup::prepare()).and_then(|found| wheel::test(&found)),
+        "test-wheel" => {
+            run::no_arguments(rest).and_then(|()| setup::prepare()).and_then(|environment| wheel::test(&environment))
+        }
         "test-python" => wheel::test_python(rest),
         "test-vllm" => wheel::test_vllm(rest),
         "test-candle" => test::candle(rest),
@@ -87,7 +93,7 @@ fn main() -> ExitCode {
             print!("{HELP}");
             Ok(())
         }
-        other => Err(format!("no task '{other}'; see `cargo xtask help`")),
+        other => Err(format!("unknown task '{other}'; `cargo xtask help` lists all tasks")),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use crate::{
-    run::{self, cargo, prepared, root},
+    run::{self, cargo, root, target_dir},
     setup,
 };
 
@@ -12,7 +12,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     // Installed without dependencies: ZipNN requires torch (gigabytes), which its path for bytes does not use. See
     // peers.py.
     let python = setup::python(
-        &prepared("peers-venv"),
+        &target_dir("peers-venv"),
         &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],
         "import zipnn_core, zstandard, numpy, safetensors",
     )?;

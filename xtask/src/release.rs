@@ -12,7 +12,7 @@ use std::{
 
 use crate::{
     dist::{self, SUMS, VERSION},
-    run::{self, prepared, root, run, shared, succeeds},
+    run::{self, cache_dir, root, run, succeeds, target_dir},
     setup,
 };
 
@@ -25,14 +25,14 @@ const PYTHONS: std::ops::RangeInclusive<u32> = 10..=14;
 /// Maximum time of an installation.
 const INSTALL_SECONDS: u64 = 10;
 /// A script that uses the installed wheel.
-const USE_OF_WHEEL: &str = "import sys, unweight
+const WHEEL_SCRIPT: &str = "import sys, unweight
 unweight.compress(sys.argv[1], sys.argv[2], profile='packed')
 unweight.decompress(sys.argv[2], sys.argv[3])
 print(sys.version.split()[0])";
 
 /// Tests the files of `cargo xtask dist`.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
-    let (mut files, mut suites) = (prepared(dist::OUT), Vec::new());
+    let (mut files, mut suites) = (target_dir(dist::OUT), Vec::new());
     let mut rest = arguments.iter();
     while let Some(argument) = rest.next() {
         let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
@@ -49,13 +49,13 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     systems.extend(suites.iter().map(|suite| (suite.as_str(), "curl")));
     for (suite, packages) in systems {
         let home = debian(suite, packages)?;
-        in_clean_system(suite, &home, &site)?;
+        test_clean_system(suite, &home, &site)?;
         if succeeds(chroot(&home).args(["sh", "-c", "command -v minisign"])) {
-            signature(suite, &home, &site)?;
+            test_signature(suite, &home, &site)?;
         }
     }
-    with_musl(&files, &site)?;
-    wheels(&files)
+    test_musl(&files, &site)?;
+    test_wheels(&files)
 }
 
 /// A file server with the release, a release with a flipped bit in its archive, and a release with a truncated archive.
@@ -74,7 +74,7 @@ impl Drop for Site {
 
 impl Site {
     fn new(files: &Path) -> Result<Self, String> {
-        let home = prepared("release-site");
+        let home = target_dir("release-site");
         setup::remove(&home)?;
         let io = |error: std::io::Error| format!("{}: {error}", home.display());
         for (name, is_sound) in [("sound", true), ("changed", false), ("cut", false)] {
@@ -99,9 +99,9 @@ impl Site {
         server.args(["-m", "http.server", "--bind", "127.0.0.1", "--directory"]).arg(&home).arg(port.to_string());
         let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(io)?;
         let site = Self { server, address: format!("http://127.0.0.1:{port}"), public_key: keys.pk.to_base64() };
-        let began = Instant::now();
+        let start = Instant::now();
         while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            if began.elapsed() > Duration::from_secs(20) {
+            if start.elapsed() > Duration::from_secs(20) {
                 return Err(format!("the file server does not listen at {}", site.address));
             }
             thread::sleep(Duration::from_millis(50));
@@ -112,7 +112,7 @@ impl Site {
 
 /// Makes the root of a clean Debian in the user's cache.
 fn debian(suite: &str, packages: &str) -> Result<PathBuf, String> {
-    let home = shared(&format!("root-{suite}"));
+    let home = cache_dir(&format!("root-{suite}"));
     if !home.join("done").exists() {
         setup::remove(&home)?;
         let arguments = ["--variant=minbase", &format!("--include={packages}"), suite];
@@ -146,17 +146,24 @@ fn installed(home: &Path) -> Vec<String> {
 }
 
 /// Fails unless the installation failed with this message and exactly `left` is installed.
-fn refuses(system: &str, home: &Path, output: &Output, message: &str, left: &[&str]) -> Result<(), String> {
+fn check_refused(system: &str, home: &Path, output: &Output, message: &str, left: &[&str]) -> Result<(), String> {
     let text = String::from_utf8_lossy(&output.stderr);
     if output.status.success() || !text.contains(message) {
-        return Err(format!("{system}: install.sh was to fail with '{message}', but: {} {text}", output.status));
+        return Err(format!(
+            "{system}: install.sh should fail with '{message}', but its result is {}: {text}",
+            output.status
+        ));
     }
     let found = installed(home);
-    if found == left { Ok(()) } else { Err(format!("{system}: after '{message}' there is {found:?}, not {left:?}")) }
+    if found == left {
+        Ok(())
+    } else {
+        Err(format!("{system}: after '{message}', ~/.local/bin has {found:?} instead of {left:?}"))
+    }
 }
 
 /// Installs, uses and removes the command, and checks that bad releases are refused.
-fn in_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String> {
+fn test_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     setup::remove(&home.join("root/.local"))?;
     let closed = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
     let closed = format!("http://{}", closed.map_err(|error| error.to_string())?);
@@ -165,42 +172,42 @@ fn in_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String>
         for (from, message) in
             [(&release("changed"), "has SHA-256"), (&release("cut"), "has SHA-256"), (&closed, "cannot fetch")]
         {
-            refuses(system, home, &install(home, from, &[], &[])?, message, left)?;
+            check_refused(system, home, &install(home, from, &[], &[])?, message, left)?;
         }
         Ok(())
     };
     refused(&[])?;
-    let began = Instant::now();
+    let start = Instant::now();
     let output = install(home, &release("sound"), &[], &[])?;
-    let seconds = began.elapsed().as_secs_f64();
+    let seconds = start.elapsed().as_secs_f64();
     if !output.status.success() {
         return Err(format!("{system}: {}", String::from_utf8_lossy(&output.stderr)));
     }
     if seconds > INSTALL_SECONDS as f64 {
         return Err(format!("{system}: install.sh took {seconds:.1} s; the limit is {INSTALL_SECONDS} s"));
     }
-    let own = |arguments: &[&str]| run::output(chroot(home).arg("/root/.local/bin/unweight").args(arguments));
-    let version = own(&["--version"])?;
+    let unweight = |arguments: &[&str]| run::output(chroot(home).arg("/root/.local/bin/unweight").args(arguments));
+    let version = unweight(&["--version"])?;
     if version != format!("unweight {VERSION}") {
-        return Err(format!("{system}: the command says '{version}'"));
+        return Err(format!("{system}: `unweight --version` printed '{version}' instead of 'unweight {VERSION}'"));
     }
-    own(&["demo"])?;
+    unweight(&["demo"])?;
     refused(&["unweight"])?;
     let output = install(home, &release("sound"), &[], &["--uninstall"])?;
     if !output.status.success() || !installed(home).is_empty() {
-        return Err(format!("{system}: not removed: {}", String::from_utf8_lossy(&output.stderr)));
+        return Err(format!("{system}: install.sh --uninstall failed: {}", String::from_utf8_lossy(&output.stderr)));
     }
     println!("{system}: installed in {seconds:.1} s");
     Ok(())
 }
 
 /// Checks signatures with the real minisign.
-fn signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
+fn test_signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     let from = format!("{}/sound", site.address);
-    let by = |key: &str| install(home, &from, &[("UNWEIGHT_PUBLIC_KEY", key)], &["--require-signature"]);
+    let install_with_key = |key: &str| install(home, &from, &[("UNWEIGHT_PUBLIC_KEY", key)], &["--require-signature"]);
     let other = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
-    refuses(system, home, &by(&other.pk.to_base64())?, "is not by", &[])?;
-    let output = by(&site.public_key)?;
+    check_refused(system, home, &install_with_key(&other.pk.to_base64())?, "is not by", &[])?;
+    let output = install_with_key(&site.public_key)?;
     if !output.status.success() || installed(home) != ["unweight"] {
         return Err(format!("{system}: {}", String::from_utf8_lossy(&output.stderr)));
     }
@@ -209,8 +216,8 @@ fn signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
 }
 
 /// Tests a system with busybox and musl, such as Alpine. Without a build for musl, the script must fail and name musl.
-fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
-    let home = prepared("root-musl");
+fn test_musl(files: &Path, site: &Site) -> Result<(), String> {
+    let home = target_dir("root-musl");
     setup::remove(&home)?;
     for folder in ["bin", "dev", "root", "tmp", "packages"] {
         fs::create_dir_all(home.join(folder)).map_err(|error| format!("{}: {error}", home.display()))?;
@@ -225,30 +232,30 @@ fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
     run(Command::new("mknod").arg(home.join("dev/null")).args(["c", "1", "3"]))?;
     run(chroot(&home).args(["/bin/busybox", "--install", "-s", "/bin"]))?;
     if files.join(format!("unweight-{VERSION}-{}-unknown-linux-musl.tar.gz", env::consts::ARCH)).exists() {
-        return in_clean_system("musl", &home, site);
+        return test_clean_system("musl", &home, site);
     }
     let output = install(&home, &format!("{}/sound", site.address), &[], &[])?;
-    refuses("musl", &home, &output, "no build for musl libc", &[])?;
-    println!("musl: refused by name");
+    check_refused("musl", &home, &output, "no build for musl libc", &[])?;
+    println!("musl: install.sh refused the system, as it should");
     Ok(())
 }
 
 /// Installs the wheel into each clean Python, then compresses and restores a model.
-fn wheels(files: &Path) -> Result<(), String> {
+fn test_wheels(files: &Path) -> Result<(), String> {
     let entries = fs::read_dir(files).map_err(|error| format!("{}: {error}", files.display()))?;
     let mut paths = entries.flatten().map(|entry| entry.path());
     let Some(wheel) = paths.find(|path| path.extension().is_some_and(|extension| extension == "whl")) else {
-        println!("left out: the wheel; {} has none", files.display());
+        println!("skipped: the wheel; {} has none", files.display());
         return Ok(());
     };
-    let work = prepared("release-python");
+    let work = target_dir("release-python");
     setup::remove(&work)?;
     fs::create_dir_all(&work).map_err(|error| format!("{}: {error}", work.display()))?;
     let mut missing = Vec::new();
     for minor in PYTHONS {
         match python(minor) {
             Some(python) => {
-                use_wheel(&python, &wheel, &work.join(minor.to_string()), &mut |program| Command::new(program))?;
+                test_wheel(&python, &wheel, &work.join(minor.to_string()), &mut |program| Command::new(program))?;
             }
             None => missing.push(minor),
         }
@@ -256,25 +263,26 @@ fn wheels(files: &Path) -> Result<(), String> {
     if !missing.is_empty() {
         let (suite, packages) = NEWEST_PYTHON;
         let home = debian(suite, packages)?;
-        let ask = ["python3", "-c", "import sys; print(sys.version_info.minor)"];
-        let minor: u32 = run::output(chroot(&home).args(ask))?.parse().map_err(|_| "Python has no version")?;
+        let arguments = ["python3", "-c", "import sys; print(sys.version_info.minor)"];
+        let minor: u32 =
+            run::output(chroot(&home).args(arguments))?.parse().map_err(|_| "python3 printed no version")?;
         if missing.contains(&minor) {
-            let inside = Path::new("/root").join(wheel.file_name().unwrap_or_default());
-            fs::copy(&wheel, home.join(inside.strip_prefix("/").unwrap_or(&inside)))
+            let path_in_root = Path::new("/root").join(wheel.file_name().unwrap_or_default());
+            fs::copy(&wheel, home.join(path_in_root.strip_prefix("/").unwrap_or(&path_in_root)))
                 .map_err(|error| format!("{}: {error}", home.display()))?;
             setup::remove(&home.join("root/work"))?;
-            let mut inside_root = |program: &Path| {
+            let mut in_root = |program: &Path| {
                 let mut command = chroot(&home);
                 command.arg(program);
                 command
             };
-            use_wheel(Path::new("python3"), &inside, Path::new("/root/work"), &mut inside_root)?;
+            test_wheel(Path::new("python3"), &path_in_root, Path::new("/root/work"), &mut in_root)?;
             setup::remove(&home.join("root/work"))?;
             missing.retain(|&other| other != minor);
         }
     }
     for minor in missing {
-        println!("left out: Python 3.{minor}, which is neither on PATH nor in ~/.pyenv");
+        println!("skipped: Python 3.{minor}, which is neither on PATH nor in ~/.pyenv");
     }
     setup::remove(&work)
 }
@@ -283,15 +291,15 @@ fn wheels(files: &Path) -> Result<(), String> {
 fn python(minor: u32) -> Option<PathBuf> {
     let name = format!("python3.{minor}");
     let versions = PathBuf::from(env::var_os("HOME")?).join(".pyenv/versions");
-    let of_pyenv =
+    let pyenv_pythons =
         fs::read_dir(versions).into_iter().flatten().flatten().map(|entry| entry.path().join("bin").join(&name));
     // Debian's Python has no ensurepip without python3-venv.
-    of_pyenv
+    pyenv_pythons
         .chain([PathBuf::from(&name)])
         .find(|python| succeeds(Command::new(python).args(["-m", "ensurepip", "--version"])))
 }
 
-fn use_wheel(
+fn test_wheel(
     python: &Path,
     wheel: &Path,
     work: &Path,
@@ -299,12 +307,12 @@ fn use_wheel(
 ) -> Result<(), String> {
     let venv = work.join("venv");
     run(command(python).args(["-m", "venv"]).arg(&venv))?;
-    let own = venv.join("bin/python");
+    let python_in_venv = venv.join("bin/python");
     let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"];
-    run(command(&own).args(pip).arg(wheel))?;
+    run(command(&python_in_venv).args(pip).arg(wheel))?;
     run::output(command(&venv.join("bin/unweight")).args(["demo", "--dir"]).arg(work.join("demo")))?;
     let folders = ["demo/model", "bundle", "restored"].map(|name| work.join(name));
-    let version = run::output(command(&own).args(["-c", USE_OF_WHEEL]).args(&folders))?;
+    let version = run::output(command(&python_in_venv).args(["-c", WHEEL_SCRIPT]).args(&folders))?;
     run(command(Path::new("diff")).arg("-r").args([&folders[0], &folders[2]]))?;
     println!("Python {version}: the wheel works");
     Ok(())

@@ -9,21 +9,21 @@ use std::{
 
 /// Returns the workspace root.
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace")
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the folder of xtask has a parent")
 }
 
 /// Returns the folder of a prepared environment. It is under the workspace even if `CARGO_TARGET_DIR` is elsewhere,
 /// because tests expect it here.
-pub fn prepared(name: &str) -> PathBuf {
+pub fn target_dir(name: &str) -> PathBuf {
     root().join("target").join(name)
 }
 
 /// Returns the folder of data that is too large to fetch for every checkout: in the user's cache, or else as
-/// [`prepared`].
-pub fn shared(name: &str) -> PathBuf {
+/// [`target_dir`].
+pub fn cache_dir(name: &str) -> PathBuf {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = cache.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cache")));
-    cache.map_or_else(|| prepared(name), |cache| cache.join("unweight-xtask").join(name))
+    cache.map_or_else(|| target_dir(name), |cache| cache.join("unweight-xtask").join(name))
 }
 
 /// Returns a command for the cargo that runs this program.
@@ -35,16 +35,17 @@ pub fn cargo() -> Command {
 
 /// Prints and runs a command. Fails unless the command succeeds.
 pub fn run(command: &mut Command) -> Result<(), String> {
-    eprintln!("$ {}", shown(command));
-    let status = command.status().map_err(|error| format!("{}: {error}", shown(command)))?;
-    if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", shown(command))) }
+    eprintln!("$ {}", command_line(command));
+    let status = command.status().map_err(|error| format!("{}: {error}", command_line(command)))?;
+    if status.success() { Ok(()) } else { Err(format!("`{}` failed: {status}", command_line(command))) }
 }
 
 /// Returns the command's stdout. Fails unless the command succeeds.
 pub fn output(command: &mut Command) -> Result<String, String> {
-    let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("{}: {error}", shown(command)))?;
+    let output =
+        command.stderr(Stdio::inherit()).output().map_err(|error| format!("{}: {error}", command_line(command)))?;
     if !output.status.success() {
-        return Err(format!("`{}` failed: {}", shown(command), output.status));
+        return Err(format!("`{}` failed: {}", command_line(command), output.status));
     }
     Ok(String::from_utf8_lossy(&output.stdout).trim_end().to_owned())
 }
@@ -70,7 +71,7 @@ pub fn if_prepared(arguments: &[String]) -> Result<bool, String> {
     }
 }
 
-fn shown(command: &Command) -> String {
+fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
 }

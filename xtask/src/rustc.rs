@@ -17,7 +17,7 @@ pub const ROOT: &str = "UNWEIGHT_DIST_ROOT";
 /// panic messages state.
 pub const LIBRARY: &str = "UNWEIGHT_DIST_LIBRARY";
 /// Replaces [`ROOT`] in panic messages.
-pub const NAME_OF_ROOT: &str = "/unweight";
+pub const ROOT_NAME: &str = "/unweight";
 
 /// Returns the value for [`LIBRARY`].
 pub fn library() -> Result<String, String> {
@@ -30,38 +30,40 @@ pub fn library() -> Result<String, String> {
 /// Runs the compiler and returns its exit status.
 pub fn run(root: &OsStr, arguments: &[OsString]) -> Result<i32, String> {
     let (rustc, arguments) = arguments.split_first().ok_or("no compiler to run")?;
-    let own = env::var_os("CARGO_MANIFEST_DIR").is_some_and(|folder| Path::new(&folder).starts_with(root));
+    let is_workspace_package =
+        env::var_os("CARGO_MANIFEST_DIR").is_some_and(|folder| Path::new(&folder).starts_with(root));
     let variable = |name| env::var(name).unwrap_or_default();
-    let package = own.then(|| format!("{}-{}", variable("CARGO_PKG_NAME"), variable("CARGO_PKG_VERSION")));
+    let package =
+        is_workspace_package.then(|| format!("{}-{}", variable("CARGO_PKG_NAME"), variable("CARGO_PKG_VERSION")));
     let library = variable(LIBRARY);
     let (sources, name) = library.split_once('=').unwrap_or_default();
     let folders = [
         (sources.into(), name),
-        (home_of_cargo(), "/cargo"),
+        (cargo_home(), "/cargo"),
         (env::var_os("CARGO_TARGET_DIR").unwrap_or_default(), "/target"),
-        (root.to_owned(), NAME_OF_ROOT),
+        (root.to_owned(), ROOT_NAME),
     ];
-    let status = Command::new(rustc).args(placeless(arguments, package.as_deref(), &folders)).status();
+    let status = Command::new(rustc).args(remap_folders(arguments, package.as_deref(), &folders)).status();
     let status = status.map_err(|error| format!("{}: {error}", rustc.display()))?;
     Ok(status.code().unwrap_or(1))
 }
 
-fn home_of_cargo() -> OsString {
+fn cargo_home() -> OsString {
     let default = || Some(Path::new(&env::var_os("HOME")?).join(".cargo").into_os_string());
     env::var_os("CARGO_HOME").or_else(default).unwrap_or_default()
 }
 
 /// Returns the arguments without the paths of `folders`. Cargo identifies packages outside a workspace by their folder,
 /// such as the workspace's crates in the build of the Python extension. The name of `package` replaces this folder.
-fn placeless(arguments: &[OsString], package: Option<&str>, folders: &[(OsString, &str)]) -> Vec<OsString> {
-    let mut all = arguments.to_vec();
+fn remap_folders(arguments: &[OsString], package: Option<&str>, folders: &[(OsString, &str)]) -> Vec<OsString> {
+    let mut remapped = arguments.to_vec();
     if !arguments.iter().any(|argument| argument == "--crate-name") {
-        return all;
+        return remapped;
     }
     if let Some(package) = package {
         let kind = arguments.iter().skip_while(|argument| *argument != "--crate-type").nth(1);
         let kind = kind.map_or(String::new(), |kind| kind.to_string_lossy().into_owned());
-        for argument in &mut all {
+        for argument in &mut remapped {
             if argument.as_encoded_bytes().starts_with(b"metadata=") {
                 *argument = format!("metadata={package}-{kind}").into();
             }
@@ -72,9 +74,9 @@ fn placeless(arguments: &[OsString], package: Option<&str>, folders: &[(OsString
         let mut remap = OsString::from("--remap-path-prefix=");
         remap.push(folder);
         remap.push(format!("={name}"));
-        all.push(remap);
+        remapped.push(remap);
     }
-    all
+    remapped
 }
 
 #[cfg(test)]
@@ -82,21 +84,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_not_compiled_in() {
-        let of = |root: &str, hash: &str| {
+    fn build_folders_are_not_compiled_in() {
+        let remapped = |root: &str, hash: &str| {
             let arguments = ["--crate-name", "a", "--crate-type", "lib", "-C", hash].map(OsString::from);
-            placeless(&arguments, Some("a-1.0.0"), &[(root.into(), NAME_OF_ROOT), (OsString::new(), "/cargo")])
+            remap_folders(&arguments, Some("a-1.0.0"), &[(root.into(), ROOT_NAME), (OsString::new(), "/cargo")])
         };
-        let (one, other) = (of("/one", "metadata=1f"), of("/other", "metadata=2f"));
+        let (one, other) = (remapped("/one", "metadata=1f"), remapped("/other", "metadata=2f"));
         assert_eq!(one[..6], other[..6]);
         assert_eq!(one[5], "metadata=a-1.0.0-lib");
         assert_eq!(one[6..], ["--remap-path-prefix=/one=/unweight"]);
     }
 
     #[test]
-    fn packages_of_registries_and_questions_stay() {
+    fn registry_packages_and_version_queries_are_unchanged() {
         let arguments = ["--crate-name", "a", "-C", "metadata=1f"].map(OsString::from);
-        assert_eq!(placeless(&arguments, None, &[]), arguments);
-        assert_eq!(placeless(&["-vV".into()], Some("a"), &[("/one".into(), "/")]), ["-vV"]);
+        assert_eq!(remap_folders(&arguments, None, &[]), arguments);
+        assert_eq!(remap_folders(&["-vV".into()], Some("a"), &[("/one".into(), "/")]), ["-vV"]);
     }
 }

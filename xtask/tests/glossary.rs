@@ -146,7 +146,7 @@ fn retired_words_are_gone() {
         let lines = text.lines().zip(1..).flat_map(|(line, at)| retired(line).into_iter().map(move |word| (at, word)));
         found.extend(lines.map(|(at, word)| format!("{shown}:{at}: {word}")));
     }
-    assert_eq!(found, [""; 0], "CONTRIBUTING.md has the words that took their place");
+    assert_eq!(found, [""; 0], "retired words; the glossary in CONTRIBUTING.md has their replacements");
 }
 
 #[test]
@@ -201,5 +201,5 @@ fn retired_identifiers_are_gone() {
             found.extend(parts.map(|part| format!("{shown}:{}: {part}", number + 1)));
         }
     }
-    assert_eq!(found, [""; 0], "CONTRIBUTING.md has the words that took their place");
+    assert_eq!(found, [""; 0], "retired words; the glossary in CONTRIBUTING.md has their replacements");
 }

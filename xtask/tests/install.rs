@@ -31,7 +31,7 @@ const TOOLS: [&str; 12] =
 enum Answer {
     Whole(Vec<u8>),
     /// Sends the full length, then closes the connection after half of the body.
-    Cut(Vec<u8>),
+    Truncated(Vec<u8>),
     /// Sends a length but no body.
     Stalls,
 }
@@ -40,19 +40,19 @@ enum Answer {
 struct Site {
     address: String,
     answers: Arc<Mutex<BTreeMap<String, Answer>>>,
-    asked: Arc<Mutex<Vec<String>>>,
+    requests: Arc<Mutex<Vec<String>>>,
 }
 
 impl Site {
     fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
-        let site = Self { address, answers: Arc::default(), asked: Arc::default() };
-        let (answers, asked) = (site.answers.clone(), site.asked.clone());
+        let site = Self { address, answers: Arc::default(), requests: Arc::default() };
+        let (answers, requests) = (site.answers.clone(), site.requests.clone());
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let (answers, asked) = (answers.clone(), asked.clone());
-                thread::spawn(move || answer(stream, &answers, &asked));
+                let (answers, requests) = (answers.clone(), requests.clone());
+                thread::spawn(move || answer(stream, &answers, &requests));
             }
         });
         site
@@ -94,30 +94,30 @@ impl Site {
     fn change_archive(&self, change: impl Fn(Vec<u8>) -> Answer) {
         let mut answers = self.answers.lock().unwrap();
         for (path, answer) in answers.iter_mut().filter(|(path, _)| path.contains(".tar.")) {
-            let Answer::Whole(bytes) = answer.clone() else { panic!("{path} is changed") };
+            let Answer::Whole(bytes) = answer.clone() else { panic!("the answer for {path} was changed before") };
             *answer = change(bytes);
         }
     }
 
-    fn asked(&self) -> Vec<String> {
-        self.asked.lock().unwrap().clone()
+    fn requests(&self) -> Vec<String> {
+        self.requests.lock().unwrap().clone()
     }
 }
 
-fn answer(stream: TcpStream, answers: &Mutex<BTreeMap<String, Answer>>, asked: &Mutex<Vec<String>>) -> Option<()> {
+fn answer(stream: TcpStream, answers: &Mutex<BTreeMap<String, Answer>>, requests: &Mutex<Vec<String>>) -> Option<()> {
     let mut reader = BufReader::new(stream.try_clone().ok()?);
     let mut line = String::new();
     reader.read_line(&mut line).ok()?;
     let path = line.split(' ').nth(1)?.to_owned();
     while reader.read_line(&mut line).ok()? > 2 {}
-    asked.lock().unwrap().push(path.clone());
+    requests.lock().unwrap().push(path.clone());
     let found = answers.lock().unwrap().get(&path).cloned();
     let mut stream = stream;
     let head = |bytes: usize| format!("HTTP/1.1 200 OK\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n");
     match found {
         None => stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").ok(),
         Some(Answer::Whole(bytes)) => stream.write_all(&[head(bytes.len()).as_bytes(), &bytes].concat()).ok(),
-        Some(Answer::Cut(bytes)) => {
+        Some(Answer::Truncated(bytes)) => {
             stream.write_all(&[head(bytes.len()).as_bytes(), &bytes[..bytes.len() / 2]].concat()).ok()
         }
         Some(Answer::Stalls) => {
@@ -133,10 +133,10 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Self {
-        static MADE: Mutex<u32> = Mutex::new(0);
-        let mut made = MADE.lock().unwrap();
-        *made += 1;
-        let path = env::temp_dir().join(format!("unweight-install-{}-{made}", std::process::id()));
+        static CREATED: Mutex<u32> = Mutex::new(0);
+        let mut created = CREATED.lock().unwrap();
+        *created += 1;
+        let path = env::temp_dir().join(format!("unweight-install-{}-{created}", std::process::id()));
         fs::create_dir(&path).unwrap();
         Self(path)
     }
@@ -272,7 +272,7 @@ impl System {
     }
 }
 
-fn only(text: &str) -> BTreeMap<String, Vec<u8>> {
+fn only_command(text: &str) -> BTreeMap<String, Vec<u8>> {
     BTreeMap::from([("unweight".to_owned(), text.as_bytes().to_vec())])
 }
 
@@ -288,20 +288,20 @@ fn every_client_installs_the_latest_release() {
         let text = machine.installs(&site, &[]);
         assert!(text.contains("installed unweight 0.1.0 to ") && text.contains("is not on PATH"), "{text}");
         assert!(text.contains("signature: not checked, no public key"), "{text}");
-        assert_eq!(machine.installed(), only(&command(VERSION)));
-        let asked = site.asked();
-        assert!(asked[0] == "/latest/download/SHA256SUMS" && asked[1].ends_with(".tar.gz"), "{asked:?}");
+        assert_eq!(machine.installed(), only_command(&command(VERSION)));
+        let requests = site.requests();
+        assert!(requests[0] == "/latest/download/SHA256SUMS" && requests[1].ends_with(".tar.gz"), "{requests:?}");
     }
     assert!(tool("curl").or(tool("wget")).is_some(), "install curl or wget for this test");
 }
 
 #[test]
-fn zstd_takes_the_smaller_archive() {
+fn zstd_selects_the_smaller_archive() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     if machine.add("zstd") {
         machine.installs(&site, &[]);
-        assert!(site.asked()[1].ends_with(".tar.zst"), "{:?}", site.asked());
-        assert_eq!(machine.installed(), only(&command(VERSION)));
+        assert!(site.requests()[1].ends_with(".tar.zst"), "{:?}", site.requests());
+        assert_eq!(machine.installed(), only_command(&command(VERSION)));
     }
 }
 
@@ -311,11 +311,11 @@ fn versions_are_chosen_replaced_and_removed() {
     site.publish("0.2.0-rc.1", &command("0.2.0-rc.1"));
     let version = |version: &str| machine.installs(&site, &["--version", version]);
     version("v0.1.0");
-    assert_eq!(machine.installed(), only(&command(VERSION)));
+    assert_eq!(machine.installed(), only_command(&command(VERSION)));
     machine.installs(&site, &[]);
-    assert_eq!(machine.installed(), only(&command("0.2.0-rc.1")));
+    assert_eq!(machine.installed(), only_command(&command("0.2.0-rc.1")));
     version("0.1.0");
-    assert_eq!(machine.installed(), only(&command(VERSION)));
+    assert_eq!(machine.installed(), only_command(&command(VERSION)));
     machine.refuses(&site, &["--version", "0.3.0"], "cannot fetch");
     machine.refuses(&site, &["--version", "../0.1.0"], "is not a version");
     machine.refuses(&site, &["--version"], "needs a value");
@@ -349,7 +349,7 @@ fn damaged_files_are_refused_and_the_installed_command_stays() {
         ("has SHA-256", flipped),
         ("has SHA-256", |bytes| Answer::Whole(bytes[..bytes.len() - 1].into())),
         ("has SHA-256", |_| Answer::Whole(Vec::new())),
-        ("cannot fetch", |bytes| Answer::Cut(bytes)),
+        ("cannot fetch", |bytes| Answer::Truncated(bytes)),
         ("has SHA-256", |mut bytes| {
             bytes.push(0);
             Answer::Whole(bytes)
@@ -365,13 +365,13 @@ fn damaged_files_are_refused_and_the_installed_command_stays() {
             site.publish(VERSION, &command(VERSION));
             site.change_archive(change);
             machine.refuses(&site, &["--version", VERSION], message);
-            assert_eq!(machine.installed(), older.map_or_else(BTreeMap::new, |older| only(&command(older))));
+            assert_eq!(machine.installed(), older.map_or_else(BTreeMap::new, |older| only_command(&command(older))));
         }
     }
 }
 
 #[test]
-fn releases_that_do_not_fit_are_refused() {
+fn unsuitable_releases_are_refused() {
     let machine = System::new();
     machine.refuses(&Site::with_release("#!/bin/sh\nexit 127\n"), &[], "does not run on this system");
     machine.refuses(&Site::with_release(&command("0.0.9")), &[], "says 'unweight 0.0.9', not 'unweight 0.1.0'");
@@ -401,17 +401,17 @@ fn without_a_network_nothing_changes() {
 }
 
 #[test]
-fn signatures_are_checked_where_that_is_possible() {
+fn signatures_are_checked_if_minisign_is_installed() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let run = |arguments: &[&str]| {
         let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
         (output.status.success(), [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat())
     };
     machine.refuses(&site, &["--require-signature"], "no public key is known");
-    let (done, text) = run(&["--require-signature"]);
-    assert!(!done && text.contains("cannot check the signature: minisign is not installed"), "{text}");
-    let (done, text) = run(&[]);
-    assert!(done && text.contains("signature: not checked, minisign is not installed"), "{text}");
+    let (success, text) = run(&["--require-signature"]);
+    assert!(!success && text.contains("cannot check the signature: minisign is not installed"), "{text}");
+    let (success, text) = run(&[]);
+    assert!(success && text.contains("signature: not checked, minisign is not installed"), "{text}");
     machine.installs(&site, &["--uninstall"]);
 
     // `cargo xtask test-release` tests the real program.
@@ -421,14 +421,14 @@ fn signatures_are_checked_where_that_is_possible() {
         if let Some(signature) = signature {
             site.put("/latest/download/SHA256SUMS.minisig", Answer::Whole(signature.into()));
         }
-        let (done, text) = run(&["--require-signature"]);
-        assert_eq!((done, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
-        let said = match signature {
+        let (success, text) = run(&["--require-signature"]);
+        assert_eq!((success, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
+        let message = match signature {
             None => "cannot fetch",
             Some("forged") => "is not by RWkey",
             Some(_) => "signature: by RWkey",
         };
-        assert!(text.contains(said), "{text}");
+        assert!(text.contains(message), "{text}");
     }
 }
 
@@ -447,11 +447,11 @@ fn systems_without_a_build_are_refused_by_name() {
         machine.fake(program, &text);
         machine.refuses(&site, &[], message);
     }
-    for said in
+    for version_line in
         ["ldd (Debian GLIBC 2.36-9+deb12u4) 2.36", "ldd (Ubuntu GLIBC 2.39-0ubuntu8) 2.39", "ldd (GNU libc) 3.1"]
     {
         let machine = System::new();
-        machine.fake("ldd", &format!("#!/bin/sh\necho '{said}'\n"));
+        machine.fake("ldd", &format!("#!/bin/sh\necho '{version_line}'\n"));
         machine.installs(&site, &[]);
     }
     let machine = System::new();
@@ -466,14 +466,14 @@ fn a_signal_leaves_nothing() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     site.change_archive(|_| Answer::Stalls);
     for (signal, status) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
-        let before = site.asked().len();
+        let before = site.requests().len();
         let mut child = machine.script_with_signals(&site.address).process_group(0).spawn().unwrap();
-        let began = Instant::now();
-        while site.asked().len() < before + 2 {
-            assert!(began.elapsed() < Duration::from_secs(30), "the archive is not asked for");
+        let start = Instant::now();
+        while site.requests().len() < before + 2 {
+            assert!(start.elapsed() < Duration::from_secs(30), "install.sh did not request the archive");
             thread::sleep(Duration::from_millis(10));
         }
-        assert_eq!(machine.installed().len(), 1, "the folder that it works in");
+        assert_eq!(machine.installed().len(), 1, "install.sh has one temporary folder");
         succeeds(Command::new("kill").args([&format!("-{signal}"), "--", &format!("-{}", child.id())]));
         assert_eq!(child.wait().unwrap().code(), Some(status), "{signal}");
         assert!(machine.installed().is_empty(), "{signal}: {:?}", machine.installed().keys());
@@ -482,7 +482,7 @@ fn a_signal_leaves_nothing() {
 
 /// Simulates `curl | sh` if the connection breaks.
 #[test]
-fn a_script_that_is_cut_off_does_nothing() {
+fn a_truncated_script_does_nothing() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let script = fs::read(root().join("install.sh")).unwrap();
     let end = script.trim_ascii_end().len();
@@ -492,9 +492,9 @@ fn a_script_that_is_cut_off_does_nothing() {
     for length in lengths {
         fs::write(&part, &script[..length]).unwrap();
         machine.script(&site.address, &[]).stdin(fs::File::open(&part).unwrap()).output().unwrap();
-        assert!(site.asked().is_empty() && machine.installed().is_empty(), "{length} bytes");
+        assert!(site.requests().is_empty() && machine.installed().is_empty(), "{length} bytes");
     }
     // Only the last line executes anything.
     machine.installs(&site, &[]);
-    assert!(!site.asked().is_empty());
+    assert!(!site.requests().is_empty());
 }

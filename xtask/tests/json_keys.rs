@@ -100,7 +100,7 @@ fn plain_links(text: &str) -> String {
             rest = after;
             continue;
         };
-        write!(plain, "`{name}`").expect("a string takes all");
+        write!(plain, "`{name}`").expect("writing to a string cannot fail");
         rest = match after.strip_prefix('(').and_then(|link| link.split_once(')')) {
             Some((_, after)) => after,
             None => after,
@@ -114,8 +114,8 @@ fn names(generics: &Generics) -> Vec<String> {
 }
 
 /// Parses `serde(...)` of a field: its JSON name, and whether it is flattened and optional. `None` if it is skipped.
-fn serde_says(attributes: &[Attribute], own: String) -> Option<(String, bool, bool)> {
-    let (mut name, mut flat, mut optional) = (own, false, false);
+fn serde_attributes(attributes: &[Attribute], field: String) -> Option<(String, bool, bool)> {
+    let (mut name, mut flat, mut optional) = (field, false, false);
     for text in attribute_text(attributes, "serde") {
         for part in text.split(',').map(str::trim) {
             match part.split_once('=').map_or((part, ""), |(key, value)| (key.trim(), value.trim().trim_matches('"'))) {
@@ -147,8 +147,8 @@ fn definition(item: &Item) -> Option<(String, Definition)> {
         Item::Struct(item) if serializes(&item.attrs) => {
             let Fields::Named(fields) = &item.fields else { return None };
             let keys = fields.named.iter().filter_map(|field| {
-                let own = field.ident.as_ref()?.to_string();
-                let (name, flat, optional) = serde_says(&field.attrs, own)?;
+                let ident = field.ident.as_ref()?.to_string();
+                let (name, flat, optional) = serde_attributes(&field.attrs, ident)?;
                 Some(Key { name, kind: field.ty.clone(), flat, optional, doc: doc(&field.attrs) })
             });
             Some((item.ident.to_string(), Definition { generics: names(&item.generics), keys: keys.collect() }))
@@ -180,7 +180,7 @@ fn types() -> Types {
 /// Parses the types of a text as the file `name`.
 fn types_of(name: &str, text: &str) -> Types {
     let parsed = syn::parse_file(text).unwrap_or_else(|error| panic!("{name}: {error}"));
-    parsed.items.iter().filter_map(definition).map(|(own, found)| ((name.into(), own), found)).collect()
+    parsed.items.iter().filter_map(definition).map(|(kind, found)| ((name.into(), kind), found)).collect()
 }
 
 /// Types, and the headings of types that have one.
@@ -192,9 +192,9 @@ struct Page {
 impl Page {
     /// Finds the definition of a type that `file` refers to: the file's own, or the only other one.
     fn find(&self, file: &Path, name: &str) -> Option<((PathBuf, String), &Definition)> {
-        let own = (file.to_path_buf(), name.to_owned());
-        if let Some(found) = self.types.get(&own) {
-            return Some((own, found));
+        let local = (file.to_path_buf(), name.to_owned());
+        if let Some(found) = self.types.get(&local) {
+            return Some((local, found));
         }
         let mut others = self.types.iter().filter(|((_, other), _)| other == name);
         let (at, found) = others.next()?;
@@ -205,8 +205,9 @@ impl Page {
     /// Adds rows for a type's keys below `prefix`.
     fn rows(&self, file: &Path, kind: &Type, prefix: &str, rows: &mut Vec<[String; 3]>) {
         let (name, arguments) = named(kind);
-        let ((file, _), found) =
-            self.find(file, &name).unwrap_or_else(|| panic!("{}: no keys of {name}", file.display()));
+        let ((file, _), found) = self
+            .find(file, &name)
+            .unwrap_or_else(|| panic!("{}: no definition of {name} with known keys", file.display()));
         let given: HashMap<&str, &Type> = found.generics.iter().map(String::as_str).zip(&arguments).collect();
         for key in &found.keys {
             let kind = given.get(named(&key.kind).0.as_str()).map_or_else(|| key.kind.clone(), |kind| (*kind).clone());
@@ -228,12 +229,12 @@ impl Page {
         let scalar = SCALARS.iter().find(|(rust, _)| *rust == name).map(|(_, json)| *json);
         let target = if scalar.is_none() { self.find(file, &name).map(|(at, _)| at) } else { None };
         let heading = target.as_ref().and_then(|at| self.headings.get(at));
-        let what = match (scalar, heading) {
+        let json_type = match (scalar, heading) {
             (Some(json), _) => json.to_owned(),
             (None, Some(heading)) => format!("[{heading}](#{})", heading.replace(' ', "-").replace("--", "")),
             (None, None) => "object".to_owned(),
         };
-        let mut json = what;
+        let mut json = json_type;
         json += if list { "[]" } else { "" };
         json += if null { "?" } else { "" };
         json += if key.optional { ", optional" } else { "" };
@@ -321,7 +322,7 @@ fn generated(text: &str, types: Types) -> String {
     let page = Page { types, headings };
     let (mut out, mut lines) = (String::new(), text.lines().peekable());
     while let Some(line) = lines.next() {
-        writeln!(out, "{line}").expect("a string takes all");
+        writeln!(out, "{line}").expect("writing to a string cannot fail");
         let Some((file, kind, without)) = marker(line) else { continue };
         while lines.next_if(|line| line.is_empty() || line.starts_with('|')).is_some() {}
         let mut rows = Vec::new();
@@ -333,7 +334,7 @@ fn generated(text: &str, types: Types) -> String {
         }
         out += "\n| key | type | |\n|---|---|---|\n";
         for [key, json, doc] in rows {
-            writeln!(out, "| {key} | {json} | {doc} |").expect("a string takes all");
+            writeln!(out, "| {key} | {json} | {doc} |").expect("writing to a string cannot fail");
         }
         out += if lines.peek().is_some() { "\n" } else { "" };
     }
@@ -350,7 +351,7 @@ fn tables_are_those_of_the_types() {
     } else {
         let hint = "run UPDATE_DOCS=1 cargo test -p xtask --test json_keys";
         let differs = text.lines().zip(generated.lines()).find(|(page, types)| page != types);
-        assert!(text == generated, "docs/reference/json.md is not that of the types, first at {differs:?}: {hint}");
+        assert!(text == generated, "docs/reference/json.md is outdated, first at {differs:?}; {hint}");
     }
 }
 

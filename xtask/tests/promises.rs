@@ -13,7 +13,7 @@ fn module(file: &Path) -> &str {
     }
     match (stem(file), file.parent()) {
         ("mod" | "main" | "tests", Some(folder)) => stem(folder),
-        (own, _) => own,
+        (name, _) => name,
     }
 }
 
@@ -40,10 +40,10 @@ fn promises_have_tests() {
         .filter(|(promise, _)| *promise != "promise")
         .collect();
     assert!(rows.len() >= 20, "{} rows", rows.len());
-    let known = tests();
+    let existing = tests();
     for (promise, named) in &rows {
         for name in named.split(", ").map(|name| name.trim_matches('`')) {
-            assert!(known.contains(name), "{promise}: there is no test {name}");
+            assert!(existing.contains(name), "{promise}: test {name} does not exist");
         }
     }
 }

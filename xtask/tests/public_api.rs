@@ -33,7 +33,7 @@ mod reader;
 mod rules;
 mod workspace;
 
-use reader::{Crate, MemberKind, Place, exported};
+use reader::{Crate, MemberKind, ModulePath, exported};
 use workspace::{published, root};
 
 /// A published crate and its limits.
@@ -72,12 +72,12 @@ fn listings() -> &'static [(String, Counts, BTreeSet<String>)] {
     static LISTINGS: OnceLock<Vec<(String, Counts, BTreeSet<String>)>> = OnceLock::new();
     LISTINGS.get_or_init(|| {
         let exported = exported();
-        let of = |own: &Limits| {
-            let read = Crate::read(own.folder, &exported);
-            let (text, counts) = listing(own.name, &read);
-            (text, counts, undefined(own.name, &read))
+        let of_crate = |limits: &Limits| {
+            let read = Crate::read(limits.folder, &exported);
+            let (text, counts) = listing(limits.name, &read);
+            (text, counts, undefined(limits.name, &read))
         };
-        CRATES.iter().map(of).collect()
+        CRATES.iter().map(of_crate).collect()
     })
 }
 
@@ -93,30 +93,30 @@ fn listing(name: &str, read: &Crate) -> (String, Counts) {
     let mut found = read.paths();
     // The shortest path of an item outside `raw` is its own path; the others are listed as aliases.
     found.sort_by_key(|(path, _)| (path[0] == "raw", path.len(), path.clone()));
-    let mut first: BTreeMap<&Place, &Place> = BTreeMap::new();
+    let mut first: BTreeMap<&ModulePath, &ModulePath> = BTreeMap::new();
     let (mut lines, mut counts) = (BTreeSet::new(), Counts::default());
     let start = name.replace('-', "_");
     for (path, definition) in &found {
-        let own = format!("{start}::{}", path.join("::"));
+        let own_path = format!("{start}::{}", path.join("::"));
         let Some(declaration) = read.declaration(definition) else {
-            lines.insert(format!("{own} = {}", definition.join("::")));
+            lines.insert(format!("{own_path} = {}", definition.join("::")));
             continue;
         };
         if let Some(other) = first.get(definition) {
             if *other != path {
-                lines.insert(format!("{own} = {start}::{}", other.join("::")));
+                lines.insert(format!("{own_path} = {start}::{}", other.join("::")));
             }
             continue;
         }
         first.insert(definition, path);
-        let of_raw = usize::from(path[0] == "raw");
-        counts.items[of_raw] += usize::from(lines.insert(format!("{own}: {declaration}")));
+        let in_raw = usize::from(path[0] == "raw");
+        counts.items[in_raw] += usize::from(lines.insert(format!("{own_path}: {declaration}")));
         for member in read.members.get(definition).into_iter().flatten() {
-            let new = usize::from(lines.insert(format!("{own}::{}: {}", member.name, member.text)));
+            let count = usize::from(lines.insert(format!("{own_path}::{}: {}", member.name, member.text)));
             match member.kind {
                 MemberKind::Variant => {}
-                MemberKind::Field => counts.fields[of_raw] += new,
-                MemberKind::Other => counts.items[of_raw] += new,
+                MemberKind::Field => counts.fields[in_raw] += count,
+                MemberKind::Other => counts.items[in_raw] += count,
             }
         }
     }
@@ -126,7 +126,7 @@ fn listing(name: &str, read: &Crate) -> (String, Counts) {
          # this file.\n",
         counts.items[0], counts.fields[0], counts.items[1], counts.fields[1]
     );
-    lines.iter().for_each(|line| writeln!(text, "{line}").expect("a string"));
+    lines.iter().for_each(|line| writeln!(text, "{line}").expect("writing to a string cannot fail"));
     (text, counts)
 }
 
@@ -139,20 +139,21 @@ fn listings_are_those_of_the_sources() {
             fs::create_dir_all(path.parent().expect("a folder")).expect("a folder for listings");
             fs::write(&path, text).expect("a listing");
         }
-        let (own, all) = (counts.items[0], counts.items[0] + counts.fields[0]);
+        let (items_now, all) = (counts.items[0], counts.items[0] + counts.fields[0]);
         let below = counts.items[1] + counts.fields[1];
-        if own > *items || all > *items_and_fields || below > *raw {
+        if items_now > *items || all > *items_and_fields || below > *raw {
             wrong.push(format!(
-                "{name} has {own} public items (limit {items}), {all} with fields (limit {items_and_fields}), {below} \
+                "{name} has {items_now} public items (limit {items}), {all} with fields (limit {items_and_fields}), {below} \
                  below raw (limit {raw}): make some private"
             ));
         }
         let listed = fs::read_to_string(&path).unwrap_or_default();
         let (old, new): (BTreeSet<&str>, BTreeSet<&str>) = (listed.lines().collect(), text.lines().collect());
-        let (gone, added): (Vec<_>, Vec<_>) = (old.difference(&new).collect(), new.difference(&old).collect());
+        let (removed, added): (Vec<_>, Vec<_>) = (old.difference(&new).collect(), new.difference(&old).collect());
         if listed != *text {
             let path = path.display();
-            wrong.push(format!("{path} differs; UPDATE_DOCS=1 writes it\ngone: {gone:#?}\nnew: {added:#?}"));
+            wrong.push(format!("{path} is outdated; run UPDATE_DOCS=1 cargo test -p xtask --test public_api and review the difference\n\
+                 removed: {removed:#?}\nadded: {added:#?}"));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -209,8 +210,11 @@ fn enums_and_options_may_grow() {
             }
         }
     }
-    assert_eq!(closed, [""; 0], "#[non_exhaustive], or a reason in EXHAUSTIVE");
-    assert!(exhaustive.is_empty(), "these are gone, or are #[non_exhaustive]: {exhaustive:?}");
+    assert_eq!(closed, [""; 0], "make these #[non_exhaustive], or add them to EXHAUSTIVE with a reason");
+    assert!(
+        exhaustive.is_empty(),
+        "remove these from EXHAUSTIVE: they do not exist, or are #[non_exhaustive]: {exhaustive:?}"
+    );
 }
 
 /// Words that begin a fragment: a comment that does not define its item.
@@ -232,12 +236,12 @@ fn undefined(name: &str, read: &Crate) -> BTreeSet<String> {
     let start = name.replace('-', "_");
     let mut found = BTreeSet::new();
     for (path, definition) in read.paths().iter() {
-        let own = format!("{start}::{}", path.join("::"));
-        let item = read.doc(definition).map(|doc| (own.clone(), doc));
+        let own_path = format!("{start}::{}", path.join("::"));
+        let item = read.doc(definition).map(|doc| (own_path.clone(), doc));
         let members = read.members.get(definition).into_iter().flatten();
-        let members = members.map(|member| (format!("{own}::{}", member.name), member.doc.as_str()));
+        let members = members.map(|member| (format!("{own_path}::{}", member.name), member.doc.as_str()));
         let fragments = item.into_iter().chain(members).filter(|(_, doc)| is_fragment(doc));
-        found.extend(fragments.map(|(own, doc)| format!("{own}: {doc:?}")));
+        found.extend(fragments.map(|(path, doc)| format!("{path}: {doc:?}")));
     }
     found
 }
@@ -245,7 +249,12 @@ fn undefined(name: &str, read: &Crate) -> BTreeSet<String> {
 #[test]
 fn public_items_are_defined() {
     let found: Vec<&str> = listings().iter().flat_map(|(.., found)| found).map(String::as_str).collect();
-    assert!(found.is_empty(), "{} doc comments define nothing:\n{}", found.len(), found.join("\n"));
+    assert!(
+        found.is_empty(),
+        "{} doc comments do not define their item in a sentence:\n{}",
+        found.len(),
+        found.join("\n")
+    );
 }
 
 #[test]
@@ -276,7 +285,7 @@ fn planted_fragments_are_found() {
 fn every_published_crate_is_listed() {
     let published = published();
     let published: BTreeSet<&str> = published.keys().map(String::as_str).collect();
-    assert_eq!(CRATES.iter().map(|own| own.folder).collect::<BTreeSet<_>>(), published);
+    assert_eq!(CRATES.iter().map(|limits| limits.folder).collect::<BTreeSet<_>>(), published);
 }
 
 #[test]

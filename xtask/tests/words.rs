@@ -193,7 +193,7 @@ fn public_docs_are_sentences() {
                 .collect::<Vec<_>>()
         })
         .collect();
-    assert!(hits.is_empty(), "a doc comment defines its item in a sentence: {}", hits.join("\n"));
+    assert!(hits.is_empty(), "these doc comments do not define their item in a sentence: {}", hits.join("\n"));
 }
 
 /// Maximum line length, characters.
@@ -224,7 +224,7 @@ fn documents_have_120_columns() {
             long_lines(&read(path)).into_iter().map(move |at| format!("{own}:{at}")).collect::<Vec<_>>()
         })
         .collect();
-    assert!(hits.is_empty(), "above {COLUMNS} columns: {}", hits.join("\n"));
+    assert!(hits.is_empty(), "lines longer than {COLUMNS} columns: {}", hits.join("\n"));
 }
 
 /// Returns the numbers of too long lines of a source. Comments are treated as a document. Lines with a string literal,
@@ -284,7 +284,7 @@ fn code_has_120_columns() {
             long_code(&read(path)).into_iter().map(move |at| format!("{own}:{at}")).collect::<Vec<_>>()
         })
         .collect();
-    assert!(hits.is_empty(), "above {COLUMNS} columns: {}", hits.join("\n"));
+    assert!(hits.is_empty(), "lines longer than {COLUMNS} columns: {}", hits.join("\n"));
 }
 
 #[test]
@@ -304,7 +304,7 @@ fn kernels_have_120_columns() {
             read(path).lines().enumerate().filter_map(long).collect::<Vec<_>>()
         })
         .collect();
-    assert!(hits.is_empty(), "above {COLUMNS} columns (clang-format -i): {}", hits.join("\n"));
+    assert!(hits.is_empty(), "lines longer than {COLUMNS} columns; run clang-format -i: {}", hits.join("\n"));
 }
 
 #[test]

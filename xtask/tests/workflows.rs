@@ -30,9 +30,9 @@ fn faults(text: &str, tasks: &BTreeSet<String>) -> Vec<String> {
     let unknown = ["cargo xtask ", "cargo +1.95.0 xtask ", "debug/xtask\" "].into_iter();
     let unknown = unknown.flat_map(|before| words_after(text, before));
     let mut found: Vec<String> =
-        unknown.filter(|task| !tasks.contains(*task)).map(|task| format!("there is no task {task}")).collect();
+        unknown.filter(|task| !tasks.contains(*task)).map(|task| format!("task {task} does not exist")).collect();
     let scripts = words_after(text, ".ci/").into_iter().filter(|script| !root().join(".ci").join(script).is_file());
-    found.extend(scripts.map(|script| format!("there is no .ci/{script}")));
+    found.extend(scripts.map(|script| format!(".ci/{script} does not exist")));
     found
 }
 
@@ -49,7 +49,7 @@ fn tasks_and_scripts_exist() {
         .flat_map(|path| faults(&read(path), &tasks).into_iter().map(move |fault| format!("{}: {fault}", shown(path))));
     assert_eq!(found.collect::<Vec<_>>(), [""; 0]);
     let planted = "run: cargo xtask dits\nrun: .ci/rnu\nrun: cargo xtask dist";
-    assert_eq!(faults(planted, &tasks), ["there is no task dits", "there is no .ci/rnu"]);
+    assert_eq!(faults(planted, &tasks), ["task dits does not exist", ".ci/rnu does not exist"]);
 }
 
 #[test]

@@ -60,14 +60,14 @@ fn hostile_values_give_the_bits_of_bf16_pages() {
             let pages = PackedPages::of(&problem);
             let expected = pair.over_bf16(&problem, seed);
             let outcome = pair.over_packed(&problem, &pages, seed + 9);
-            assert!(same(&problem, &pages, &outcome, &expected), "{packed}, seed {seed}: {case:?}");
+            assert!(same_results(&problem, &pages, &outcome, &expected), "{packed}, seed {seed}: {case:?}");
             assert_eq!((outcome.fault, expected.fault), (0, 0));
-            pages.kinds().iter().zip(&mut all).for_each(|(own, all)| *all += own);
+            pages.kinds().iter().zip(&mut all).for_each(|(count, total)| *total += count);
             rows += count;
             finite += usize::from(outcome.out.iter().all(|&v| bf16(v).is_finite()));
         }
     }
-    eprintln!("{rows} rows, {finite} launches without Inf or NaN, units {all:?} plain, with slots, bf16");
+    eprintln!("{rows} rows, {finite} launches without Inf or NaN, units: {all:?} plain, with slots, bf16");
     assert!(all.iter().all(|kind| *kind > 10), "{all:?}");
 }
 

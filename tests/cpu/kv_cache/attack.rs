@@ -16,8 +16,8 @@ fn value(random: &mut Random, exponent: u32) -> u16 {
     random.bits() as u16 & 0x807f | (exponent as u16) << 7
 }
 
-pub fn rounds(usual: u64) -> u64 {
-    std::env::var("KV_ATTACK_ROUNDS").ok().and_then(|count| count.parse().ok()).unwrap_or(usual)
+pub fn rounds(default: u64) -> u64 {
+    std::env::var("KV_ATTACK_ROUNDS").ok().and_then(|count| count.parse().ok()).unwrap_or(default)
 }
 
 /// Returns the values of a unit, `[64][head_dim]`. With `extreme`, they may include infinities and NaN.
@@ -45,13 +45,13 @@ pub fn hostile(random: &mut Random, head_dim: u32, extreme: bool) -> Vec<u16> {
         .collect();
     let slots = if head_dim <= 80 { 8 } else { 16 };
     let escapes = of(random, &[0, 1, slots - 1, slots, slots, slots + 1]);
-    let (place, tile, column) = (random.below(4), random.below(4), random.below(head_dim.into()));
-    let mut taken = std::collections::BTreeSet::new();
+    let (pattern, tile, column) = (random.below(4), random.below(4), random.below(head_dim.into()));
+    let mut escape_positions = std::collections::BTreeSet::new();
     for _ in 0..500 {
-        if taken.len() as u64 == escapes {
+        if escape_positions.len() as u64 == escapes {
             break;
         }
-        let (token, index) = match place {
+        let (token, index) = match pattern {
             0 => (tile * 16 + random.below(16), random.below(head_dim.into())),
             1 => (random.below(64), column),
             2 => (tile * 16 + of(random, &[3, 11]), column / 16 * 16 + of(random, &[2, 3, 10, 11])),
@@ -59,7 +59,7 @@ pub fn hostile(random: &mut Random, head_dim: u32, extreme: bool) -> Vec<u16> {
         };
         let base = bases[index as usize / 16];
         let at = token as usize * head_dim as usize + index as usize;
-        if base > 0 && taken.insert(at) {
+        if base > 0 && escape_positions.insert(at) {
             let below = of(random, &[1, 2, 15, 16, 30, 31, base]);
             values[at] = value(random, base.saturating_sub(below));
         }

@@ -8,12 +8,12 @@ use unweight_rivals::{
     dfloat11::{Code, Unit},
 };
 
-fn own() -> ExternalSource {
+fn decoder_source() -> ExternalSource {
     kernel(super::ARCH)
 }
 
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::external(&[own()], edits)
+    CpuKernel::external(&[decoder_source()], edits)
 }
 
 /// A unit in the kernel's format, and its expected output.
@@ -89,7 +89,7 @@ impl Case {
             ("faults", faults.slice()),
         ];
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_external(&own(), (grid, 5), &args, &buffers) }?;
+        unsafe { kernel.run_external(&decoder_source(), (grid, 5), &args, &buffers) }?;
         Ok((weights.slice().to_vec(), faults.u32s()[0]))
     }
 
@@ -123,11 +123,13 @@ fn exponents(count: usize, seed: u64, mut of: impl FnMut(u64) -> u16) -> Vec<u8>
 /// less half of the bits that rare codes use beyond two. Both rare exponents are equally frequent; otherwise all zeros
 /// would be the end's code.
 fn full_blocks() -> Case {
-    const ROOM: usize = 32 * 512 - 64;
+    const CAPACITY: usize = 32 * 512 - 64;
     let mut random = Random::new(12);
     let (mut all, mut positions, mut rare) = (Vec::new(), vec![0], [0, 0]);
     // Elements of a block, and its start in a line of eight.
-    for (count, begins) in [(16_383, 0), (ROOM - 7, 7), (ROOM, 0), (16_383, 0), (ROOM - 6, 7), (16_382, 1), (ROOM, 7)] {
+    for (count, begins) in
+        [(16_383, 0), (CAPACITY - 7, 7), (CAPACITY, 0), (16_383, 0), (CAPACITY - 6, 7), (16_382, 1), (CAPACITY, 7)]
+    {
         assert_eq!(positions.last().unwrap() % 8, begins, "{count}");
         let (mut beyond, mut turn) = (2 * (16_384 - count), 0);
         for i in 0..count {
@@ -233,7 +235,7 @@ fn any_bytes_stay_in_bounds() {
             }
         }
         let (_, faults) = case.run(&mut kernel, &sections, 2).unwrap();
-        assert!(faults > 0 || turn % 6 == 3, "turn {turn}: nothing was noticed");
+        assert!(faults > 0 || turn % 6 == 3, "turn {turn}: the damage was not counted as a fault");
     }
     // Positions that are ordered and within the elements, but differ from those of the codes.
     let case = &cases[0];
@@ -276,6 +278,6 @@ fn planted_bugs_are_caught() {
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

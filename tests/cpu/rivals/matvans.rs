@@ -53,7 +53,7 @@ impl Case {
     fn run(
         &self,
         kernel: &mut CpuKernel,
-        own: &ExternalSource,
+        source: &ExternalSource,
         offsets: &[u32],
         data: &[u32],
         table: &[u32],
@@ -85,13 +85,13 @@ impl Case {
             ("y", y.slice()),
             ("faults", faults.slice()),
         ];
-        let warps = if own.function == "dense" { args.rows } else { streams };
+        let warps = if source.function == "dense" { args.rows } else { streams };
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_external(own, (warps.div_ceil(4), 7), &args, &buffers) }?;
+        unsafe { kernel.run_external(source, (warps.div_ceil(4), 7), &args, &buffers) }?;
         Ok((y.slice().to_vec(), faults.u32s()[0]))
     }
 
-    fn own(&self) -> ExternalSource {
+    fn layout_source(&self) -> ExternalSource {
         match self.matrix.layout {
             Layout::Rows => rows(super::ARCH),
             Layout::Stripes => stripes(super::ARCH),
@@ -102,14 +102,14 @@ impl Case {
     fn check(&self, kernel: &mut CpuKernel) -> Result<(), String> {
         let expected = bytes(&self.expected());
         let table = parts(&self.matrix.tables);
-        for own in [self.own(), dense(super::ARCH)] {
-            if own.function == "dense" && !self.matrix.cols.is_multiple_of(16) {
+        for source in [self.layout_source(), dense(super::ARCH)] {
+            if source.function == "dense" && !self.matrix.cols.is_multiple_of(16) {
                 continue;
             }
-            let (y, faults) = self.run(kernel, &own, &self.matrix.offsets, &self.matrix.words, &table)?;
+            let (y, faults) = self.run(kernel, &source, &self.matrix.offsets, &self.matrix.words, &table)?;
             if y != expected || faults != 0 {
                 let wrong = y.iter().zip(&expected).position(|(got, expected)| got != expected);
-                return Err(format!("{own}: element {wrong:?} differs, {faults} faults"));
+                return Err(format!("{source}: element {wrong:?} differs, {faults} faults"));
             }
         }
         Ok(())
@@ -146,28 +146,29 @@ fn any_bytes_stay_in_bounds() {
         Case::new((64, 256), Layout::Stripes, 0, 9),
         Case::new((5, 512), Layout::Lanes, 0, 10),
     ] {
-        let (own, matrix) = (case.own(), &case.matrix);
+        let (source, matrix) = (case.layout_source(), &case.matrix);
         let table = parts(&matrix.tables);
         let noise = |random: &mut Random, count: usize| (0..count).map(|_| random.bits() as u32).collect::<Vec<_>>();
         for _ in 0..4 {
             let data = noise(&mut random, matrix.words.len());
-            case.run(&mut kernel, &own, &matrix.offsets, &data, &table).unwrap();
+            case.run(&mut kernel, &source, &matrix.offsets, &data, &table).unwrap();
             let offsets = noise(&mut random, matrix.offsets.len());
-            let (_, faults) = case.run(&mut kernel, &own, &offsets, &matrix.words, &table).unwrap();
+            let (_, faults) = case.run(&mut kernel, &source, &offsets, &matrix.words, &table).unwrap();
             assert!(faults > 0);
             let any = noise(&mut random, table.len());
-            case.run(&mut kernel, &own, &matrix.offsets, &matrix.words, &any).unwrap();
+            case.run(&mut kernel, &source, &matrix.offsets, &matrix.words, &any).unwrap();
         }
         // States that need a word in every step.
-        let (_, faults) =
-            case.run(&mut kernel, &own, &matrix.offsets, &vec![0; matrix.words.len()], &vec![0; table.len()]).unwrap();
+        let (_, faults) = case
+            .run(&mut kernel, &source, &matrix.offsets, &vec![0; matrix.words.len()], &vec![0; table.len()])
+            .unwrap();
         let begins = matrix.offsets.iter().map(|&offset| 4 * offset as usize).chain([matrix.words.len()]);
         let begins: Vec<usize> = begins.collect();
-        let wanted = matrix.rows * matrix.cols / matrix.offsets.len();
+        let values_per_stream = matrix.rows * matrix.cols / matrix.offsets.len();
         let too_short = |words: usize| match matrix.layout {
-            Layout::Rows | Layout::Stripes => words - 64 < wanted / 4,
+            Layout::Rows | Layout::Stripes => words - 64 < values_per_stream / 4,
             // Words of 16 bits, two of which are the state.
-            Layout::Lanes => 2 * words - 64 < wanted,
+            Layout::Lanes => 2 * words - 64 < values_per_stream,
         };
         let short = begins.windows(2).filter(|stream| too_short(stream[1] - stream[0])).count();
         assert!(faults as usize == short && short > 0, "{faults} faults, {short} streams are too short");
@@ -208,6 +209,6 @@ fn planted_bugs_are_caught() {
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

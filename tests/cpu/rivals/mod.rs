@@ -17,12 +17,12 @@ fn device(name: &str) -> Vec<(String, usize, usize)> {
     let body = body.split_once("\n};").expect("the struct ends").0;
     let mut end = 0usize;
     let field = |line: &str| {
-        let (kind, field) = line.trim().trim_end_matches(';').rsplit_once(' ').expect("a type and a name");
+        let (kind, field) = line.trim().trim_end_matches(';').rsplit_once(' ').expect("a field has a type and a name");
         let bytes = match kind {
             pointer if pointer.ends_with('*') => 8,
             "u64" => 8,
             "u32" | "float" => 4,
-            other => panic!("{name}.{field}: type {other} is not known to this test"),
+            other => panic!("{name}.{field}: this test does not support type {other}"),
         };
         let offset = end.next_multiple_of(bytes);
         end = offset + bytes;

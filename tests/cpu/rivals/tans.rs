@@ -93,9 +93,9 @@ impl Case {
             let parts = [&parts.slabs[i], &parts.states[i], &parts.partial[i], &parts.offsets[i], &parts.rest[i]];
             buffers.extend(["slabs", "states", "partial", "offsets", "rest"].into_iter().zip(parts.map(Buffer::slice)));
         }
-        let own = add(super::ARCH);
+        let source = add(super::ARCH);
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_external(&own, (args.streams.div_ceil(own.threads), 7), &args, &buffers) }?;
+        unsafe { kernel.run_external(&source, (args.streams.div_ceil(source.threads), 7), &args, &buffers) }?;
         Ok((out.slice().to_vec(), faults.u32s()[0]))
     }
 
@@ -106,7 +106,7 @@ impl Case {
         let wrong = (0..a.len()).find(|&i| !is_sum(out[place(i, per_stream, streams)], a[i], b[i]));
         match (wrong, faults) {
             (None, 0) => Ok(()),
-            _ => Err(format!("{} bytes, {per_stream} a stream: {wrong:?} differs, {faults} faults", a.len())),
+            _ => Err(format!("{} bytes, {per_stream} per stream: {wrong:?} differs, {faults} faults", a.len())),
         }
     }
 }
@@ -128,9 +128,9 @@ fn sums_match_the_bytes() {
     let (rest_a, rest_b, to) = (first.address(), second.address(), out.address());
     let args = TansArgs { rest_a, rest_b, out: to, tiles: (a.len() / 16) as u32, ..TansArgs::default() };
     let buffers = [("a", first.slice()), ("b", second.slice()), ("out", out.slice())];
-    let own = plain(super::ARCH);
+    let source = plain(super::ARCH);
     // SAFETY: as above.
-    unsafe { kernel.run_external(&own, (args.tiles.div_ceil(own.threads), 7), &args, &buffers) }.unwrap();
+    unsafe { kernel.run_external(&source, (args.tiles.div_ceil(source.threads), 7), &args, &buffers) }.unwrap();
     let wrong = (0..a.len()).find(|&i| !is_sum(out.slice()[i], a[i], b[i]));
     assert_eq!(wrong.map(|i| (a[i], b[i], out.slice()[i])), None);
 }
@@ -151,7 +151,7 @@ fn any_bytes_stay_in_bounds() {
         part[turn / 4] = Buffer::of(&random.bytes(part[turn / 4].slice().len()));
         let (_, faults) = case.run(&mut kernel, &parts).unwrap();
         // Other bits may decode to other bytes; a stream with other states occasionally has too few bits.
-        assert!(faults > 0 || turn % 4 == 0 || turn % 4 == 2, "turn {turn}: nothing was noticed");
+        assert!(faults > 0 || turn % 4 == 0 || turn % 4 == 2, "turn {turn}: the damage was not counted as a fault");
     }
 }
 
@@ -174,6 +174,6 @@ fn planted_bugs_are_caught() {
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

@@ -303,6 +303,6 @@ fn planted_bugs_are_caught() {
         let mut kernel = build(&[Edit { header, from, to }], &TILES[..1]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err())
             || of_product.check_product(&mut kernel, (8, 8, 3)).is_err();
-        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }

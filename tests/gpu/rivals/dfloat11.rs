@@ -1,6 +1,6 @@
 //! DFloat11's kernel on the GPU.
 
-use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, Weights, gpu, guard_is_intact, poison, refused, stream};
 use unweight_rivals::{
     cuda::dfloat11::{DeviceUnit, Tables, UnitDecoder},
     dfloat11::{Code, Unit},
@@ -15,7 +15,7 @@ fn decode(stream: &Stream, decoder: &UnitDecoder, unit: &DeviceUnit, what: &str)
     let mut out = DeviceBuffer::zeroed(stream, unit.elements()).unwrap();
     poison(stream, &mut out);
     decoder.decode(stream, unit, &mut out).unwrap();
-    guard_is_whole(stream, &out, what);
+    guard_is_intact(stream, &out, what);
     out.to_host(stream).unwrap()
 }
 
@@ -35,7 +35,7 @@ fn units_of_every_kind_round_trip() {
     let kernels = gpu();
     let stream = stream(kernels);
     let decoder = UnitDecoder::of(&stream, kernels).unwrap();
-    let mut taken = 0;
+    let mut encoded = 0;
     let sizes = [1, 2, 63, 4096, 30_011, 262_144, 1_000_003];
     for (seed, count) in sizes.into_iter().enumerate() {
         let kinds = Weights::ALL.iter().map(|kind| kind.bytes(count, seed as u64)).chain([skewed(count, seed as u64)]);
@@ -48,11 +48,11 @@ fn units_of_every_kind_round_trip() {
                 let got = decode(&stream, &decoder, &unit, &what);
                 let wrong = got.iter().zip(&weights(&bytes)).position(|(got, expected)| got != expected);
                 assert_eq!(wrong, None, "{what}: first element that differs");
-                taken += 1;
+                encoded += 1;
             }
         }
     }
-    assert!(taken > 60, "{taken}");
+    assert!(encoded > 60, "{encoded}");
     assert_eq!(decoder.faults(&stream).unwrap(), 0);
 }
 
@@ -77,7 +77,7 @@ fn decoding_a_unit_is_deterministic() {
                 assert!(out.to_host(&stream).unwrap() == expected, "seed {seed}, launch {launch}");
             }
         }
-        guard_is_whole(&stream, &out, "a unit");
+        guard_is_intact(&stream, &out, "a unit");
     }
     assert_eq!(decoder.faults(&stream).unwrap(), 0);
 }
@@ -113,12 +113,12 @@ fn any_bytes_stay_in_bounds() {
         let unit = DeviceUnit::upload_any(&stream, &unit, &tables).unwrap();
         decode(&stream, &decoder, &unit, &format!("turn {turn}"));
         let faults = decoder.faults(&stream).unwrap();
-        assert!(faults > before || turn % 5 == 3, "turn {turn}: nothing was noticed");
+        assert!(faults > before || turn % 5 == 3, "turn {turn}: the damage was not counted as a fault");
         before = faults;
     }
     // The device still works.
     let unit = DeviceUnit::upload(&stream, &sound).unwrap();
-    assert_eq!(decode(&stream, &decoder, &unit, "the sound unit"), weights(&sound.decode().unwrap()));
+    assert_eq!(decode(&stream, &decoder, &unit, "the undamaged unit"), weights(&sound.decode().unwrap()));
     let mut short = DeviceBuffer::zeroed(&stream, unit.elements() - 1).unwrap();
     let refusal = refused(decoder.decode(&stream, &unit, &mut short));
     assert!(matches!(refusal, LaunchError::Elements { .. }), "{refusal:?}");

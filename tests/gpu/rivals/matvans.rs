@@ -1,6 +1,6 @@
 //! MatVANS's kernels on the GPU.
 
-use crate::harness::{Random, gpu, guard_is_whole, poison, refused, stream};
+use crate::harness::{Random, gpu, guard_is_intact, poison, refused, stream};
 use unweight_rivals::{
     cuda::matvans::{DeviceMatvans, MatvansKernels, round},
     matvans::{Layout, encode},
@@ -28,7 +28,7 @@ fn products(values: &[i8], x: &[i8], scale: f32) -> Vec<i8> {
 fn products_are_exact_and_deterministic() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = MatvansKernels::of(&stream, kernels).unwrap();
+    let matvans_kernels = MatvansKernels::of(&stream, kernels).unwrap();
     let mut random = Random::new(71);
     for (rows, cols, layout) in [
         (1, 128, Layout::Rows),
@@ -50,20 +50,20 @@ fn products_are_exact_and_deterministic() {
         let expected = products(&dense, &x, 0.01);
         for launch in 0..1000 {
             poison(&stream, &mut y);
-            own.multiply(&stream, &matrix, &on_device, 0.01, &mut y).unwrap();
+            matvans_kernels.multiply(&stream, &matrix, &on_device, 0.01, &mut y).unwrap();
             if launch % 50 == 0 {
                 assert_eq!(y.to_host(&stream).unwrap(), expected, "{rows}x{cols} {layout:?}, launch {launch}");
             }
         }
-        guard_is_whole(&stream, &y, "y");
+        guard_is_intact(&stream, &y, "y");
         if cols % 16 == 0 {
             poison(&stream, &mut y);
-            own.multiply_dense(&stream, &raw, &on_device, 0.01, &mut y).unwrap();
+            matvans_kernels.multiply_dense(&stream, &raw, &on_device, 0.01, &mut y).unwrap();
             assert_eq!(y.to_host(&stream).unwrap(), expected, "{rows}x{cols} dense");
-            guard_is_whole(&stream, &y, "y");
+            guard_is_intact(&stream, &y, "y");
         }
     }
-    assert_eq!(own.faults(&stream).unwrap(), 0);
+    assert_eq!(matvans_kernels.faults(&stream).unwrap(), 0);
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn products_are_exact_and_deterministic() {
 fn any_bytes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = MatvansKernels::of(&stream, kernels).unwrap();
+    let matvans_kernels = MatvansKernels::of(&stream, kernels).unwrap();
     let mut random = Random::new(72);
     let mut before = 0;
     for layout in [Layout::Rows, Layout::Stripes, Layout::Lanes] {
@@ -90,15 +90,15 @@ fn any_bytes_stay_in_bounds() {
             }
             let matrix = DeviceMatvans::upload(&stream, &matrix).unwrap();
             poison(&stream, &mut y);
-            own.multiply(&stream, &matrix, &x, 0.01, &mut y).unwrap();
-            guard_is_whole(&stream, &y, "y");
-            let faults = own.faults(&stream).unwrap();
-            assert!(faults > before || turn % 3 != 1, "{layout:?}, turn {turn}: nothing was noticed");
+            matvans_kernels.multiply(&stream, &matrix, &x, 0.01, &mut y).unwrap();
+            guard_is_intact(&stream, &y, "y");
+            let faults = matvans_kernels.faults(&stream).unwrap();
+            assert!(faults > before || turn % 3 != 1, "{layout:?}, turn {turn}: the damage was not counted as a fault");
             before = faults;
         }
         let mut short = DeviceBuffer::zeroed(&stream, 255).unwrap();
         let matrix = DeviceMatvans::upload(&stream, &sound).unwrap();
-        let refusal = refused(own.multiply(&stream, &matrix, &x, 0.01, &mut short));
+        let refusal = refused(matvans_kernels.multiply(&stream, &matrix, &x, 0.01, &mut short));
         assert!(matches!(refusal, LaunchError::Elements { .. }), "{refusal:?}");
     }
 }

@@ -1,6 +1,6 @@
 //! The fused FP8 addition on the GPU.
 
-use crate::harness::{Random, gpu, guard_is_whole, poison, stream};
+use crate::harness::{Random, gpu, guard_is_intact, poison, stream};
 use unweight_rivals::{
     cuda::tans::{DeviceTans, TansKernels, place},
     tans::{QWEN3_14B, encode, oracle::is_sum},
@@ -28,7 +28,7 @@ fn vector(bytes: usize, seed: u64) -> Vec<u8> {
 fn coded_sums_are_the_plain_ones() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = TansKernels::of(&stream, kernels).unwrap();
+    let tans_kernels = TansKernels::of(&stream, kernels).unwrap();
     for (bytes, per_stream) in [(16, 16), (48 * 130, 48), (128 * 1000, 128), (512 * 3000, 512), (1024 * 4097, 1024)] {
         let (a, b) = (vector(bytes, 1), vector(bytes, 2));
         let coded = |bytes| DeviceTans::upload(&stream, &encode(bytes, per_stream, &QWEN3_14B).unwrap()).unwrap();
@@ -37,8 +37,8 @@ fn coded_sums_are_the_plain_ones() {
             (DeviceBuffer::from_host(&stream, &a).unwrap(), DeviceBuffer::from_host(&stream, &b).unwrap());
         let mut out = DeviceBuffer::zeroed(&stream, bytes).unwrap();
         poison(&stream, &mut out);
-        own.add_plain(&stream, &plain_a, &plain_b, &mut out).unwrap();
-        guard_is_whole(&stream, &out, "the plain sum");
+        tans_kernels.add_plain(&stream, &plain_a, &plain_b, &mut out).unwrap();
+        guard_is_intact(&stream, &out, "the plain sum");
         let plain = out.to_host(&stream).unwrap();
         let mut expected = vec![0; bytes];
         (0..bytes).for_each(|i| expected[place(i, per_stream, bytes / per_stream)] = plain[i]);
@@ -46,14 +46,14 @@ fn coded_sums_are_the_plain_ones() {
             if launch % 100 == 0 {
                 poison(&stream, &mut out);
             }
-            own.add(&stream, &coded_a, &coded_b, &mut out).unwrap();
+            tans_kernels.add(&stream, &coded_a, &coded_b, &mut out).unwrap();
             if launch % 100 == 99 {
                 assert!(out.to_host(&stream).unwrap() == expected, "{bytes} bytes, {per_stream} a stream, {launch}");
             }
         }
-        guard_is_whole(&stream, &out, "the sum");
+        guard_is_intact(&stream, &out, "the sum");
     }
-    assert_eq!(own.faults(&stream).unwrap(), 0);
+    assert_eq!(tans_kernels.faults(&stream).unwrap(), 0);
 }
 
 /// Every pair of bytes gives the nearest E4M3 number, ties to even.
@@ -62,12 +62,12 @@ fn coded_sums_are_the_plain_ones() {
 fn every_sum_is_rounded_once() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = TansKernels::of(&stream, kernels).unwrap();
+    let tans_kernels = TansKernels::of(&stream, kernels).unwrap();
     let a: Vec<u8> = (0..=0xffff_u32).map(|i| (i >> 8) as u8).collect();
     let b: Vec<u8> = (0..=0xffff_u32).map(|i| i as u8).collect();
     let [on_a, on_b] = [&a, &b].map(|bytes| DeviceBuffer::from_host(&stream, bytes).unwrap());
     let mut out = DeviceBuffer::zeroed(&stream, a.len()).unwrap();
-    own.add_plain(&stream, &on_a, &on_b, &mut out).unwrap();
+    tans_kernels.add_plain(&stream, &on_a, &on_b, &mut out).unwrap();
     for (i, got) in out.to_host(&stream).unwrap().into_iter().enumerate() {
         assert!(is_sum(got, a[i], b[i]), "{:#x} + {:#x} = {got:#x}", a[i], b[i]);
     }
@@ -78,7 +78,7 @@ fn every_sum_is_rounded_once() {
 fn any_bytes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = TansKernels::of(&stream, kernels).unwrap();
+    let tans_kernels = TansKernels::of(&stream, kernels).unwrap();
     let bytes = 48 * 1000;
     let sound = encode(&vector(bytes, 5), 48, &QWEN3_14B).unwrap();
     let other = DeviceTans::upload(&stream, &sound).unwrap();
@@ -95,11 +95,11 @@ fn any_bytes_stay_in_bounds() {
         }
         let vector = DeviceTans::upload(&stream, &vector).unwrap();
         poison(&stream, &mut out);
-        own.add(&stream, &vector, &other, &mut out).unwrap();
-        own.add(&stream, &other, &vector, &mut out).unwrap();
-        guard_is_whole(&stream, &out, "the sum");
-        let faults = own.faults(&stream).unwrap();
-        assert!(faults > before || turn % 2 == 0, "turn {turn}: nothing was noticed");
+        tans_kernels.add(&stream, &vector, &other, &mut out).unwrap();
+        tans_kernels.add(&stream, &other, &vector, &mut out).unwrap();
+        guard_is_intact(&stream, &out, "the sum");
+        let faults = tans_kernels.faults(&stream).unwrap();
+        assert!(faults > before || turn % 2 == 0, "turn {turn}: the damage was not counted as a fault");
         before = faults;
     }
 }

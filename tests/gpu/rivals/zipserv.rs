@@ -1,6 +1,6 @@
 //! ZipServ's kernels on the GPU.
 
-use crate::harness::{Random, Weights, context, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, Weights, context, gpu, guard_is_intact, poison, refused, stream, value};
 use unweight_rivals::{
     cuda::zipserv::{DeviceZip, FUSED_BEST, FUSED_MAX, ZipKernels},
     zipserv::{Encoded, encode},
@@ -34,7 +34,7 @@ fn check(stream: &Stream, zip: &ZipKernels, bytes: &[u8], (rows, cols): (usize, 
     let got = out.to_host(stream).unwrap();
     let wrong = got.iter().zip(&halves(bytes)).position(|(got, expected)| got != expected);
     assert_eq!(wrong, None, "{what}: first element that differs");
-    guard_is_whole(stream, &out, what);
+    guard_is_intact(stream, &out, what);
 }
 
 #[test]
@@ -111,9 +111,12 @@ fn products_match_the_weights() {
                     zip.multiply(&mut ctx, &on_device, &matrix, &mut scratch, &mut y).unwrap();
                 }
                 let got = y.to_host(&stream).unwrap();
-                assert!(*first.get_or_insert_with(|| got.clone()) == got, "{rows}x{cols} batch {batch}: not alike");
+                assert!(
+                    *first.get_or_insert_with(|| got.clone()) == got,
+                    "{rows}x{cols} batch {batch}: two runs differ"
+                );
             }
-            guard_is_whole(&stream, &y, "y");
+            guard_is_intact(&stream, &y, "y");
             let got = first.unwrap();
             // Some of the elements: every row of x and every eighth row of w.
             for m in 0..batch {
@@ -134,7 +137,7 @@ fn products_match_the_weights() {
 fn any_bytes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = context(&stream);
+    let ctx = context(&stream);
     let zip = ZipKernels::of(&stream, kernels, 512).unwrap();
     let bytes = sprinkled((512, 512), 30, 4);
     let sound = encode(&bytes, 512, 512).unwrap();
@@ -155,13 +158,13 @@ fn any_bytes_stay_in_bounds() {
         let mut out = DeviceMatrix::zeroed(&stream, 512, 512).unwrap();
         poison(&stream, &mut out);
         zip.decompress(&stream, &matrix, &mut out).unwrap();
-        guard_is_whole(&stream, &out, "the weights");
+        guard_is_intact(&stream, &out, "the weights");
         let mut y = DeviceMatrix::zeroed(&stream, 5, 512).unwrap();
         poison(&stream, &mut y);
-        zip.gemm(own.stream(), &x, &matrix, &mut y).unwrap();
-        guard_is_whole(&stream, &y, "y");
+        zip.gemm(ctx.stream(), &x, &matrix, &mut y).unwrap();
+        guard_is_intact(&stream, &y, "y");
         let faults = zip.faults(&stream).unwrap();
-        assert!(faults > before, "turn {turn}: nothing was noticed");
+        assert!(faults > before, "turn {turn}: the damage was not counted as a fault");
         before = faults;
     }
     check(&stream, &zip, &bytes, (512, 512), "the sound matrix");

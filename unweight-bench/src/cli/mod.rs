@@ -13,7 +13,7 @@ use unweight::cli::{
     failure::{Coded, Failure, Result},
     output::Output,
     pipelines::{PlacementArgs, note_unused, saved_plan},
-    plot::{may_save, save},
+    plot::{check_can_save, save},
     profile,
     trust::{Trust, note_table},
 };
@@ -54,9 +54,9 @@ impl Program for Cli {
 /// A [`BenchError`] as an error of the command line.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
-struct Failed(BenchError);
+struct BenchFailure(BenchError);
 
-impl Coded for Failed {
+impl Coded for BenchFailure {
     fn code(&self) -> &'static str {
         self.0.code()
     }
@@ -65,9 +65,13 @@ impl Coded for Failed {
 /// Converts an error, with its remedy if it has one.
 fn failed(error: BenchError) -> Failure {
     match error.remedy() {
-        Some(remedy) => Failure::remedied(Failed(error), remedy),
-        None => Failure::other(Failed(error)),
+        Some(remedy) => Failure::remedied(BenchFailure(error), remedy),
+        None => Failure::other(BenchFailure(error)),
     }
+}
+
+fn usage(message: &'static str, help: &'static str) -> Failure {
+    Failure::new("usage", message, help)
 }
 
 /// What to measure.
@@ -138,7 +142,7 @@ struct MatmulBench {
     candidates: Option<usize>,
     /// Copies to shared memory; async adds the variants without a copy engine, as on Ampere and Ada
     #[arg(long, value_name = "HOW", default_value = "bulk")]
-    copy: CopyBy,
+    copy: CopyKind,
     /// Also time products from compact weights, at batches of 1 to 32
     #[arg(long)]
     compact: bool,
@@ -208,7 +212,7 @@ struct DecodeBench {
     #[arg(long)]
     breakdown: bool,
     #[command(flatten)]
-    held: PlacementArgs,
+    engine: PlacementArgs,
     /// Leave out the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
@@ -247,7 +251,7 @@ struct SpeculateBench {
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..=8192))]
     tokens: u32,
     #[command(flatten)]
-    held: PlacementArgs,
+    engine: PlacementArgs,
     /// Measured rounds
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
@@ -292,7 +296,7 @@ struct StressBench {
     no_load: bool,
     /// Copies to shared memory; async runs only the variants without a copy engine
     #[arg(long, value_name = "HOW", default_value = "bulk")]
-    copy: CopyBy,
+    copy: CopyKind,
     /// Plant a fault in the kernels that the run must find
     #[arg(long, value_name = "FAULT")]
     plant: Option<Fault>,
@@ -301,7 +305,7 @@ struct StressBench {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum CopyBy {
+enum CopyKind {
     /// Copy engine
     Bulk,
     /// Threads
@@ -380,32 +384,30 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Rivals(arguments) => {
-                may_save(arguments.svg.as_deref())?;
+                check_can_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.gpu.device)?;
                 let report = bench::bench_rivals(&kernels, &arguments.options(), &arguments.timing.timing(), &note)
                     .map_err(failed)?;
                 if let Some(file) = &arguments.svg {
                     save(file, &plot::amplification(&report.rows))?;
-                    output.note(format_args!("{}: drawn", file.display()));
+                    output.note(format_args!("wrote {}", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Matmul(arguments) => arguments.run(self.name(), output, &note),
             Self::Decode(arguments) => {
-                let has_pipelines = arguments.held.placement.has_pipelines();
+                let has_pipelines = arguments.engine.placement.has_pipelines();
                 if arguments.tune && !has_pipelines {
-                    let message = "--tune searches for settings of MLPs as they are stored, and --placement has none";
-                    return Err(Failure::new("usage", message, "give --placement stored, or leave --tune out"));
+                    let message = "--tune needs MLPs in their stored encoding, which this --placement does not keep";
+                    return Err(usage(message, "pass --placement stored or alternate, or leave out --tune"));
                 }
-                may_save(arguments.svg.as_deref())?;
+                check_can_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
                 let config = arguments.geometry.map(Geometry::config);
                 let model = match (&bundle, &config) {
                     (Some(bundle), _) => DecodeModel::Bundle(bundle),
                     (None, Some(config)) => DecodeModel::Geometry(config),
-                    (None, None) => {
-                        return Err(Failure::new("usage", "no model was given", "name a bundle, or a --geometry"));
-                    }
+                    (None, None) => return Err(usage("no model given", "pass a bundle or --geometry NAME")),
                 };
                 let kernels = arguments.trust.kernels(arguments.gpu.device, bundle.as_ref(), output)?;
                 let mut options = DecodeOptions::default()
@@ -413,9 +415,9 @@ impl Bench {
                     .prefill(arguments.prefill)
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
-                    .resident_experts(arguments.held.resident_experts)
-                    .placement(arguments.held.placement.0)
-                    .kv_cache(arguments.held.kv_cache.0);
+                    .resident_experts(arguments.engine.resident_experts)
+                    .placement(arguments.engine.placement.0)
+                    .kv_cache(arguments.engine.kv_cache.0);
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
                 }
@@ -425,13 +427,13 @@ impl Bench {
                     options = options.plan(plan).profile(profile).tune(arguments.tune);
                 }
                 if let Some(bundle) = &bundle {
-                    note_unused(&options.plan, arguments.held.placement, bundle, kernels.device().info(), output);
+                    note_unused(&options.plan, arguments.engine.placement, bundle, kernels.device().info(), output);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note).map_err(failed)?;
                 if let Some(file) = &arguments.svg {
                     save(file, &plot::decode_steps(&report))?;
-                    output.note(format_args!("{}: drawn", file.display()));
+                    output.note(format_args!("wrote {}", file.display()));
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
@@ -440,8 +442,8 @@ impl Bench {
                 let kernels = open(arguments.gpu.device)?;
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
-                let asked = (arguments.batch.as_slice(), arguments.context, arguments.tune);
-                let tables = bench::bench_tables(&kernels, &config, asked, &timing, &note).map_err(failed)?;
+                let selection = (arguments.batch.as_slice(), arguments.context, arguments.tune);
+                let tables = bench::bench_tables(&kernels, &config, selection, &timing, &note).map_err(failed)?;
                 output.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }
             Self::Stress(arguments) => {
@@ -452,7 +454,7 @@ impl Bench {
                     .launches(arguments.launches)
                     .only(arguments.only.clone())
                     .load(!arguments.no_load)
-                    .asynchronous(arguments.copy == CopyBy::Async)
+                    .asynchronous(arguments.copy == CopyKind::Async)
                     .plant(plant);
                 let report = bench::stress(&kernels, env, &options, &note).map_err(failed)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))?;
@@ -489,14 +491,14 @@ impl Rounds {
 
 impl MatmulBench {
     fn run(&self, command: &str, output: Output, note: &dyn Fn(&str)) -> Result<()> {
-        may_save(self.svg.as_deref())?;
+        check_can_save(self.svg.as_deref())?;
         let kernels = open(self.gpu.device)?;
         note_table(&kernels, output);
         let options = self.options(&kernels)?;
         // Fail before minutes of measuring if the table cannot be saved.
         let store = match (&self.save_table, kernels.cache().store()) {
             (Some(None), Err(why)) => {
-                return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
+                return Err(Failure::new(why.code(), why.to_string(), "pass a file: --save-table FILE"));
             }
             (Some(None), Ok(store)) => Some(store),
             _ => None,
@@ -504,21 +506,21 @@ impl MatmulBench {
         let report = bench::bench_matmul(&kernels, &options, &self.timing.timing(), note).map_err(failed)?;
         if let Some(file) = &self.svg {
             save(file, &plot::speedups(&report.rows))?;
-            output.note(format_args!("{}: drawn", file.display()));
+            output.note(format_args!("wrote {}", file.display()));
         }
         let registered = kernels.chooser().registered();
         if let Some(Some(file)) = &self.save_table {
             fs::write(file, report.table(registered).to_json()).map_err(Failure::io(file.display()))?;
-            output.note(format_args!("{}: written", file.display()));
+            output.note(format_args!("wrote {}", file.display()));
         }
         if let Some(store) = store {
             let info = kernels.device().info();
             let path = store.table_path(&info.name);
             // A table that cannot be read or followed is replaced.
-            let before = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
-            let table = report.table(registered).over(&before).to_json();
+            let existing = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
+            let table = report.table(registered).over(&existing).to_json();
             let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
-            output.note(format_args!("{}: kept; every start on this GPU follows it", path.display()));
+            output.note(format_args!("saved {}; every start on this GPU model uses it", path.display()));
         }
         output.result(command, &report, |out| write!(out, "{report}"))
     }
@@ -533,7 +535,7 @@ impl MatmulBench {
             .pdl(self.launch != Some(Launch::Ordinary))
             // Without candidates, a table would only repeat what dispatch selects anyway.
             .candidates(self.candidates.unwrap_or(if self.save_table.is_some() { TABLE_CANDIDATES } else { 0 }))
-            .asynchronous(self.copy == CopyBy::Async)
+            .asynchronous(self.copy == CopyKind::Async)
             .compact(self.compact)
             .variants(self.variant.clone())
             .layer(self.measure != Measure::Shapes)
@@ -554,10 +556,10 @@ impl SpeculateBench {
     fn run(&self, command: &str, output: Output, note: &(dyn Fn(&str) + Sync)) -> Result<()> {
         let kernels = open(self.gpu.device)?;
         let mut options = EngineOptions::default().speculate(self.speculate);
-        (options.placement, options.kv_cache) = (self.held.placement.0, self.held.kv_cache.0);
-        options.resident_experts = self.held.resident_experts;
-        let asked = (self.batch.as_slice(), self.tokens, self.rounds.into());
-        let report = bench::bench_speculate(&kernels, &self.geometry.config(), &options, asked, note);
+        (options.placement, options.kv_cache) = (self.engine.placement.0, self.engine.kv_cache.0);
+        options.resident_experts = self.engine.resident_experts;
+        let selection = (self.batch.as_slice(), self.tokens, self.rounds.into());
+        let report = bench::bench_speculate(&kernels, &self.geometry.config(), &options, selection, note);
         let report = report.map_err(failed)?;
         output.result(command, &report, |out| write!(out, "{report}"))
     }
@@ -565,21 +567,21 @@ impl SpeculateBench {
 
 impl RivalsBench {
     fn options(&self) -> RivalsOptions {
-        let wanted = |part| self.only.is_empty() || self.only.contains(&part);
+        let selects = |part| self.only.is_empty() || self.only.contains(&part);
         let mut options = RivalsOptions::default()
-            .weights(wanted(RivalsPart::Weights))
-            .elements(wanted(RivalsPart::Elements))
-            .layer(wanted(RivalsPart::Layer));
+            .weights(selects(RivalsPart::Weights))
+            .elements(selects(RivalsPart::Elements))
+            .layer(selects(RivalsPart::Layer));
         if !self.shape.is_empty() {
             options.shapes.clone_from(&self.shape);
         }
         if !self.batch.is_empty() {
             options.batches.clone_from(&self.batch);
         }
-        if !wanted(RivalsPart::Int8) {
+        if !selects(RivalsPart::Int8) {
             options.int8 = 0;
         }
-        if !wanted(RivalsPart::Fp8) {
+        if !selects(RivalsPart::Fp8) {
             options.fp8_mib.clear();
         }
         options
@@ -612,13 +614,13 @@ fn geometry(text: &str) -> std::result::Result<Geometry, String> {
 
 fn shape(text: &str) -> std::result::Result<(u32, u32), String> {
     let extent = |text: &str| text.trim().parse().ok().filter(|&extent: &u32| extent > 0);
-    let (n, k) = text.split_once(',').ok_or("write it as N,K, such as 14336,4096")?;
-    extent(n).zip(extent(k)).ok_or_else(|| format!("'{text}': both extents are numbers above 0"))
+    let (n, k) = text.split_once(',').ok_or("expected N,K, such as 14336,4096")?;
+    extent(n).zip(extent(k)).ok_or_else(|| format!("'{text}': N and K must be positive integers"))
 }
 
 fn share(text: &str) -> std::result::Result<f64, String> {
     text.parse()
         .ok()
         .filter(|share| (0.005..=0.2).contains(share))
-        .ok_or_else(|| format!("'{text}' is not 0.005..=0.2"))
+        .ok_or_else(|| format!("'{text}' is not a number from 0.005 to 0.2"))
 }

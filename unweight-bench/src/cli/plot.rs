@@ -37,8 +37,8 @@ fn dispatched(rows: &[Row]) -> Lines {
 /// Plots the speedup of a decode step over the BF16 baseline, by batch.
 pub fn decode_steps(report: &DecodeReport) -> Drawing<'static> {
     // An engine with pipelines comes after the packed one, so the first engine is the one to plot.
-    let own = report.engines.first().map(|engine| (engine.placement.name(), engine.kv_cache));
-    let steps = report.rows.iter().filter(|row| Some((row.placement, row.kv_cache)) == own);
+    let measured = report.engines.first().map(|engine| (engine.placement.name(), engine.kv_cache));
+    let steps = report.rows.iter().filter(|row| Some((row.placement, row.kv_cache)) == measured);
     let line = steps.filter_map(|row| Some((row.batch, row.over_baseline?))).collect();
     let name = format!("context {}", report.options.context);
     let caption = "A decode step: times the same engine on cuBLAS, in the same rounds";

@@ -42,7 +42,7 @@ impl Cache {
     /// If the number of units is a multiple of 5.
     pub fn new(heads: Heads, (layers, pages): (u32, u32), (units, free): (u32, u32), gap: usize) -> Self {
         let unwritten = |bytes: usize| vec![UNWRITTEN; bytes];
-        let mut own = Self {
+        let mut cache = Self {
             heads,
             layers,
             pages,
@@ -55,9 +55,9 @@ impl Cache {
             free: std::iter::once(free).chain((0..units).map(|i| (i * 5 + 2) % units)).collect(),
         };
         assert!(!units.is_multiple_of(5) || units == 0);
-        own.packed = unwritten(layers as usize * own.packed_pitch());
-        own.records = unwritten(layers as usize * own.record_pitch());
-        own
+        cache.packed = unwritten(layers as usize * cache.packed_pitch());
+        cache.records = unwritten(layers as usize * cache.record_pitch());
+        cache
     }
 
     /// Returns the number of units of a cache that needs `needed`. [`Cache::new`] accepts no multiple of 5.
@@ -73,16 +73,16 @@ impl Cache {
         let needed = encoded.iter().filter(|unit| unit.bf16.is_some()).count() as u32;
         // The first unit is one that no record refers to.
         let units = Self::units_for(needed + 1);
-        let mut own = Self::new(heads, (1, count as u32), (units, 0), gap);
+        let mut cache = Self::new(heads, (1, count as u32), (units, 0), gap);
         let mut index = units;
         for (unit, encoded) in encoded.iter().enumerate() {
             index -= u32::from(encoded.bf16.is_some());
-            heads.put(&mut own.packed, &mut own.records, unit, encoded, index);
+            heads.put(&mut cache.packed, &mut cache.records, unit, encoded, index);
             if let Some(values) = &encoded.bf16 {
-                own.unit_pages[index as usize * values.len()..][..values.len()].copy_from_slice(values);
+                cache.unit_pages[index as usize * values.len()..][..values.len()].copy_from_slice(values);
             }
         }
-        own
+        cache
     }
 
     /// Replaces all records by random ones of any kind. BF16 records refer to units that are not free, each to a
@@ -100,7 +100,7 @@ impl Cache {
                 record.fill(0);
                 record[RECORD_KIND] = random.below(3) as u8;
                 match record[RECORD_KIND] {
-                    KIND_BF16 => set_index(record, used.pop().expect("a unit")),
+                    KIND_BF16 => set_index(record, used.pop().expect("a used unit is left")),
                     KIND_PACKED => record.iter_mut().skip(RECORD_HEAD).for_each(|byte| *byte = 7),
                     _ => (),
                 }
@@ -136,23 +136,26 @@ impl Cache {
     pub fn check_packed<J: Borrow<Job>>(&self, after: &Self, jobs: &[J]) -> Result<Counts, String> {
         let before = self;
         let heads = before.heads;
-        let (mut expected, mut counts, mut taken) = (before.clone(), Counts::default(), BTreeSet::new());
+        let (mut expected, mut counts, mut allocated) = (before.clone(), Counts::default(), BTreeSet::new());
         for Job { layer, page, units } in jobs.iter().map(J::borrow) {
-            for ((of, encoded), place) in units.iter().enumerate().zip(*page as usize * heads.page_units()..) {
-                let record = after.record(*layer, place);
+            for ((index_in_page, encoded), unit) in units.iter().enumerate().zip(*page as usize * heads.page_units()..)
+            {
+                let record = after.record(*layer, unit);
                 let index = index_of(record);
                 let packed_at = *layer as usize * before.packed_pitch();
                 let record_at = *layer as usize * before.record_pitch();
                 let (pages, records) = (&mut expected.packed[packed_at..], &mut expected.records[record_at..]);
                 match (&encoded.bf16, record[RECORD_KIND]) {
                     (Some(_), KIND_LOST) => {
-                        records[heads.record_at(place)..][..record.len()].copy_from_slice(&heads.lost_record());
+                        records[heads.record_at(unit)..][..record.len()].copy_from_slice(&heads.lost_record());
                         counts.lost += 1;
                         continue;
                     }
                     (Some(values), _) => {
-                        if index >= before.units || !taken.insert(index) {
-                            return Err(format!("layer {layer}, page {page}, unit {of}: took {index} of the pool"));
+                        if index >= before.units || !allocated.insert(index) {
+                            return Err(format!(
+                                "layer {layer}, page {page}, unit {index_in_page}: invalid BF16 unit {index}"
+                            ));
                         }
                         let at = index as usize * heads.bf16_bytes();
                         expected.unit_pages[at..][..values.len()].copy_from_slice(values);
@@ -161,30 +164,30 @@ impl Cache {
                     (None, _) if encoded.record[RECORD_ENDS + 3] != 0 => counts.with_slots += 1,
                     (None, _) => counts.plain += 1,
                 }
-                heads.put(pages, records, place, encoded, index);
-                let tile = heads.tile_at(place, 0);
-                if record != expected.record(*layer, place) {
+                heads.put(pages, records, unit, encoded, index);
+                let tile = heads.tile_at(unit, 0);
+                if record != expected.record(*layer, unit) {
                     return Err(format!(
-                        "layer {layer}, page {page}, unit {of}: record {record:?}, not {:?}",
+                        "layer {layer}, page {page}, unit {index_in_page}: record {record:?}, not {:?}",
                         encoded.record
                     ));
                 }
-                let own = &after.packed[packed_at + tile..];
-                if encoded.bf16.is_none() && own[..heads.tile_bytes()] != encoded.tiles[0] {
-                    return Err(format!("layer {layer}, page {page}, unit {of}: bytes of the first tile"));
+                let tiles = &after.packed[packed_at + tile..];
+                if encoded.bf16.is_none() && tiles[..heads.tile_bytes()] != encoded.tiles[0] {
+                    return Err(format!("layer {layer}, page {page}, unit {index_in_page}: the first tile differs"));
                 }
             }
         }
-        expected.free[0] -= taken.len() as u32;
-        let came_from = &before.free[expected.free[0] as usize + 1..=before.free[0] as usize];
-        let whole = [
+        expected.free[0] -= allocated.len() as u32;
+        let expected_units = &before.free[expected.free[0] as usize + 1..=before.free[0] as usize];
+        let comparisons = [
             (expected.packed == after.packed, "packed pages"),
             (expected.records == after.records, "records"),
             (expected.unit_pages == after.unit_pages, "bf16 units"),
             (expected.free == after.free, "free units"),
-            (came_from.iter().copied().collect::<BTreeSet<_>>() == taken, "units that were taken"),
+            (expected_units.iter().copied().collect::<BTreeSet<_>>() == allocated, "units that were allocated"),
         ];
-        match whole.iter().find(|(same, _)| !same) {
+        match comparisons.iter().find(|(same, _)| !same) {
             Some((_, what)) => Err(format!("{what} differ")),
             None => Ok(counts),
         }
@@ -220,16 +223,16 @@ impl Cache {
         let units = expected.release(table);
         let count = self.free[0] as usize + units.len();
         if after.free[0] as usize != count {
-            return Err(format!("{} units are free, not {count}", after.free[0]));
+            return Err(format!("{} units are free instead of {count}", after.free[0]));
         }
         let free: BTreeSet<u32> = self.free_units().union(&units).copied().collect();
-        let whole = [
-            (after.packed == self.packed && after.unit_pages == self.unit_pages, "pages were written"),
+        let comparisons = [
+            (after.packed == self.packed && after.unit_pages == self.unit_pages, "pages were changed"),
             (after.records == expected.records, "records differ"),
             (after.free_units() == free, "free units differ"),
-            (after.free[1 + count..] == self.free[1 + count..], "the list was written behind it"),
+            (after.free[1 + count..] == self.free[1 + count..], "the free list was changed after its end"),
         ];
-        match whole.iter().find(|(right, _)| !right) {
+        match comparisons.iter().find(|(same, _)| !same) {
             Some((_, what)) => Err((*what).to_owned()),
             None => Ok(()),
         }

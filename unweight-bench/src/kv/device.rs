@@ -75,12 +75,12 @@ impl DevicePages {
     /// Fails without enough memory, or if no kernel supports the size of the heads.
     pub fn new(stream: &Stream, from: &PackedPages) -> Result<Self, DeviceError> {
         let pages = (from.packed.len() / from.heads.page_bytes().max(1)) as u32;
-        let mut own = PackedKv::new(stream, PackedShape::new(from.heads.shape(pages)?, 1, from.units)?)?;
-        own.packed_mut().write(stream, 0, &from.packed)?;
-        own.records_mut().write(stream, 0, &from.records)?;
-        own.units_mut().write(stream, 0, &from.unit_pages)?;
+        let mut device = PackedKv::new(stream, PackedShape::new(from.heads.shape(pages)?, 1, from.units)?)?;
+        device.packed_mut().write(stream, 0, &from.packed)?;
+        device.records_mut().write(stream, 0, &from.records)?;
+        device.units_mut().write(stream, 0, &from.unit_pages)?;
         Ok(Self {
-            pages: own,
+            pages: device,
             hot: DeviceBuffer::from_host(stream, &from.hot)?,
             hot_shape: from.heads.shape(from.hot_pages)?,
             hot_table: DeviceBuffer::from_host(stream, &from.hot_table)?,

@@ -20,7 +20,7 @@ use unweight_rt::{
     },
 };
 
-use super::{Bench, contender, not_taken, unheld};
+use super::{Bench, contender, not_storable, upload_error};
 use crate::{
     BenchError,
     data::{halves, normal_bf16, relative_error},
@@ -53,10 +53,10 @@ impl Bench<'_> {
         let mut flat = DeviceBuffer::<u16>::zeroed(stream, layer.bits.len())?;
         let mut decoded =
             SHAPES.iter().map(|&(n, k)| DeviceMatrix::zeroed(stream, n, k)).collect::<Result<Vec<_>, _>>()?;
-        self.decodes_exactly(&layer, (&dfloat11, &mut flat), (&zip, &mut decoded))?;
+        self.check_decoders(&layer, (&dfloat11, &mut flat), (&zip, &mut decoded))?;
         let mut rows = Vec::new();
         for &m in batches {
-            rows.extend(self.layer_at(m, &layer, (&dfloat11, &mut flat), (&zip, &mut decoded))?);
+            rows.extend(self.layer_rows(m, &layer, (&dfloat11, &mut flat), (&zip, &mut decoded))?);
         }
         Ok(rows)
     }
@@ -72,21 +72,21 @@ impl Bench<'_> {
             let tensor = packed::pack(matrix, &Histogram::of(&bytes));
             let tensor = tensor.map_err(|why| BenchError::Unpackable { n, k, why })?;
             pack.push(DevicePacked::upload(stream, &tensor)?);
-            let tensor = zipserv::encode(&bytes, rows, cols).map_err(unheld("ZipServ", (n, k)))?;
-            zips.push(DeviceZip::upload(stream, &tensor).map_err(not_taken((n, k)))?);
+            let tensor = zipserv::encode(&bytes, rows, cols).map_err(not_storable("ZipServ", (n, k)))?;
+            zips.push(DeviceZip::upload(stream, &tensor).map_err(upload_error((n, k)))?);
             flat.extend(bytes);
         }
         let shape = SHAPES[0];
-        let unit = Unit::encode(&flat, THREADS).map_err(unheld("DFloat11", shape))?;
-        let unit = DeviceUnit::upload(stream, &unit).map_err(not_taken(shape))?;
+        let unit = Unit::encode(&flat, THREADS).map_err(not_storable("DFloat11", shape))?;
+        let unit = DeviceUnit::upload(stream, &unit).map_err(upload_error(shape))?;
         let elements = flat.len() / 2;
-        self.say_bits("a layer, unweight packed", pack.iter().map(DevicePacked::bytes).sum(), elements);
-        self.say_bits("a layer, dfloat11", unit.bytes(), elements);
-        self.say_bits("a layer, zipserv", zips.iter().map(DeviceZip::bytes).sum(), elements);
+        self.report_bits("a layer, unweight packed", pack.iter().map(DevicePacked::bytes).sum(), elements);
+        self.report_bits("a layer, dfloat11", unit.bytes(), elements);
+        self.report_bits("a layer, zipserv", zips.iter().map(DeviceZip::bytes).sum(), elements);
         Ok(Layer { bits: halves(&flat), whole, packed: pack, zips, unit })
     }
 
-    fn decodes_exactly(
+    fn check_decoders(
         &self,
         layer: &Layer,
         (dfloat11, flat): (&UnitDecoder, &mut DeviceBuffer<u16>),
@@ -98,20 +98,20 @@ impl Bench<'_> {
         if flat.to_host(stream)? != layer.bits {
             return Err(BenchError::WrongBits { kernel: "dfloat11" });
         }
-        let mut left = layer.bits.as_slice();
+        let mut remaining = layer.bits.as_slice();
         for (tensor, to) in layer.zips.iter().zip(decoded) {
             to.fill_bytes(stream, 0xff)?;
             zip.decompress(stream, tensor, to)?;
-            let (own, rest) = left.split_at(to.bytes() / 2);
-            if to.to_host(stream)? != own {
+            let (weights, rest) = remaining.split_at(to.bytes() / 2);
+            if to.to_host(stream)? != weights {
                 return Err(BenchError::WrongBits { kernel: "zipserv" });
             }
-            left = rest;
+            remaining = rest;
         }
         Ok(())
     }
 
-    fn layer_at(
+    fn layer_rows(
         &self,
         m: u32,
         layer: &Layer,
@@ -130,8 +130,8 @@ impl Bench<'_> {
         let mut y = outputs.collect::<Result<Vec<_>, _>>()?;
         let mut products = Vec::new();
         for (problem, tensor) in problems.iter().zip(&layer.packed) {
-            let wanted = PackedUse { escapes: tensor.has_escapes(), pdl: false, epilogue: Epilogue::Store };
-            let spec = self.kernels.chooser().choose(*problem, wanted).ok_or(BenchError::NoVariant(*problem))?;
+            let packed_use = PackedUse { escapes: tensor.has_escapes(), pdl: false, epilogue: Epilogue::Store };
+            let spec = self.kernels.chooser().choose(*problem, packed_use).ok_or(BenchError::NoVariant(*problem))?;
             ctx.reserve(context_size(&spec, *problem, sms)?)?;
             products.push(PackedGemm::new(self.kernels.get(&spec)?)?);
         }
@@ -181,9 +181,9 @@ impl Bench<'_> {
             if multiplies {
                 let got = y.iter().map(|y| y.to_host(stream)).collect::<Result<Vec<_>, _>>()?;
                 for ((problem, got), expected) in problems.iter().zip(&got).zip(&expected) {
-                    let own = relative_error(got, expected);
-                    BenchError::check_product(name, *problem, own)?;
-                    error = Some(error.map_or(own, |most: f64| most.max(own)));
+                    let product_error = relative_error(got, expected);
+                    BenchError::check_product(name, *problem, product_error)?;
+                    error = Some(error.map_or(product_error, |largest: f64| largest.max(product_error)));
                 }
                 if expected.is_empty() {
                     expected = got;

@@ -290,9 +290,9 @@ impl Run<'_> {
         let m = m.next_multiple_of(2);
         let logits = weights.x.read(stream, 0, (m * vocabulary) as usize)?;
         let row = |logits: &[u16]| {
-            let own = logprobs(bytemuck::cast_slice(logits), 0, TOP_LOGPROBS_MAX);
-            let mut pairs = vec![(0, own.sampled)];
-            pairs.extend(own.top);
+            let expected_logprobs = logprobs(bytemuck::cast_slice(logits), 0, TOP_LOGPROBS_MAX);
+            let mut pairs = vec![(0, expected_logprobs.sampled)];
+            pairs.extend(expected_logprobs.top);
             pairs.resize(1 + TOP_LOGPROBS_MAX as usize, (u32::MAX, f32::NAN));
             pairs.into_iter().flat_map(|(token, value)| [token, value.to_bits()]).flat_map(u32::to_le_bytes)
         };
@@ -373,7 +373,7 @@ impl Run<'_> {
             let heads = got.chunks_exact(head_dim as usize).zip(qkv.chunks_exact(head_dim as usize)).zip(&spans);
             heads.enumerate().find_map(|(head, ((got, before), spans))| match spans {
                 Some(spans) => oracle::outside(got, spans).map(|wrong| format!("head {head}, {wrong}")),
-                None => (got != before).then(|| format!("head {head} of K or V was rewritten")),
+                None => (got != before).then(|| format!("head {head} of K or V was changed")),
             })
         };
         let subject = self.rows(kernel, (m, columns), Box::new(launch), check)?;

@@ -92,9 +92,9 @@ impl Run<'_> {
                 let row = pair / top_k as usize * n as usize + (ids[pair] * FEATURES) as usize;
                 let (sum, slack) = match spec.epilogue {
                     Epilogue::SiluMul => {
-                        let turn = Epilogue::GATE_ROWS as usize;
-                        let at = row + column / turn * 2 * turn + column % turn;
-                        let ((gate, gate_size), (up, up_size)) = (weights.exact[at], weights.exact[at + turn]);
+                        let gate_rows = Epilogue::GATE_ROWS as usize;
+                        let at = row + column / gate_rows * 2 * gate_rows + column % gate_rows;
+                        let ((gate, gate_size), (up, up_size)) = (weights.exact[at], weights.exact[at + gate_rows]);
                         let sum = gate / (1.0 + (-gate).exp()) * up;
                         (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + sum.abs() * 1e-5)
                     }
@@ -106,7 +106,7 @@ impl Run<'_> {
                 let error = (value(got) - sum).abs();
                 error.is_nan() || error > sum.abs() / 256.0 + slack
             });
-            wrong.map(|at| format!("element {at} of {tokens} tokens is wrong"))
+            wrong.map(|at| format!("element {at} of the output of {tokens} tokens is wrong"))
         };
         self.rows(kernel, (tokens * top_k, columns), launch, check)
     }
@@ -161,14 +161,14 @@ impl Run<'_> {
                 order.sort_by(|a, b| value(row[*b as usize]).total_cmp(&value(row[*a as usize])).then(a.cmp(b)));
                 order.truncate(TOP_K as usize);
                 let share = |expert: u32| value(row[expert as usize]).exp();
-                let all: f64 = order.iter().map(|expert| share(*expert)).sum();
-                let places = token * TOP_K as usize..(token + 1) * TOP_K as usize;
+                let sum: f64 = order.iter().map(|expert| share(*expert)).sum();
+                let pairs = token * TOP_K as usize..(token + 1) * TOP_K as usize;
                 let near = |(got, expert): (&u32, &u32)| {
-                    let wanted = share(*expert) / all;
-                    (f64::from(f32::from_bits(*got)) - wanted).abs() <= wanted * 1e-5
+                    let expected = share(*expert) / sum;
+                    (f64::from(f32::from_bits(*got)) - expected).abs() <= expected * 1e-5
                 };
-                let right = ids[places.clone()] == order && shares[places].iter().zip(&order).all(near);
-                (!right).then(|| format!("token {token} of {tokens} chose wrong experts or weights"))
+                let right = ids[pairs.clone()] == order && shares[pairs].iter().zip(&order).all(near);
+                (!right).then(|| format!("wrong experts or weights for token {token} of {tokens}"))
             })
         };
         // Two words per pair are as long as four bf16 columns.
@@ -253,7 +253,7 @@ impl Run<'_> {
                 let error = (value(got) - sum).abs();
                 error.is_nan() || error > sum.abs() / 256.0 + size * 1e-6
             });
-            wrong.map(|at| format!("element {at} of {tokens} tokens is wrong"))
+            wrong.map(|at| format!("element {at} of the output of {tokens} tokens is wrong"))
         };
         self.rows(kernel, (tokens, columns), launch, check)
     }

@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// Returns a seed that differs between runs. Reports of wrong outputs include it.
-fn fresh() -> u64 {
+fn new_seed() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |time| time.as_nanos() as u64)
 }
 
@@ -58,19 +58,19 @@ const CASES: [Case; 5] = [
 fn counterpart(spec: &VariantSpec) -> Option<VariantSpec> {
     let Op::Attention(packed) = spec.op else { return None };
     let same = |other: &AttentionSpec| AttentionSpec { stages: packed.stages, pdl: packed.pdl, ..*other };
-    let wanted = AttentionSpec { cache: KvCache::Bf16, ..packed };
+    let bf16 = AttentionSpec { cache: KvCache::Bf16, ..packed };
     let shipped = catalog::on::<AttentionSpec>(spec.arch).chain(catalog::asynchronous(spec.arch));
-    let shipped = shipped.filter(|other| matches!(other.op, Op::Attention(op) if same(&op) == wanted));
+    let shipped = shipped.filter(|other| matches!(other.op, Op::Attention(op) if same(&op) == bf16));
     // Variants that do not ship are compiled on demand.
     let other = (1..=AttentionStages::MAX.get()).rev().filter_map(|stages| {
-        let op = AttentionSpec { stages: AttentionStages::new(stages).ok()?, ..wanted };
+        let op = AttentionSpec { stages: AttentionStages::new(stages).ok()?, ..bf16 };
         Some(VariantSpec::attention(spec.arch, op))
     });
     shipped.chain(other).find(|spec| Plan::new(spec).is_ok())
 }
 
 /// Synchronizes a context. Returns a reported row fault as text, and any other error as an error.
-fn reported(ctx: &RefCell<ExecContext>) -> Result<Option<String>, DeviceError> {
+fn row_fault(ctx: &RefCell<ExecContext>) -> Result<Option<String>, DeviceError> {
     match ctx.borrow_mut().synchronize() {
         Ok(()) => Ok(None),
         Err(error @ DeviceError::Row { .. }) => Ok(Some(error.to_string())),
@@ -86,19 +86,21 @@ impl Run<'_> {
         spec: AttentionSpec,
     ) -> Result<Vec<Subject<'a>>, BenchError> {
         let name = kernel.spec();
-        let Some(other) = counterpart(name) else { unreachable!("{name}: a test sees to a variant over BF16 pages") };
-        let other = Attention::new(self.kernels.get(&other)?)?;
-        CASES.into_iter().map(|case| self.packed_case(kernel, &other, spec, case)).collect()
+        let Some(bf16) = counterpart(name) else {
+            unreachable!("{name}: a test checks that it has a BF16 counterpart")
+        };
+        let bf16 = Attention::new(self.kernels.get(&bf16)?)?;
+        CASES.into_iter().map(|case| self.packed_case(kernel, &bf16, spec, case)).collect()
     }
 
     fn packed_case<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
-        other: &Attention,
+        bf16: &Attention,
         spec: AttentionSpec,
         (positions, group, window, parts, infinities): Case,
     ) -> Result<Subject<'a>, BenchError> {
-        let (stream, seed) = (self.stream, fresh());
+        let (stream, seed) = (self.stream, new_seed());
         let norm = group != 4;
         let case = Decode {
             window,
@@ -111,8 +113,8 @@ impl Run<'_> {
         harden(&mut problem, seed, infinities);
         let pages = PackedPages::of(&problem);
         let parts = if spec.split { parts } else { 1 };
-        let (out, layer) = self.bf16_attention(other, &problem, parts)?;
-        let no_number = out.iter().any(|bits| bits & 0x7fff > 0x7f80);
+        let (out, layer) = self.bf16_attention(bf16, &problem, parts)?;
+        let has_nan = out.iter().any(|bits| bits & 0x7fff > 0x7f80);
         // Hot pages begin at a multiple of the widest copy.
         let (m, columns) = (positions.len(), case.out_columns());
         let hot_at = (m * columns * 2).next_multiple_of(256);
@@ -143,10 +145,10 @@ impl Run<'_> {
             on_device.decode_from(&attention, &mut self.ctx.borrow_mut(), pages.with_hot(hot), out)
         };
         let check = move |got: &[u8]| {
-            let reported = reported(&self.ctx).unwrap_or_else(|error| Some(error.to_string()));
-            let wrong = (no_number && !infinities).then(|| "BF16 attention gave NaN".to_owned());
-            let wrong = wrong.or(reported).or_else(|| differs(got, &expected));
-            wrong.map(|wrong| format!("{wrong} (next to {other_name}, seed {seed})", other_name = "BF16 attention"))
+            let row_fault = row_fault(&self.ctx).unwrap_or_else(|error| Some(error.to_string()));
+            let wrong = (has_nan && !infinities).then(|| "BF16 attention returned NaN".to_owned());
+            let wrong = wrong.or(row_fault).or_else(|| differs(got, &expected));
+            wrong.map(|wrong| format!("{wrong} (compared with BF16 attention, seed {seed})"))
         };
         let longest = positions.iter().filter(|position| **position != PAD).max().map_or(0, |last| last + 1);
         Ok(Subject {
@@ -184,17 +186,20 @@ impl Run<'_> {
         kernel: &Arc<LoadedKernel>,
         spec: KvUnpackSpec,
     ) -> Result<Vec<Subject<'a>>, BenchError> {
-        [(1, 5), (3, 9)].into_iter().map(|(kv_heads, pages)| self.unpacked(kernel, spec, kv_heads, pages)).collect()
+        [(1, 5), (3, 9)]
+            .into_iter()
+            .map(|(kv_heads, pages)| self.unpack_subject(kernel, spec, kv_heads, pages))
+            .collect()
     }
 
-    fn unpacked<'a>(
+    fn unpack_subject<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
         spec: KvUnpackSpec,
         kv_heads: u32,
         pages: u32,
     ) -> Result<Subject<'a>, BenchError> {
-        let (stream, seed) = (self.stream, fresh());
+        let (stream, seed) = (self.stream, new_seed());
         let heads = Heads { head_dim: spec.head_dim.get(), kv_heads };
         let random = &mut Random::new(seed);
         let bf16: Vec<u16> = (0..pages).flat_map(|_| page(random, heads)).collect();
@@ -211,8 +216,8 @@ impl Run<'_> {
             unpack.enqueue(&mut self.ctx.borrow_mut(), cache.borrow_mut().layers(), (&table, count), out)
         };
         let check = move |got: &[u8]| {
-            let reported = reported(&self.ctx).unwrap_or_else(|error| Some(error.to_string()));
-            reported.or_else(|| differs(got, &expected)).map(|wrong| format!("{wrong} (seed {seed})"))
+            let row_fault = row_fault(&self.ctx).unwrap_or_else(|error| Some(error.to_string()));
+            row_fault.or_else(|| differs(got, &expected)).map(|wrong| format!("{wrong} (seed {seed})"))
         };
         let bytes = count as usize * heads.page_elements() * 2;
         Ok(Subject {
@@ -231,10 +236,10 @@ impl Run<'_> {
     pub(super) fn kv_pack(&self, kernel: &Arc<LoadedKernel>, spec: KvPackSpec) -> Result<Vec<StressRow>, BenchError> {
         let pack = KvPack::new(kernel.clone())?;
         let heads = Heads { head_dim: spec.head_dim.get(), kv_heads: 2 };
-        [false, true].into_iter().map(|scarce| self.packing(&pack, &Packing::new(heads, spec.stage, scarce))).collect()
+        [false, true].into_iter().map(|scarce| self.pack_row(&pack, &Packing::new(heads, spec.stage, scarce))).collect()
     }
 
-    fn packing(&self, pack: &KvPack, problem: &Packing) -> Result<StressRow, BenchError> {
+    fn pack_row(&self, pack: &KvPack, problem: &Packing) -> Result<StressRow, BenchError> {
         let stream = self.stream;
         let mut on_device = (0..RUNS).map(|_| problem.upload(stream)).collect::<Result<Vec<_>, _>>()?;
         let rounds = self.options.launches.div_ceil(RUNS).max(2);
@@ -254,11 +259,11 @@ impl Run<'_> {
                     unsafe { graph.launch() }?;
                 }
             }
-            let reported = reported(&self.ctx)?;
+            let row_fault = row_fault(&self.ctx)?;
             for run in &mut on_device {
-                let found = problem.check(&run.read(stream, &problem.before)?).err().or_else(|| reported.clone());
-                differing += u32::from(found.is_some());
-                wrong = wrong.or(found);
+                let error = problem.check(&run.read(stream, &problem.before)?).err().or_else(|| row_fault.clone());
+                differing += u32::from(error.is_some());
+                wrong = wrong.or(error);
             }
         }
         let Packing { heads, m, seed, scarce, .. } = *problem;
@@ -301,7 +306,7 @@ const LAYERS: u32 = 3;
 
 impl Packing {
     fn new(heads: Heads, stage: KvPackStage, scarce: bool) -> Self {
-        let seed = fresh();
+        let seed = new_seed();
         let random = &mut Random::new(seed);
         let positions: Vec<u32> = [63, 5, 127, PAD, 62, 63, 64].to_vec();
         let (layers, m, table_pages) = match stage {
@@ -312,9 +317,9 @@ impl Packing {
         let source_pages = m + FIRST;
         let pages = m * table_pages;
         let all_units = layers * pages * heads.page_units() as u32;
-        let enough = Cache::units_for(all_units);
-        let free = if scarce { 2 } else { enough };
-        let units = if stage == KvPackStage::Release { Cache::units_for(2 * enough) } else { enough };
+        let sufficient = Cache::units_for(all_units);
+        let free = if scarce { 2 } else { sufficient };
+        let units = if stage == KvPackStage::Release { Cache::units_for(2 * sufficient) } else { sufficient };
         let mut before = Cache::new(heads, (layers, pages), (units, free), 0);
         if stage == KvPackStage::Release {
             before.put_random_records(random);
@@ -329,7 +334,7 @@ impl Packing {
             table[2] = u32::MAX;
         }
         let hot_table = (0..m).map(|row| (row + 3) % source_pages).collect();
-        let mut own = Self {
+        let mut problem = Self {
             heads,
             stage,
             scarce,
@@ -344,14 +349,14 @@ impl Packing {
             m,
             jobs: Vec::new(),
         };
-        own.jobs = own.jobs();
-        own
+        problem.jobs = problem.jobs();
+        problem
     }
 
     fn jobs(&self) -> Vec<(usize, Job)> {
         let job = |layer: u32, page: u32, from: u32| {
-            let own = self.heads.page_of(&self.source, (layer * self.source_pages + from) as usize);
-            Job::new(self.heads, (layer, page), own)
+            let bf16 = self.heads.page_of(&self.source, (layer * self.source_pages + from) as usize);
+            Job::new(self.heads, (layer, page), bf16)
         };
         let entries = 0..self.m as usize;
         match self.stage {
@@ -372,15 +377,15 @@ impl Packing {
     }
 
     fn upload(&self, stream: &unweight_rt::Stream) -> Result<OnDevice, DeviceError> {
-        let numbers = |values: &[u32]| DeviceBuffer::from_host(stream, values);
+        let upload = |values: &[u32]| DeviceBuffer::from_host(stream, values);
         let source_pages = if self.stage == KvPackStage::Release { 1 } else { self.source_pages };
         Ok(OnDevice {
             cache: self.before.upload(stream)?,
             source: DeviceBuffer::from_host(stream, &self.source)?,
             source_shape: self.heads.shape(source_pages)?,
-            positions: numbers(&self.positions)?,
-            table: numbers(&self.table)?,
-            hot_table: numbers(&self.hot_table)?,
+            positions: upload(&self.positions)?,
+            table: upload(&self.table)?,
+            hot_table: upload(&self.hot_table)?,
             lost: DeviceBuffer::zeroed(stream, self.m as usize)?,
         })
     }
@@ -394,7 +399,7 @@ impl Packing {
         self.before.check_packed(after, &jobs)?;
         let mut expected = vec![0; self.m as usize];
         self.jobs.iter().filter(|(_, job)| job.is_lost(after)).for_each(|(row, _)| expected[*row] = 1);
-        if *lost == expected { Ok(()) } else { Err(format!("lost rows {lost:?}, not {expected:?}")) }
+        if *lost == expected { Ok(()) } else { Err(format!("lost rows {lost:?} instead of {expected:?}")) }
     }
 }
 
@@ -444,13 +449,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_packed_variant_is_held_against_one_over_bf16_pages() {
+    fn every_packed_variant_has_a_counterpart_over_bf16_pages() {
         for arch in Arch::ALL {
             let all = catalog::on::<AttentionSpec>(*arch).chain(catalog::asynchronous(*arch));
             let packed = |spec: &VariantSpec| matches!(spec.op, Op::Attention(op) if op.cache == KvCache::Packed);
             let mut count = 0;
             for spec in all.filter(packed) {
-                let other = counterpart(&spec).unwrap_or_else(|| panic!("{spec} has none"));
+                let other = counterpart(&spec).unwrap_or_else(|| panic!("{spec} has no counterpart"));
                 let order = |spec: &VariantSpec| match spec.op {
                     Op::Attention(op) => (op.head_dim, op.warps, op.cluster, op.split, op.copy),
                     _ => panic!("{spec}"),
@@ -470,12 +475,12 @@ mod tests {
             assert!(problem.jobs.len() >= 5);
             assert!(
                 problem.check(&(problem.before.clone(), vec![0; problem.m as usize])).is_err(),
-                "nothing was packed"
+                "an unchanged cache passed the check of packing"
             );
         }
         let problem = Packing::new(Heads { head_dim: 32, kv_heads: 2 }, KvPackStage::Release, true);
         let mut after = problem.before.clone();
-        assert!(problem.check(&(after.clone(), vec![])).is_err(), "nothing was released");
+        assert!(problem.check(&(after.clone(), vec![])).is_err(), "an unchanged cache passed the check of releasing");
         let units = after.release(&problem.table);
         assert!(!units.is_empty());
         for unit in units {

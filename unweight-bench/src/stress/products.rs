@@ -140,7 +140,7 @@ pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
 }
 
 /// Returns whether a variant can compute a problem at all.
-pub(super) fn takes(spec: &VariantSpec, shape: GemmShape, sms: u32) -> bool {
+pub(super) fn supports(spec: &VariantSpec, shape: GemmShape, sms: u32) -> bool {
     let divides = match spec.op {
         Op::GemmRecon(op) => shape.n.is_multiple_of(64 * op.n_tiles.get()),
         _ => true,

@@ -42,10 +42,10 @@ impl StressOptions {
     pub(super) fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
         let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
         let planned = all.into_iter().filter(|spec| Plan::new(spec).is_ok());
-        planned.filter(|spec| self.wants(spec.name().as_str())).collect()
+        planned.filter(|spec| self.selects(spec.name().as_str())).collect()
     }
 
-    pub(super) fn wants(&self, name: &str) -> bool {
+    pub(super) fn selects(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|part| name.contains(part.as_str()))
     }
 }

@@ -24,9 +24,9 @@ pub(super) fn mismatch(
             Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * share),
             // Rows of gate and up are interleaved. The slope of silu is at most 1.1.
             Epilogue::SiluMul => {
-                let turn = Epilogue::GATE_ROWS as usize;
-                let gate_at = row * n + column / turn * 2 * turn + column % turn;
-                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + turn]);
+                let gate_rows = Epilogue::GATE_ROWS as usize;
+                let gate_at = row * n + column / gate_rows * 2 * gate_rows + column % gate_rows;
+                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + gate_rows]);
                 let sum = gate / (1.0 + (-gate).exp()) * up;
                 (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * share + sum.abs() * 1e-5)
             }
@@ -38,6 +38,6 @@ pub(super) fn mismatch(
 }
 
 pub(super) fn differs(got: &[u8], expected: &[u8]) -> Option<String> {
-    let at = expected.iter().zip(got).position(|(want, got)| want != got)?;
-    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected[at]))
+    let at = expected.iter().zip(got).position(|(expected, got)| expected != got)?;
+    Some(format!("byte {at} is {:#04x}; the CPU returned {:#04x}", got[at], expected[at]))
 }

@@ -23,7 +23,7 @@ use super::{RUNS, Run, SHAPES, Subject, Weights, differs, mismatch};
 use crate::{
     data::halves,
     error::BenchError,
-    rivals::{not_taken, unheld},
+    rivals::{not_storable, upload_error},
 };
 
 /// The operation of a kernel.
@@ -62,7 +62,7 @@ impl Rival {
     }
 
     /// Returns whether the kernel's format can hold a matrix of this shape.
-    fn takes(self, (n, k): (u32, u32)) -> bool {
+    fn supports(self, (n, k): (u32, u32)) -> bool {
         match self {
             Self::Matvans(layout) => {
                 let (rows, cols) = layout.steps();
@@ -88,7 +88,7 @@ impl Run<'_> {
     pub(super) fn load_rivals(&self) -> Result<Option<Rivals>, BenchError> {
         let arch = self.kernels.device().info().arch;
         let named = cuda::kernels(arch).into_iter().filter_map(|kernel| Some((kernel.name(), Rival::of(&kernel)?)));
-        let kernels: Vec<_> = named.filter(|(name, _)| self.options.wants(name)).collect();
+        let kernels: Vec<_> = named.filter(|(name, _)| self.options.selects(name)).collect();
         if kernels.is_empty() || self.options.asynchronous || self.options.plant.is_some() {
             return Ok(None);
         }
@@ -106,13 +106,13 @@ impl Run<'_> {
     /// Makes the subjects of all kernels at a shape, one after the other.
     pub(super) fn rivals<'a>(
         &'a self,
-        own: &'a Rivals,
+        rivals: &'a Rivals,
         weights: &'a Weights,
     ) -> Result<impl Iterator<Item = Result<Subject<'a>, BenchError>>, BenchError> {
         let shape = weights.shape;
         let zip = zipserv::encode(&weights.bytes, shape.0 as usize, shape.1 as usize);
-        let zip = zip.map_err(unheld("ZipServ", shape))?;
-        let cases = own.kernels.iter().filter(move |(_, rival)| rival.takes(shape)).flat_map(|(name, rival)| {
+        let zip = zip.map_err(not_storable("ZipServ", shape))?;
+        let cases = rivals.kernels.iter().filter(move |(_, rival)| rival.supports(shape)).flat_map(|(name, rival)| {
             let details: Vec<u32> = match rival {
                 Rival::Reduce => Vec::new(),
                 // The smallest batch that uses this tile is one above the tile before.
@@ -126,13 +126,13 @@ impl Run<'_> {
             details.into_iter().map(move |detail| (name.as_str(), *rival, detail))
         });
         Ok(cases.map(move |(name, rival, detail)| match rival {
-            Rival::Dfloat11 => self.unit(name, own, weights),
-            Rival::Decompress => self.decompress(name, own, weights, &zip),
-            Rival::Gemm(_) | Rival::Reduce => self.zip_product(name, own, weights, &zip, detail),
-            Rival::Matvans(layout) => self.int8(name, own, shape, Some(layout)),
-            Rival::Dense => self.int8(name, own, shape, None),
-            Rival::Tans => self.sum(name, own, shape, detail as usize),
-            Rival::Plain => self.sum(name, own, shape, 0),
+            Rival::Dfloat11 => self.unit(name, rivals, weights),
+            Rival::Decompress => self.decompress(name, rivals, weights, &zip),
+            Rival::Gemm(_) | Rival::Reduce => self.zip_product(name, rivals, weights, &zip, detail),
+            Rival::Matvans(layout) => self.int8(name, rivals, shape, Some(layout)),
+            Rival::Dense => self.int8(name, rivals, shape, None),
+            Rival::Tans => self.sum(name, rivals, shape, detail as usize),
+            Rival::Plain => self.sum(name, rivals, shape, 0),
         }))
     }
 
@@ -147,7 +147,7 @@ impl Run<'_> {
     ) -> Result<Subject<'a>, BenchError> {
         let (launch, device) = (RefCell::new(launch), self.kernels.device());
         let halves = (bytes / 2) as u32;
-        let copied = move |to: u64| {
+        let launch_and_copy = move |to: u64| {
             let from = (launch.borrow_mut())()?;
             // SAFETY: `from` is the buffer that was just filled, which the launch owns. `to` is one of the outputs
             // below, which live until the stream is synchronized. Both have `bytes` bytes.
@@ -165,7 +165,7 @@ impl Run<'_> {
             outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
             bytes,
             before: None,
-            launch: Box::new(copied),
+            launch: Box::new(launch_and_copy),
             check: Box::new(check),
         })
     }
@@ -174,67 +174,67 @@ impl Run<'_> {
     fn or_faults(&self, wrong: Option<String>, faults: Result<u32, DeviceError>) -> Option<String> {
         wrong.or_else(|| match faults {
             Ok(0) => None,
-            Ok(faults) => Some(format!("{faults} faults were counted in sound input")),
+            Ok(faults) => Some(format!("the kernel counted {faults} faults in valid input")),
             Err(error) => Some(error.to_string()),
         })
     }
 
-    fn unit<'a>(&'a self, name: &str, own: &'a Rivals, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
+    fn unit<'a>(&'a self, name: &str, rivals: &'a Rivals, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let (stream, (n, k)) = (self.stream, weights.shape);
-        let unit = Unit::encode(&weights.bytes, THREADS).map_err(unheld("DFloat11", (n, k)))?;
-        let unit = DeviceUnit::upload(stream, &unit).map_err(not_taken((n, k)))?;
+        let unit = Unit::encode(&weights.bytes, THREADS).map_err(not_storable("DFloat11", (n, k)))?;
+        let unit = DeviceUnit::upload(stream, &unit).map_err(upload_error((n, k)))?;
         let mut out = DeviceBuffer::<u16>::zeroed(stream, weights.bytes.len() / 2)?;
         let launch = move || {
             out.fill_bytes(stream, 0xff)?;
-            own.dfloat11.decode(stream, &unit, &mut out)?;
+            rivals.dfloat11.decode(stream, &unit, &mut out)?;
             Ok(out.address())
         };
-        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), own.dfloat11.faults(stream));
+        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), rivals.dfloat11.faults(stream));
         self.rival(name, GemmShape { m: 0, n, k }, weights.bytes.len(), launch, check)
     }
 
     fn decompress<'a>(
         &'a self,
         name: &str,
-        own: &'a Rivals,
+        rivals: &'a Rivals,
         weights: &'a Weights,
         matrix: &zipserv::Encoded,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, (n, k)) = (self.stream, weights.shape);
-        let matrix = DeviceZip::upload(stream, matrix).map_err(not_taken((n, k)))?;
+        let matrix = DeviceZip::upload(stream, matrix).map_err(upload_error((n, k)))?;
         let mut out = DeviceMatrix::zeroed(stream, n, k)?;
         let launch = move || {
             out.fill_bytes(stream, 0xff)?;
-            own.zip.decompress(stream, &matrix, &mut out)?;
+            rivals.zip.decompress(stream, &matrix, &mut out)?;
             Ok(out.data().address())
         };
-        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), own.zip.faults(stream));
+        let check = move |got: &[u8]| self.or_faults(differs(got, &weights.bytes), rivals.zip.faults(stream));
         self.rival(name, GemmShape { m: 0, n, k }, weights.bytes.len(), launch, check)
     }
 
     fn zip_product<'a>(
         &'a self,
         name: &str,
-        own: &'a Rivals,
+        rivals: &'a Rivals,
         weights: &'a Weights,
         matrix: &zipserv::Encoded,
         m: u32,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, (n, k)) = (self.stream, weights.shape);
         let shape = GemmShape { m, n, k };
-        let matrix = DeviceZip::upload(stream, matrix).map_err(not_taken((n, k)))?;
+        let matrix = DeviceZip::upload(stream, matrix).map_err(upload_error((n, k)))?;
         let x = weights.x.read(stream, 0, m as usize * k as usize)?;
         let x = DeviceMatrix::from_host(stream, m, k, &x)?;
         let mut y = DeviceMatrix::zeroed(stream, m, n)?;
         let bytes = y.bytes();
         let launch = move || {
             y.fill_bytes(stream, 0xff)?;
-            own.zip.gemm(stream, &x, &matrix, &mut y)?;
+            rivals.zip.gemm(stream, &x, &matrix, &mut y)?;
             Ok(y.data().address())
         };
         let check = move |got: &[u8]| {
             let wrong = mismatch(got, shape, Epilogue::Store, &weights.exact, &weights.old);
-            self.or_faults(wrong, own.zip.faults(stream))
+            self.or_faults(wrong, rivals.zip.faults(stream))
         };
         self.rival(name, shape, bytes, launch, check)
     }
@@ -243,7 +243,7 @@ impl Run<'_> {
     fn int8<'a>(
         &'a self,
         name: &str,
-        own: &'a Rivals,
+        rivals: &'a Rivals,
         (n, k): (u32, u32),
         layout: Option<Layout>,
     ) -> Result<Subject<'a>, BenchError> {
@@ -258,19 +258,19 @@ impl Run<'_> {
         let sum = |row: &[i8]| row.iter().zip(&x).map(|(w, x)| i32::from(*w) * i32::from(*x)).sum();
         let expected: Vec<u8> = values.chunks_exact(cols).map(|row| round(sum(row), SCALE).cast_unsigned()).collect();
         let encoded = layout.map(|layout| matvans::encode(&values, rows, cols, layout)).transpose();
-        let encoded = encoded.map_err(unheld("MatVANS", (n, k)))?;
+        let encoded = encoded.map_err(not_storable("MatVANS", (n, k)))?;
         let coded = encoded.map(|matrix| DeviceMatvans::upload(stream, &matrix)).transpose()?;
         let (dense, x) = (DeviceBuffer::from_host(stream, &values)?, DeviceBuffer::from_host(stream, &x)?);
         let mut y = DeviceBuffer::<i8>::zeroed(stream, rows)?;
         let launch = move || {
             y.fill_bytes(stream, 0x55)?;
             match &coded {
-                Some(matrix) => own.matvans.multiply(stream, matrix, &x, SCALE, &mut y)?,
-                None => own.matvans.multiply_dense(stream, &dense, &x, SCALE, &mut y)?,
+                Some(matrix) => rivals.matvans.multiply(stream, matrix, &x, SCALE, &mut y)?,
+                None => rivals.matvans.multiply_dense(stream, &dense, &x, SCALE, &mut y)?,
             }
             Ok(y.address())
         };
-        let check = move |got: &[u8]| self.or_faults(differs(got, &expected), own.matvans.faults(stream));
+        let check = move |got: &[u8]| self.or_faults(differs(got, &expected), rivals.matvans.faults(stream));
         self.rival(name, GemmShape { m: 1, n, k }, rows, launch, check)
     }
 
@@ -278,18 +278,18 @@ impl Run<'_> {
     fn sum<'a>(
         &'a self,
         name: &str,
-        own: &'a Rivals,
+        rivals: &'a Rivals,
         (n, k): (u32, u32),
         per_stream: usize,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, bytes) = (self.stream, n as usize * k as usize);
-        let Some(kernels) = &own.tans else { unreachable!("no kernel is listed where none runs") };
+        let Some(kernels) = &rivals.tans else { unreachable!("tANS kernels are listed only if they were loaded") };
         let [a, b] = [41, 42].map(|seed| float_weights(Float::E4M3, bytes, seed));
         let on_device = |bytes: &[u8]| DeviceBuffer::from_host(stream, bytes);
         let (plain_a, plain_b) = (on_device(&a)?, on_device(&b)?);
         let code = |bytes: &[u8]| -> Result<DeviceTans, BenchError> {
-            let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(unheld("tANS", (n, k)))?;
-            DeviceTans::upload(stream, &vector).map_err(not_taken((n, k)))
+            let vector = tans::encode(bytes, per_stream, &tans::QWEN3_14B).map_err(not_storable("tANS", (n, k)))?;
+            DeviceTans::upload(stream, &vector).map_err(upload_error((n, k)))
         };
         let coded = if per_stream > 0 { Some((code(&a)?, code(&b)?)) } else { None };
         let mut out = DeviceBuffer::<u8>::zeroed(stream, bytes)?;
@@ -304,15 +304,15 @@ impl Run<'_> {
         };
         let check = move |got: &[u8]| {
             // For each pair of bytes, the sum that was already found correct.
-            let mut right: Vec<Option<u8>> = vec![None; 1 << 16];
+            let mut correct: Vec<Option<u8>> = vec![None; 1 << 16];
             let wrong = (0..bytes).find_map(|at| {
                 let at_output = if per_stream > 0 { place(at, per_stream, bytes / per_stream) } else { at };
                 let (a, b, got) = (a[at], b[at], got[at_output]);
-                let known = &mut right[usize::from(a) << 8 | usize::from(b)];
-                if *known != Some(got) && !tans::oracle::is_sum(got, a, b) {
-                    return Some(format!("byte {at} is {got:#04x}, of {a:#04x} and {b:#04x}"));
+                let accepted = &mut correct[usize::from(a) << 8 | usize::from(b)];
+                if *accepted != Some(got) && !tans::oracle::is_sum(got, a, b) {
+                    return Some(format!("byte {at}: {got:#04x} is not the sum of {a:#04x} and {b:#04x}"));
                 }
-                *known = Some(got);
+                *accepted = Some(got);
                 None
             });
             self.or_faults(wrong, kernels.faults(stream))
@@ -331,8 +331,8 @@ mod tests {
         for arch in Arch::ALL {
             for kernel in cuda::kernels(*arch) {
                 let rival = Rival::of(&kernel);
-                assert!(rival.is_some(), "{kernel}: nobody runs it");
-                assert!(SHAPES.iter().filter(|shape| rival.is_some_and(|rival| rival.takes(**shape))).count() >= 3);
+                assert!(rival.is_some(), "no stress problem runs {kernel}");
+                assert!(SHAPES.iter().filter(|shape| rival.is_some_and(|rival| rival.supports(**shape))).count() >= 3);
             }
         }
     }

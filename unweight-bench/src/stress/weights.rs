@@ -147,7 +147,7 @@ impl Weights {
         let elements = n as usize * k as usize;
         let seed = u64::from(n) << 32 | u64::from(k);
         let few_rows = normal_bf16(elements, 0.02, seed);
-        let bytes = with_outsiders(&few_rows, k);
+        let bytes = with_outliers(&few_rows, k);
         let mut inside = halves(&few_rows);
         for element in &mut inside {
             let exponent = (*element >> 7 & 0xff).clamp(108, 123);
@@ -179,7 +179,7 @@ impl Weights {
 
 /// Returns the weights with every 499th element far outside any window: zeros, subnormals and large values. Row 5
 /// begins with a run of them, longer than a warp in all but the smallest matrices.
-pub(super) fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
+pub(super) fn with_outliers(weights: &[u8], k: u32) -> Vec<u8> {
     let (mut bytes, elements) = (weights.to_vec(), weights.len() / 2);
     for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
         let dense = at / k as usize == 5 && at % (k as usize) < (elements / 1000).min(40);

@@ -10,13 +10,13 @@ use syn::{ImplItem, Item, ItemUse, Macro, Path, TraitItem, UseTree, Visibility, 
 
 use crate::sources::{Module, impl_attributes, item_attributes, of_tests, trait_attributes};
 
-type Place = Vec<String>;
+type ModulePath = Vec<String>;
 
 /// A reference from a module to a name in its own crate.
 pub struct Reference {
-    pub from: Place,
+    pub from: ModulePath,
     /// The target: the module that defines the name, and the name.
-    pub to: Place,
+    pub to: ModulePath,
     pub file: PathBuf,
     pub line: usize,
 }
@@ -25,40 +25,40 @@ pub struct Reference {
 #[derive(Default)]
 struct Names {
     /// Names imported by `use`, by their local name.
-    uses: BTreeMap<String, Place>,
-    globs: Vec<Place>,
+    uses: BTreeMap<String, ModulePath>,
+    globs: Vec<ModulePath>,
     defined: BTreeSet<String>,
 }
 
 /// The modules of a crate.
 pub struct Tree {
-    names: BTreeMap<Place, Names>,
+    names: BTreeMap<ModulePath, Names>,
     references: Vec<Reference>,
 }
 
 impl Tree {
     pub fn new(modules: &[Module]) -> Self {
-        let mut names: BTreeMap<Place, Names> = BTreeMap::new();
-        let mut written = Vec::new();
-        let of_crate = aliases_of_crate(modules);
+        let mut names: BTreeMap<ModulePath, Names> = BTreeMap::new();
+        let mut references = Vec::new();
+        let crate_aliases = aliases_of_crate(modules);
         for module in modules {
             // A library and a program have two roots, both with an empty path.
-            let own = names.entry(module.path.clone()).or_default();
+            let module_names = names.entry(module.path.clone()).or_default();
             for item in &module.items {
-                own.note(item);
+                module_names.add(item);
             }
-            let mut visitor = Visitor { found: Vec::new(), aliases: of_crate.clone() };
+            let mut visitor = Visitor { found: Vec::new(), aliases: crate_aliases.clone() };
             visitor.collect_aliases(&module.items);
             module.items.iter().for_each(|item| visit::Visit::visit_item(&mut visitor, item));
             let of = |(to, line)| Reference { from: module.path.clone(), to, file: module.file.clone(), line };
-            written.extend(visitor.found.into_iter().map(of));
+            references.extend(visitor.found.into_iter().map(of));
         }
         let mut tree = Self { names, references: Vec::new() };
         let resolve = |reference: Reference| {
             let to = tree.resolve(&reference.from, &reference.to, &mut BTreeSet::new())?;
             Some(Reference { to, ..reference })
         };
-        tree.references = written.into_iter().filter_map(resolve).collect();
+        tree.references = references.into_iter().filter_map(resolve).collect();
         tree
     }
 
@@ -74,7 +74,7 @@ impl Tree {
     pub fn arrows<'a>(&'a self, of: &'a [String]) -> impl Iterator<Item = (&'a str, &'a str, &'a Reference)> {
         let children = self.children(of);
         self.references.iter().filter_map(move |reference| {
-            let child = |place: &'a Place| {
+            let child = |place: &'a ModulePath| {
                 place.strip_prefix(of)?.first().map(String::as_str).filter(|name| children.contains(name))
             };
             let (from, to) = (child(&reference.from)?, child(&reference.to)?);
@@ -83,39 +83,44 @@ impl Tree {
     }
 
     /// Resolves a path in a module to its definition, through re-exports. `None` for a path to another crate.
-    fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
+    fn resolve(
+        &self,
+        from: &ModulePath,
+        path: &[String],
+        visited: &mut BTreeSet<(ModulePath, ModulePath)>,
+    ) -> Option<ModulePath> {
         // A path that recurs or grows without end would not compile.
-        if !seen.insert((from.clone(), path.to_vec())) || seen.len() > 64 {
+        if !visited.insert((from.clone(), path.to_vec())) || visited.len() > 64 {
             return None;
         }
         let Some((first, rest)) = path.split_first() else { return Some(from.clone()) };
         match first.as_str() {
-            "crate" => return self.resolve(&Vec::new(), rest, seen),
-            "self" => return self.resolve(from, rest, seen),
-            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, seen),
+            "crate" => return self.resolve(&Vec::new(), rest, visited),
+            "self" => return self.resolve(from, rest, visited),
+            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, visited),
             _ => {}
         }
-        let own = [from.as_slice(), std::slice::from_ref(first)].concat();
-        if self.names.contains_key(&own) {
-            return self.resolve(&own, rest, seen);
+        let path_here = [from.as_slice(), std::slice::from_ref(first)].concat();
+        if self.names.contains_key(&path_here) {
+            return self.resolve(&path_here, rest, visited);
         }
         let names = self.names.get(from)?;
         if names.defined.contains(first) {
-            return Some(own);
+            return Some(path_here);
         }
         // `use quote::quote` refers to another crate: no module here has the first name.
         if let Some(path) = names.uses.get(first).filter(|path| path[0] != *first) {
-            return self.resolve(from, &[path.as_slice(), rest].concat(), seen);
+            return self.resolve(from, &[path.as_slice(), rest].concat(), visited);
         }
         names.globs.iter().find_map(|glob| {
-            let place = self.resolve(from, glob, seen)?;
-            self.resolve(&place, path, seen)
+            let place = self.resolve(from, glob, visited)?;
+            self.resolve(&place, path, visited)
         })
     }
 }
 
 impl Names {
-    fn note(&mut self, item: &Item) {
+    fn add(&mut self, item: &Item) {
         let name = match item {
             Item::Const(item) => &item.ident,
             Item::Enum(item) => &item.ident,
@@ -151,7 +156,7 @@ impl Names {
 }
 
 /// Returns the paths of a `use`, each with its local name; `None` for a glob.
-fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
+fn leaves(tree: &UseTree, before: &[String]) -> Vec<(ModulePath, Option<String>)> {
     let with = |name: &Ident| [before, &[name.to_string()]].concat();
     match tree {
         UseTree::Path(path) => leaves(&path.tree, &with(&path.ident)),
@@ -165,7 +170,7 @@ fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
 }
 
 /// Returns the names of `extern crate self as NAME`, which every module of the crate may use.
-fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, Place> {
+fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, ModulePath> {
     let of = |item: &Item| match item {
         Item::ExternCrate(item) if item.ident == "self" => {
             item.rename.as_ref().map(|(_, name)| (name.to_string(), vec!["crate".to_owned()]))
@@ -177,19 +182,19 @@ fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, Place> {
 
 /// Collects paths that may lead into the crate, with their lines. Aliases are resolved; other names stay as written.
 struct Visitor {
-    found: Vec<(Place, usize)>,
+    found: Vec<(ModulePath, usize)>,
     /// Aliases of the crate or of an enclosing module, from `use crate as x` and `use super::{self as x}`, with their
     /// targets.
-    aliases: BTreeMap<String, Place>,
+    aliases: BTreeMap<String, ModulePath>,
 }
 
 /// Collects aliases, including those in functions, until there are no more.
-struct Aliases<'a>(&'a mut BTreeMap<String, Place>);
+struct Aliases<'a>(&'a mut BTreeMap<String, ModulePath>);
 
 impl<'ast> visit::Visit<'ast> for Aliases<'_> {
     fn visit_item_use(&mut self, item: &'ast ItemUse) {
         for (path, name) in leaves(&item.tree, &[]) {
-            let path = written_out(path, self.0);
+            let path = expand_alias(path, self.0);
             if let Some(name) = name.filter(|name| path.last() != Some(name))
                 && path.iter().all(|name| matches!(name.as_str(), "crate" | "super" | "self"))
             {
@@ -200,7 +205,7 @@ impl<'ast> visit::Visit<'ast> for Aliases<'_> {
 }
 
 /// Replaces an alias at the start of a path.
-fn written_out(path: Place, aliases: &BTreeMap<String, Place>) -> Place {
+fn expand_alias(path: ModulePath, aliases: &BTreeMap<String, ModulePath>) -> ModulePath {
     match path.split_first() {
         Some((first, rest)) if aliases.contains_key(first) => [&aliases[first], rest].concat(),
         _ => path,
@@ -209,9 +214,9 @@ fn written_out(path: Place, aliases: &BTreeMap<String, Place>) -> Place {
 
 impl Visitor {
     fn collect_aliases(&mut self, items: &[Item]) {
-        let mut known = usize::MAX;
-        while known != self.aliases.len() {
-            known = self.aliases.len();
+        let mut count = usize::MAX;
+        while count != self.aliases.len() {
+            count = self.aliases.len();
             items.iter().for_each(|item| visit::Visit::visit_item(&mut Aliases(&mut self.aliases), item));
         }
     }
@@ -238,16 +243,16 @@ impl Visitor {
                         path.push(next.to_string());
                         at += 3;
                     }
-                    self.note(path, first.span().start().line);
+                    self.add(path, first.span().start().line);
                 }
                 _ => {}
             }
         }
     }
 
-    fn note(&mut self, path: Place, line: usize) {
+    fn add(&mut self, path: ModulePath, line: usize) {
         if path.len() > 1 {
-            self.found.push((written_out(path, &self.aliases), line));
+            self.found.push((expand_alias(path, &self.aliases), line));
         }
     }
 }
@@ -274,14 +279,14 @@ impl<'ast> visit::Visit<'ast> for Visitor {
     fn visit_item_use(&mut self, item: &'ast ItemUse) {
         let line = item.tree.span().start().line;
         for (path, _) in leaves(&item.tree, &[]) {
-            self.note(path, line);
+            self.add(path, line);
         }
     }
 
     fn visit_path(&mut self, path: &'ast Path) {
         if path.segments.first().is_some_and(|first| self.is_start(&first.ident)) {
             let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
-            self.note(names, path.span().start().line);
+            self.add(names, path.span().start().line);
         }
         visit::visit_path(self, path);
     }

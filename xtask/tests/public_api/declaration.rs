@@ -40,9 +40,9 @@ pub fn function(signature: &Signature) -> String {
 
 /// Returns the parameters of a type or trait with all bounds: `<'a, T: Copy> where T: Debug`; empty if it has none.
 pub fn generics(generics: &Generics) -> String {
-    let mut own = generics.clone();
-    let clause = own.where_clause.take().map(|clause| format!(" {}", text(clause).trim_end_matches(',')));
-    text(own) + &clause.unwrap_or_default()
+    let mut without_clause = generics.clone();
+    let clause = without_clause.where_clause.take().map(|clause| format!(" {}", text(clause).trim_end_matches(',')));
+    text(without_clause) + &clause.unwrap_or_default()
 }
 
 fn write(tokens: TokenStream, out: &mut String) {

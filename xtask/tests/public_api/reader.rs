@@ -15,7 +15,7 @@ use super::{
     workspace::{files, published, read, root},
 };
 
-pub type Place = Vec<String>;
+pub type ModulePath = Vec<String>;
 
 /// A field, variant, method or constant.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -43,17 +43,17 @@ pub struct Module {
     /// The first paragraph of the documentation of every definition except modules and macros.
     docs: BTreeMap<String, String>,
     /// Names imported by `use`: the path as written, and whether it is `pub`.
-    uses: Vec<(String, Place, bool)>,
-    globs: Vec<(Place, bool)>,
+    uses: Vec<(String, ModulePath, bool)>,
+    globs: Vec<(ModulePath, bool)>,
 }
 
 #[derive(Default)]
 pub struct Crate {
-    pub modules: BTreeMap<Place, Module>,
+    pub modules: BTreeMap<ModulePath, Module>,
     /// Members of types and traits, by the place of the type's definition.
-    pub members: BTreeMap<Place, BTreeSet<Member>>,
+    pub members: BTreeMap<ModulePath, BTreeSet<Member>>,
     /// Members by the path of the type as written in an `impl`, with the module of the `impl`.
-    impls: Vec<(Place, Place, Vec<Member>)>,
+    impls: Vec<(ModulePath, ModulePath, Vec<Member>)>,
     /// `macro_rules!` by name: those of the crate, and those that other crates export.
     rules: BTreeMap<String, Rules>,
     /// Macros that the crate exports. They are at its root wherever they are written.
@@ -70,17 +70,19 @@ fn has(attributes: &[Attribute], name: &str) -> bool {
 
 /// Returns whether an item is hidden from the documentation or compiled only for tests.
 fn is_hidden(attributes: &[Attribute]) -> bool {
-    of_tests(attributes) || lists(attributes, "doc").any(|list| list == "hidden")
+    of_tests(attributes) || list_attributes(attributes, "doc").any(|list| list == "hidden")
 }
 
 /// Returns whether an item needs a feature for tests.
 fn of_tests(attributes: &[Attribute]) -> bool {
-    lists(attributes, "cfg").any(|list| ["test", "failpoints", "fake"].iter().any(|word| list.contains(word)))
+    list_attributes(attributes, "cfg").any(|list| ["test", "failpoints", "fake"].iter().any(|word| list.contains(word)))
 }
 
 /// Returns the contents of the parentheses of attributes with a name.
-fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item = String> + 'a {
-    attributes.iter().filter(move |attribute| attribute.path().is_ident(name)).filter_map(|own| match &own.meta {
+fn list_attributes<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item = String> + 'a {
+    attributes.iter().filter(move |attribute| attribute.path().is_ident(name)).filter_map(|attribute| match &attribute
+        .meta
+    {
         syn::Meta::List(list) => Some(list.tokens.to_string()),
         _ => None,
     })
@@ -88,8 +90,8 @@ fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item =
 
 /// Returns the first paragraph of the documentation on one line.
 fn doc(attributes: &[Attribute]) -> String {
-    let lines = attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).filter_map(|own| {
-        let syn::Meta::NameValue(value) = &own.meta else { return None };
+    let lines = attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).filter_map(|attribute| {
+        let syn::Meta::NameValue(value) = &attribute.meta else { return None };
         let syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(line), .. }) = &value.value else { return None };
         Some(line.value())
     });
@@ -116,16 +118,16 @@ fn variant(variant: &syn::Variant) -> String {
         Some(name) => format!("{name}: {}", text(&field.ty)),
         None => text(&field.ty),
     };
-    let held: Vec<String> = variant.fields.iter().map(named).collect();
-    let held = held.join(", ");
+    let fields: Vec<String> = variant.fields.iter().map(named).collect();
+    let fields = fields.join(", ");
     let value = variant.discriminant.as_ref().map(|(_, value)| after(" = ", value)).unwrap_or_default();
     let open = if has(&variant.attrs, "non_exhaustive") { "non_exhaustive " } else { "" };
-    let held = match &variant.fields {
-        Fields::Named(_) => format!(" {{ {held} }}"),
-        Fields::Unnamed(_) => format!("({held})"),
+    let fields = match &variant.fields {
+        Fields::Named(_) => format!(" {{ {fields} }}"),
+        Fields::Unnamed(_) => format!("({fields})"),
         Fields::Unit => String::new(),
     };
-    format!("{open}variant{held}{value}")
+    format!("{open}variant{fields}{value}")
 }
 
 impl Crate {
@@ -144,7 +146,7 @@ impl Crate {
     /// Reads one text as if it were the root of a crate.
     pub fn of_text(written: &str) -> Self {
         let mut read = Self::default();
-        read.items(&syn::parse_file(written).expect("Rust").items, Path::new(""), Vec::new());
+        read.items(&syn::parse_file(written).expect("the text is Rust").items, Path::new(""), Vec::new());
         read.assign();
         read
     }
@@ -162,37 +164,37 @@ impl Crate {
     }
 
     /// Reads a file. `folder` is where its modules are.
-    fn file(&mut self, path: &Path, folder: &Path, place: Place) {
-        self.items(&parsed(path).items, folder, place);
+    fn file(&mut self, path: &Path, folder: &Path, module_path: ModulePath) {
+        self.items(&parsed(path).items, folder, module_path);
     }
 
-    fn items(&mut self, items: &[Item], folder: &Path, place: Place) {
+    fn items(&mut self, items: &[Item], folder: &Path, module_path: ModulePath) {
         // A macro of the module itself hides one with the same name elsewhere.
-        let mut own = BTreeMap::new();
-        note_rules(items, false, &mut own);
+        let mut local_rules = BTreeMap::new();
+        add_rules(items, false, &mut local_rules);
         let hidden: Vec<_> =
-            own.into_iter().map(|(name, rules)| (name.clone(), self.rules.insert(name, rules))).collect();
+            local_rules.into_iter().map(|(name, rules)| (name.clone(), self.rules.insert(name, rules))).collect();
         let mut module = Module::default();
         for item in items {
-            self.item(item, folder, &place, &mut module);
+            self.item(item, folder, &module_path, &mut module);
         }
-        self.modules.insert(place, module);
+        self.modules.insert(module_path, module);
         self.rules.extend(hidden.into_iter().filter_map(|(name, rules)| Some((name, rules?))));
     }
 
-    fn item(&mut self, item: &Item, folder: &Path, place: &Place, module: &mut Module) {
+    fn item(&mut self, item: &Item, folder: &Path, module_path: &ModulePath, module: &mut Module) {
         let mut define = |name: &syn::Ident, text: String, visibility: &Visibility, attributes: &[Attribute]| {
             if !is_hidden(attributes) {
                 module.items.insert(name.to_string(), (text, is_pub(visibility)));
                 module.docs.insert(name.to_string(), doc(attributes));
             }
         };
-        let own = |name: &syn::Ident| [place.as_slice(), &[name.to_string()]].concat();
+        let path_of = |name: &syn::Ident| [module_path.as_slice(), &[name.to_string()]].concat();
         match item {
             Item::Struct(item) => {
                 define(&item.ident, kind_of("struct", &item.attrs, &item.generics), &item.vis, &item.attrs);
                 let members = self.fields(&item.fields);
-                self.members.entry(own(&item.ident)).or_default().extend(members);
+                self.members.entry(path_of(&item.ident)).or_default().extend(members);
             }
             Item::Enum(item) => {
                 define(&item.ident, kind_of("enum", &item.attrs, &item.generics), &item.vis, &item.attrs);
@@ -203,7 +205,7 @@ impl Crate {
                     text: variant(shown),
                     doc: doc(&shown.attrs),
                 });
-                self.members.entry(own(&item.ident)).or_default().extend(members);
+                self.members.entry(path_of(&item.ident)).or_default().extend(members);
             }
             Item::Union(item) => define(&item.ident, "union".to_owned(), &item.vis, &item.attrs),
             Item::Type(item) => {
@@ -219,14 +221,14 @@ impl Crate {
                 let declared = format!("{safety}trait{}{above}", generics(&item.generics));
                 define(&item.ident, declared, &item.vis, &item.attrs);
                 let members = item.items.iter().filter_map(trait_member);
-                self.members.entry(own(&item.ident)).or_default().extend(members);
+                self.members.entry(path_of(&item.ident)).or_default().extend(members);
             }
             Item::Mod(item) if !of_tests(&item.attrs) => {
                 let name = item.ident.to_string();
                 // The contents of a hidden module may have another, public path.
                 let public = is_pub(&item.vis) && !is_hidden(&item.attrs);
                 module.items.insert(name.clone(), ("mod".to_owned(), public));
-                let inner = [place.as_slice(), std::slice::from_ref(&name)].concat();
+                let inner = [module_path.as_slice(), std::slice::from_ref(&name)].concat();
                 match &item.content {
                     Some((_, items)) => self.items(items, &folder.join(&name), inner),
                     None => {
@@ -239,25 +241,25 @@ impl Crate {
             Item::Use(item) if !is_hidden(&item.attrs) => {
                 imports(&item.tree, Vec::new(), is_pub(&item.vis), module);
             }
-            Item::Impl(item) if item.trait_.is_none() && !is_hidden(&item.attrs) => self.inherent(item, place),
+            Item::Impl(item) if item.trait_.is_none() && !is_hidden(&item.attrs) => self.inherent(item, module_path),
             Item::Macro(item) if item.ident.is_some() => {
                 let exported = has(&item.attrs, "macro_export") && !is_hidden(&item.attrs);
                 self.macros.extend(item.ident.as_ref().filter(|_| exported).map(ToString::to_string));
             }
             Item::Macro(item) if !is_hidden(&item.attrs) => {
-                let Some(written) = self.expanded(&item.mac) else { return };
-                let file: syn::File = syn::parse2(written).expect("items that a macro writes");
-                file.items.iter().for_each(|item| self.item(item, folder, place, module));
+                let Some(written) = self.expand(&item.mac) else { return };
+                let file: syn::File = syn::parse2(written).expect("the macro expands to items");
+                file.items.iter().for_each(|item| self.item(item, folder, module_path, module));
             }
             _ => {}
         }
     }
 
     /// Expands a macro of this workspace; `None` for a macro of another crate.
-    fn expanded(&self, called: &syn::Macro) -> Option<TokenStream> {
-        let name = called.path.segments.last()?.ident.to_string();
-        let written = self.rules.get(&name)?.expand(&called.tokens);
-        Some(written.unwrap_or_else(|| panic!("no rule of {name}! takes {}", called.tokens)))
+    fn expand(&self, call: &syn::Macro) -> Option<TokenStream> {
+        let name = call.path.segments.last()?.ident.to_string();
+        let written = self.rules.get(&name)?.expand(&call.tokens);
+        Some(written.unwrap_or_else(|| panic!("no rule of {name}! matches {}", call.tokens)))
     }
 
     fn fields(&self, fields: &Fields) -> Vec<Member> {
@@ -272,7 +274,7 @@ impl Crate {
         public.map(member).collect()
     }
 
-    fn inherent(&mut self, item: &syn::ItemImpl, place: &Place) {
+    fn inherent(&mut self, item: &syn::ItemImpl, module_path: &ModulePath) {
         let Type::Path(path) = &*item.self_ty else { return };
         // Bounds of the block are bounds of its methods. So is the type, if it is one instance of a generic type.
         let bounded = item.generics.where_clause.is_some()
@@ -284,7 +286,7 @@ impl Crate {
         } else {
             String::new()
         };
-        let path: Place = path.path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+        let path: ModulePath = path.path.segments.iter().map(|segment| segment.ident.to_string()).collect();
         let members = item.items.iter().filter_map(|member| {
             let (name, text, attributes) = match member {
                 ImplItem::Fn(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
@@ -298,37 +300,42 @@ impl Crate {
             let doc = doc(attributes);
             Some(Member { name: name.to_string(), kind: MemberKind::Other, text: text + &of, doc })
         });
-        self.impls.push((place.clone(), path, members.collect()));
+        self.impls.push((module_path.clone(), path, members.collect()));
     }
 
     /// Resolves a path of a module: returns the module that defines the last name, or that is the last name.
-    fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
-        if !seen.insert((from.clone(), path.to_vec())) {
+    fn resolve(
+        &self,
+        from: &ModulePath,
+        path: &[String],
+        visited: &mut BTreeSet<(ModulePath, ModulePath)>,
+    ) -> Option<ModulePath> {
+        if !visited.insert((from.clone(), path.to_vec())) {
             return None;
         }
         let (first, rest) = path.split_first()?;
         match first.as_str() {
             "crate" if rest.is_empty() => return Some(Vec::new()),
-            "crate" => return self.resolve(&Vec::new(), rest, seen),
+            "crate" => return self.resolve(&Vec::new(), rest, visited),
             "self" if rest.is_empty() => return Some(from.clone()),
-            "self" => return self.resolve(from, rest, seen),
-            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, seen),
+            "self" => return self.resolve(from, rest, visited),
+            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, visited),
             _ => {}
         }
         let module = self.modules.get(from)?;
-        let own = [from.as_slice(), std::slice::from_ref(first)].concat();
+        let path_here = [from.as_slice(), std::slice::from_ref(first)].concat();
         let mut targets = Vec::new();
         if module.items.contains_key(first) {
-            targets.push(own);
+            targets.push(path_here);
         }
         for (name, path, _) in &module.uses {
             if name == first {
-                targets.extend(self.resolve(from, path, seen));
+                targets.extend(self.resolve(from, path, visited));
             }
         }
         for (path, _) in &module.globs {
-            if let Some(of) = self.resolve(from, path, seen) {
-                targets.extend(self.resolve(&of, std::slice::from_ref(first), seen));
+            if let Some(target) = self.resolve(from, path, visited) {
+                targets.extend(self.resolve(&target, std::slice::from_ref(first), visited));
             }
         }
         if rest.is_empty() {
@@ -337,36 +344,42 @@ impl Crate {
         targets
             .into_iter()
             .filter(|target| self.modules.contains_key(target))
-            .find_map(|of| self.resolve(&of, rest, seen))
+            .find_map(|target| self.resolve(&target, rest, visited))
     }
 
     /// Returns every public path with the definition that it leads to.
-    pub fn paths(&self) -> Vec<(Place, Place)> {
+    pub fn paths(&self) -> Vec<(ModulePath, ModulePath)> {
         let mut found = Vec::new();
         self.paths_of(&Vec::new(), &Vec::new(), &mut Vec::new(), &mut found);
         found
     }
 
-    fn paths_of(&self, public: &Place, module: &Place, open: &mut Vec<Place>, found: &mut Vec<(Place, Place)>) {
+    fn paths_of(
+        &self,
+        public: &ModulePath,
+        module: &ModulePath,
+        open: &mut Vec<ModulePath>,
+        found: &mut Vec<(ModulePath, ModulePath)>,
+    ) {
         if open.contains(module) {
             return;
         }
         open.push(module.clone());
-        let own = &self.modules[module];
-        let mut reached: Vec<(String, Place)> = Vec::new();
-        for (name, (_, public)) in &own.items {
+        let definitions = &self.modules[module];
+        let mut reached: Vec<(String, ModulePath)> = Vec::new();
+        for (name, (_, public)) in &definitions.items {
             if *public {
                 reached.push((name.clone(), [module.as_slice(), std::slice::from_ref(name)].concat()));
             }
         }
-        for (name, path, _) in own.uses.iter().filter(|(.., public)| *public) {
+        for (name, path, _) in definitions.uses.iter().filter(|(.., public)| *public) {
             if let Some(target) = self.resolve(module, path, &mut BTreeSet::new()) {
                 reached.push((name.clone(), target));
             } else if path[0].starts_with("unweight") {
                 reached.push((name.clone(), path.clone()));
             }
         }
-        for (path, _) in own.globs.iter().filter(|(_, public)| *public) {
+        for (path, _) in definitions.globs.iter().filter(|(_, public)| *public) {
             let Some(of) = self.resolve(module, path, &mut BTreeSet::new()) else { continue };
             self.paths_of(public, &of, open, found);
         }
@@ -382,13 +395,13 @@ impl Crate {
 
     /// Returns the first paragraph of a definition's documentation; `None` for modules, macros and items of other
     /// crates.
-    pub fn doc(&self, definition: &Place) -> Option<&str> {
+    pub fn doc(&self, definition: &ModulePath) -> Option<&str> {
         let (name, module) = definition.split_last()?;
         self.modules.get(module)?.docs.get(name).map(String::as_str)
     }
 
     /// Returns the declaration of a definition, without its name; `None` for a definition in another crate.
-    pub fn declaration(&self, definition: &Place) -> Option<&str> {
+    pub fn declaration(&self, definition: &ModulePath) -> Option<&str> {
         let Some((name, module)) = definition.split_last() else { return Some("mod") };
         self.modules.get(module)?.items.get(name).map(|(text, _)| text.as_str())
     }
@@ -399,18 +412,18 @@ struct Expander<'a>(&'a Crate);
 
 impl VisitMut for Expander<'_> {
     fn visit_type_mut(&mut self, of: &mut Type) {
-        if let Type::Macro(called) = of
-            && let Some(written) = self.0.expanded(&called.mac)
+        if let Type::Macro(call) = of
+            && let Some(written) = self.0.expand(&call.mac)
         {
-            *of = syn::parse2(written).expect("a type that a macro writes");
+            *of = syn::parse2(written).expect("the macro expands to a type");
         }
         syn::visit_mut::visit_type_mut(self, of);
     }
 }
 
 /// Returns the bounds of an `impl` block, after its type.
-fn generics_of_impl(own: &syn::Generics) -> String {
-    let bounds: Vec<String> = own
+fn generics_of_impl(generics: &syn::Generics) -> String {
+    let bounds: Vec<String> = generics
         .params
         .iter()
         .filter(|parameter| match parameter {
@@ -419,7 +432,7 @@ fn generics_of_impl(own: &syn::Generics) -> String {
             syn::GenericParam::Const(_) => false,
         })
         .map(text)
-        .chain(own.where_clause.iter().flat_map(|clause| clause.predicates.iter().map(text)))
+        .chain(generics.where_clause.iter().flat_map(|clause| clause.predicates.iter().map(text)))
         .collect();
     if bounds.is_empty() { String::new() } else { format!(" where {}", bounds.join(", ")) }
 }
@@ -456,13 +469,13 @@ fn rules_of(folder: &str, exported: bool) -> BTreeMap<String, Rules> {
     let mut found = BTreeMap::new();
     for path in files(&[folder], &["rs"], &[]) {
         if read(&path).contains(if exported { "#[macro_export]" } else { "macro_rules!" }) {
-            note_rules(&parsed(&path).items, exported, &mut found);
+            add_rules(&parsed(&path).items, exported, &mut found);
         }
     }
     found
 }
 
-fn note_rules(items: &[Item], exported: bool, found: &mut BTreeMap<String, Rules>) {
+fn add_rules(items: &[Item], exported: bool, found: &mut BTreeMap<String, Rules>) {
     for item in items {
         if let Item::Macro(item) = item
             && let Some(name) = &item.ident
@@ -473,12 +486,12 @@ fn note_rules(items: &[Item], exported: bool, found: &mut BTreeMap<String, Rules
     }
 }
 
-fn imports(tree: &UseTree, prefix: Place, public: bool, module: &mut Module) {
+fn imports(tree: &UseTree, prefix: ModulePath, public: bool, module: &mut Module) {
     let with = |name: &syn::Ident| [prefix.as_slice(), &[name.to_string()]].concat();
     match tree {
         UseTree::Path(path) => imports(&path.tree, with(&path.ident), public, module),
         UseTree::Name(name) if name.ident == "self" => {
-            let last = prefix.last().expect("a path before self").clone();
+            let last = prefix.last().expect("self follows a path").clone();
             module.uses.push((last, prefix.clone(), public));
         }
         UseTree::Name(name) => module.uses.push((name.ident.to_string(), with(&name.ident), public)),

@@ -48,19 +48,19 @@ impl Rules {
             _ => None,
         });
         let mut rules = Vec::new();
-        while let (Some(taken), Some(written)) = (groups.next(), groups.next()) {
-            rules.push((patterns(taken), written));
+        while let (Some(pattern), Some(output)) = (groups.next(), groups.next()) {
+            rules.push((patterns(pattern), output));
         }
         Self(rules)
     }
 
     /// Expands the macro for these tokens; `None` if no rule matches.
     pub fn expand(&self, tokens: &TokenStream) -> Option<TokenStream> {
-        self.0.iter().find_map(|(patterns, written)| {
+        self.0.iter().find_map(|(patterns, output)| {
             let mut bindings = Bindings::new();
-            let take = |input: ParseStream| take(patterns, input, &mut bindings);
-            take.parse2(tokens.clone()).ok()?;
-            Some(write(written.clone(), &bindings))
+            let match_patterns = |input: ParseStream| match_patterns(patterns, input, &mut bindings);
+            match_patterns.parse2(tokens.clone()).ok()?;
+            Some(write(output.clone(), &bindings))
         })
     }
 }
@@ -103,20 +103,20 @@ fn patterns(tokens: TokenStream) -> Vec<Pattern> {
 }
 
 /// Matches the patterns against the input and consumes it.
-fn take(patterns: &[Pattern], input: ParseStream, bindings: &mut Bindings) -> Result<()> {
+fn match_patterns(patterns: &[Pattern], input: ParseStream, bindings: &mut Bindings) -> Result<()> {
     for pattern in patterns {
         match pattern {
             Pattern::Token(token) => {
                 if input.parse::<TokenTree>()?.to_string() != token.to_string() {
-                    return Err(input.error("another token"));
+                    return Err(input.error("expected another token"));
                 }
             }
             Pattern::Group(delimiter, inner) => match input.parse()? {
                 TokenTree::Group(group) if group.delimiter() == *delimiter => {
-                    let take = |input: ParseStream| take(inner, input, bindings);
-                    take.parse2(group.stream())?;
+                    let match_patterns = |input: ParseStream| match_patterns(inner, input, bindings);
+                    match_patterns.parse2(group.stream())?;
                 }
-                _ => return Err(input.error("another group")),
+                _ => return Err(input.error("expected another group")),
             },
             Pattern::Fragment(name, kind) => {
                 let tokens = fragment(kind, input)?;
@@ -138,12 +138,12 @@ fn repetitions(repeat: &Repeat, inner: &[Pattern], input: ParseStream) -> BTreeM
     while !input.is_empty() && (rounds == 0 || !repeat.once) {
         let (fork, mut bindings) = (input.fork(), Bindings::new());
         if let Some(separator) = repeat.separator.as_ref().filter(|_| rounds > 0) {
-            let is_it = fork.parse::<TokenTree>().is_ok_and(|token| token.to_string() == separator.to_string());
-            if !is_it {
+            let is_separator = fork.parse::<TokenTree>().is_ok_and(|token| token.to_string() == separator.to_string());
+            if !is_separator {
                 break;
             }
         }
-        if take(inner, &fork, &mut bindings).is_err() {
+        if match_patterns(inner, &fork, &mut bindings).is_err() {
             break;
         }
         input.advance_to(&fork);
@@ -178,7 +178,7 @@ fn fragment(kind: &str, input: ParseStream) -> Result<TokenStream> {
         "pat" => syn::Pat::parse_multi(input)?.into_token_stream(),
         "item" => input.parse::<syn::Item>()?.into_token_stream(),
         "tt" => input.parse::<TokenTree>()?.into_token_stream(),
-        other => panic!("fragments of kind {other} are not known: add them to this match"),
+        other => panic!("fragment kind {other} is not supported; add it to this match"),
     })
 }
 
@@ -193,7 +193,7 @@ fn write(tokens: TokenStream, bindings: &Bindings) -> TokenStream {
                 at += 1;
                 match bindings.get(&name.to_string()) {
                     Some(Bound::One(value)) => out.extend(value.clone()),
-                    Some(Bound::Many(_)) => panic!("${name} repeats, and is used without a repetition"),
+                    Some(Bound::Many(_)) => panic!("${name} repeats, but is used without a repetition"),
                     None => out.extend([TokenTree::Ident(name.clone())]),
                 }
             }

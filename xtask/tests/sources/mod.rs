@@ -43,10 +43,10 @@ fn file_modules(file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<M
 
 /// Collects modules. `folder` contains the files of the modules that the items declare.
 fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
-    let mut own = Vec::new();
+    let mut own_items = Vec::new();
     for item in items.into_iter().filter(|item| !of_tests(item_attributes(item))) {
         let Item::Mod(module) = item else {
-            own.push(item);
+            own_items.push(item);
             continue;
         };
         let name = module.ident.to_string();
@@ -60,7 +60,7 @@ fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>,
             }
         }
     }
-    found.push(Module { path, file: file.to_owned(), items: own });
+    found.push(Module { path, file: file.to_owned(), items: own_items });
 }
 
 /// Returns whether these attributes restrict an item to tests.

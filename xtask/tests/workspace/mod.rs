@@ -1,5 +1,5 @@
 //! Reads the files of the workspace for tests.
-#![allow(dead_code, reason = "a test takes what it needs")]
+#![allow(dead_code, reason = "each test uses only some of these")]
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,8 @@ pub fn shown(path: &Path) -> String {
 /// Returns the sorted files below folders of the root whose names end with one of `extensions`. Skips hidden folders,
 /// `target`, and folders with one of the names `skipped`.
 pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<PathBuf> {
-    let (mut open, mut found): (Vec<PathBuf>, _) = (folders.iter().map(|own| root().join(own)).collect(), Vec::new());
+    let (mut open, mut found): (Vec<PathBuf>, _) =
+        (folders.iter().map(|folder| root().join(folder)).collect(), Vec::new());
     while let Some(folder) = open.pop() {
         for entry in fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
             let path = entry.expect("an entry").path();
@@ -33,7 +34,7 @@ pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<Pat
                 if !name.starts_with('.') && name != "target" && !skipped.contains(&&*name) {
                     open.push(path);
                 }
-            } else if path.extension().is_some_and(|own| extensions.iter().any(|extension| own == *extension)) {
+            } else if path.extension().is_some_and(|found| extensions.iter().any(|extension| found == *extension)) {
                 found.push(path);
             }
         }
