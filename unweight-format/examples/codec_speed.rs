@@ -75,7 +75,7 @@ fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> R
     let decode_seconds = start.elapsed().as_secs_f64();
     for (matrix, restored) in matrices.iter().zip(&restored) {
         if matrix.bytes() != black_box(restored.as_slice()) {
-            return Err("a matrix came back changed".into());
+            return Err("a decoded matrix differs from the original".into());
         }
     }
     let original_bytes: usize = matrices.iter().map(|matrix| matrix.bytes().len()).sum();
@@ -110,11 +110,15 @@ fn split<'a>(mut bytes: &'a [u8], shapes: &str) -> Result<Vec<Matrix<'a>>, Box<d
     for shape in shapes.split(';') {
         let (rows, cols) = shape.split_once(',').ok_or_else(|| format!("shape '{shape}': expected N,K"))?;
         let grid = TileGrid::new(rows.trim().parse()?, cols.trim().parse()?)?;
-        let (own, rest) = bytes
-            .split_at_checked(grid.elements() * 2)
-            .ok_or_else(|| format!("shape {shape}: needs {} bytes, {} are left", grid.elements() * 2, bytes.len()))?;
-        matrices.push(Matrix::new(own, grid.rows(), grid.cols())?);
+        let (matrix_bytes, rest) = bytes.split_at_checked(grid.elements() * 2).ok_or_else(|| {
+            format!("shape {shape}: needs {} bytes, but {} are left", grid.elements() * 2, bytes.len())
+        })?;
+        matrices.push(Matrix::new(matrix_bytes, grid.rows(), grid.cols())?);
         bytes = rest;
     }
-    if bytes.is_empty() { Ok(matrices) } else { Err(format!("{} bytes are in no matrix", bytes.len()).into()) }
+    if bytes.is_empty() {
+        Ok(matrices)
+    } else {
+        Err(format!("{} bytes belong to no shape; add a shape", bytes.len()).into())
+    }
 }

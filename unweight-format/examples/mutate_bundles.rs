@@ -68,12 +68,12 @@ fn run() -> Result<(), Box<dyn Error>> {
         if !matches!(examine(&root, &sealed, source)?, Outcome::Source) {
             write_tree(&root.join("sealed"), &sealed)?;
             let found = verify(&root.join("sealed"), None, &Silent).map(|report| report.problems);
-            return Err(format!("a sealed bundle is not sound: {found:?}").into());
+            return Err(format!("a sealed bundle is rejected: {found:?}").into());
         }
         sealed.insert("sub/notes.txt".into(), b"c\nd\n".to_vec());
         seal(&mut sealed, true);
         if !matches!(examine(&root, &sealed, source)?, Outcome::Another) {
-            return Err("a sealed bundle with other notes is not sound".into());
+            return Err("a sealed bundle with other notes is rejected".into());
         }
     }
     // Panics are counted, and reported once.
@@ -84,10 +84,10 @@ fn run() -> Result<(), Box<dyn Error>> {
         let mut random = Random::at(&[seed, number]);
         let (bundle, source) = &seeds[random.below(seeds.len() as u64) as usize];
         let mutant = mutate(bundle, &mut random);
-        let began = Instant::now();
+        let mutant_start = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| examine(&root, &mutant, source)));
-        let took = began.elapsed();
-        slowest = slowest.max(took);
+        let elapsed = mutant_start.elapsed();
+        slowest = slowest.max(elapsed);
         match outcome {
             Ok(Ok(Outcome::Rejected)) => {}
             Ok(Ok(Outcome::Source)) => unchanged += 1,
@@ -95,8 +95,8 @@ fn run() -> Result<(), Box<dyn Error>> {
             Ok(Err(what)) => failures.push(format!("seed {seed}, mutant {number}: {what}")),
             Err(_) => failures.push(format!("seed {seed}, mutant {number}: a panic")),
         }
-        if took > Duration::from_secs(10) {
-            failures.push(format!("seed {seed}, mutant {number}: {took:?}"));
+        if elapsed > Duration::from_secs(10) {
+            failures.push(format!("seed {seed}, mutant {number}: {elapsed:?}"));
         }
         if failures.len() > 20 {
             break;
@@ -104,13 +104,13 @@ fn run() -> Result<(), Box<dyn Error>> {
     }
     fs::remove_dir_all(&root)?;
     println!(
-        "{count} mutants in {:.0} s: {unchanged} give the source, {sound} are other sound bundles, {} failures; the slowest took {:.2} s",
+        "{count} mutants in {:.0} s: {unchanged} restore the source, {sound} are other valid bundles, {} failures; the slowest took {:.2} s",
         start.elapsed().as_secs_f64(),
         failures.len(),
         slowest.as_secs_f64()
     );
     failures.iter().for_each(|failure| println!("{failure}"));
-    if failures.is_empty() { Ok(()) } else { Err("promises broken".into()) }
+    if failures.is_empty() { Ok(()) } else { Err("a mutant was not handled".into()) }
 }
 
 /// Small bundles of every profile, with their sources.
@@ -166,39 +166,41 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
     let unread = |file: &str| file == "stray" || file.ends_with(".safetensors.index.json");
     let (sound, only_unread) = match verify(&bundle, None, &Silent) {
         Ok(report) => (report.is_ok(), report.problems.iter().all(|problem| unread(&problem.file))),
-        Err(error) => (launch_error(&error)?, false),
+        Err(error) => (check_bundle_error(&error)?, false),
     };
     let rebuilt = match decompress(&bundle, &output, &DecompressOptions::default().threads(1), &Silent) {
         Ok(_) => Some(read_tree(&output).map_err(io)?),
         Err(error) => {
-            launch_error(&error)?;
+            check_bundle_error(&error)?;
             None
         }
     };
     if output.exists() != rebuilt.is_some() {
-        return Err("an output of a run that failed, or none of one that did not".into());
+        return Err("an output exists after a failed run, or is missing after a successful one".into());
     }
-    let again = read_tree(&bundle).map_err(io)?;
+    let after = read_tree(&bundle).map_err(io)?;
     let _ = fs::remove_dir_all(&output);
     let _ = fs::remove_dir_all(root.join("output.partial"));
     fs::remove_dir_all(&bundle).map_err(io)?;
-    if again != *mutant {
-        return Err("the bundle was written to".into());
+    if after != *mutant {
+        return Err("the bundle was modified".into());
     }
     if fs::read_dir(root).map_err(io)?.next().is_some() {
-        return Err("something was written beside the output".into());
+        return Err("files were left next to the output".into());
     }
     match rebuilt {
-        None if sound => Err("verify finds it sound, decompress refuses it".into()),
+        None if sound => Err("verify reports no problem, but decompress fails".into()),
         None => Ok(Outcome::Rejected),
         Some(tree) if tree == *source => Ok(Outcome::Source),
-        Some(_) if !only_unread => Err("verify finds it damaged, decompress rebuilds other files".into()),
+        Some(_) if !only_unread => {
+            Err("verify reports damage, but decompress writes other files without an error".into())
+        }
         Some(_) => Ok(Outcome::Another),
     }
 }
 
 /// Checks that an error is about the bundle, not about this machine.
-fn launch_error(error: &BundleError) -> Result<bool, String> {
+fn check_bundle_error(error: &BundleError) -> Result<bool, String> {
     match error {
         BundleError::Interrupted { .. } | BundleError::Cancelled | BundleError::Locked { .. } => Err(error.to_string()),
         _ => Ok(false),

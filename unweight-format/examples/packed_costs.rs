@@ -20,25 +20,25 @@ const ROUNDS: usize = 41;
 
 fn main() -> Result<(), Box<dyn Error>> {
     match std::env::args().nth(1) {
-        Some(bundle) => of_bundle(Path::new(&bundle)),
-        None => made(),
+        Some(bundle) => print_bundle(Path::new(&bundle)),
+        None => print_distributions(),
     }
 }
 
-fn of_bundle(path: &Path) -> Result<(), Box<dyn Error>> {
+fn print_bundle(path: &Path) -> Result<(), Box<dyn Error>> {
     let bundle = Bundle::open(path)?;
-    let (mut elements, mut bytes, mut escapes, mut most) = (0, 0, 0, 0);
+    let (mut elements, mut bytes, mut escapes, mut max_escapes) = (0, 0, 0, 0);
     for tensor in bundle.tensors() {
         if let Some(packed) = PackedTensor::of(tensor.stored()?) {
             elements += packed.grid().elements() as u64;
             bytes += packed.stored_bytes();
             escapes += packed.escape_count();
-            most = most.max(packed.max_escapes());
+            max_escapes = max_escapes.max(packed.max_escapes());
             println!("{}: {}", tensor.name(), row(&packed));
         }
     }
     let bits = bytes as f64 * 8.0 / elements as f64;
-    println!("all: {elements} elements, {bits:.4} bits, {escapes} escapes, at most {most} in a row block");
+    println!("all: {elements} elements, {bits:.4} bits, {escapes} escapes, at most {max_escapes} per row block");
     Ok(())
 }
 
@@ -49,10 +49,10 @@ fn row<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> String {
     format!("{bits:.4} | {escapes:.1} | {}", tensor.max_escapes())
 }
 
-type Draw = fn(&mut Random) -> f64;
+type Sampler = fn(&mut Random) -> f64;
 
-fn made() -> Result<(), Box<dyn Error>> {
-    let cases: [(&str, Draw); 9] = [
+fn print_distributions() -> Result<(), Box<dyn Error>> {
+    let cases: [(&str, Sampler); 9] = [
         ("N(0, 0.02^2)", |r| r.normal() * 0.02),
         ("Student t, 5 degrees of freedom", |r| r.student(5) * 0.02),
         ("Student t, 3", |r| r.student(3) * 0.02),
@@ -64,7 +64,7 @@ fn made() -> Result<(), Box<dyn Error>> {
         ("normal, 0.1 % subnormals", |r| if r.uniform() < 0.001 { r.normal() * 1e-39 } else { r.normal() * 0.02 }),
     ];
     println!(
-        "| weights | packed: bits | escapes per million | most in a row block | palette: bits | |\n|---|---|---|---|---|---|"
+        "| weights | packed: bits | escapes per million | max per row block | palette: bits | |\n|---|---|---|---|---|---|"
     );
     for (name, draw) in cases {
         let mut random = Random::new(1);
@@ -75,7 +75,7 @@ fn made() -> Result<(), Box<dyn Error>> {
         let palette = palette::encode(matrix, CodeLimit::DEFAULT)?.coded_bytes() as f64 * 8.0 / (ROWS * COLS) as f64;
         match packed::pack(matrix, &histogram) {
             Ok(tensor) => {
-                assert!(tensor.unpack() == bytes, "{name}: lossless");
+                assert!(tensor.unpack() == bytes, "{name}: the unpacked weights differ");
                 println!("| {name} | {} | {palette:.4} | packed |", row(&tensor));
                 if name.starts_with("N(") || name.contains("0.38") {
                     speed(name, matrix, &histogram, &tensor)?;
@@ -101,15 +101,15 @@ fn speed(
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
         let mut seconds = [const { Vec::new() }; 4];
         for _ in 0..ROUNDS {
-            let mut timed = |at: usize, work: &mut (dyn FnMut() + Send)| {
+            let mut time = |at: usize, work: &mut (dyn FnMut() + Send)| {
                 let start = Instant::now();
                 pool.install(work);
                 seconds[at].push(start.elapsed().as_secs_f64());
             };
-            timed(0, &mut || drop(packed::pack(matrix, histogram)));
-            timed(1, &mut || drop(huffman::encode_with(matrix, &code)));
-            timed(2, &mut || packed::decode_into(tensor, &mut out).expect("the size is right"));
-            timed(3, &mut || huffman::decode_into(&huffman, &mut out).expect("the size is right"));
+            time(0, &mut || drop(packed::pack(matrix, histogram)));
+            time(1, &mut || drop(huffman::encode_with(matrix, &code)));
+            time(2, &mut || packed::decode_into(tensor, &mut out).expect("the size is right"));
+            time(3, &mut || huffman::decode_into(&huffman, &mut out).expect("the size is right"));
         }
         let [pack, encode, unpack, decode] = seconds.map(|mut seconds| {
             seconds.sort_by(f64::total_cmp);

@@ -32,9 +32,9 @@ pub(crate) fn failpoint(name: &str) {
 
         static PASSED: AtomicU64 = AtomicU64::new(0);
         debug_assert!(FAILPOINTS.contains(&name));
-        let Ok(wanted) = std::env::var("UNWEIGHT_FAILPOINT") else { return };
-        let (wanted, times) = wanted.split_once(':').unwrap_or((&wanted, "1"));
-        if wanted == name && PASSED.fetch_add(1, Ordering::Relaxed) + 1 == times.parse().unwrap_or(1) {
+        let Ok(requested) = std::env::var("UNWEIGHT_FAILPOINT") else { return };
+        let (requested, times) = requested.split_once(':').unwrap_or((&requested, "1"));
+        if requested == name && PASSED.fetch_add(1, Ordering::Relaxed) + 1 == times.parse().unwrap_or(1) {
             std::process::abort();
         }
     }
@@ -59,10 +59,12 @@ pub(crate) fn fault(name: &str) -> bool {
 
         static COUNTED: AtomicU64 = AtomicU64::new(0);
         debug_assert!(FAULTS.contains(&name));
-        let Ok(wanted) = std::env::var("UNWEIGHT_FAULT") else { return false };
-        wanted.split(',').any(|wanted| match wanted.split_once(':') {
-            None => wanted == name,
-            Some((wanted, time)) => wanted == name && time.parse() == Ok(COUNTED.fetch_add(1, Ordering::Relaxed) + 1),
+        let Ok(requested) = std::env::var("UNWEIGHT_FAULT") else { return false };
+        requested.split(',').any(|requested| match requested.split_once(':') {
+            None => requested == name,
+            Some((requested, time)) => {
+                requested == name && time.parse() == Ok(COUNTED.fetch_add(1, Ordering::Relaxed) + 1)
+            }
         })
     }
     #[cfg(not(feature = "failpoints"))]

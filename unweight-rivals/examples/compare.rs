@@ -21,7 +21,7 @@ use unweight_rivals::{
 struct Contender {
     name: String,
     elements: usize,
-    bytes_each: usize,
+    element_bytes: usize,
     run: Box<dyn Fn() -> Result<Round, Box<dyn Error>>>,
 }
 
@@ -32,7 +32,7 @@ struct Round {
 }
 
 /// Returns the CPU time of this thread in seconds.
-fn ran() -> Result<f64, Box<dyn Error>> {
+fn cpu_seconds() -> Result<f64, Box<dyn Error>> {
     let account = fs::read_to_string("/proc/thread-self/schedstat")?;
     let nanoseconds: f64 = account.split_whitespace().next().unwrap_or_default().parse()?;
     Ok(nanoseconds / 1e9)
@@ -45,25 +45,25 @@ fn round<E, T: PartialEq>(
     bytes: impl FnOnce(&E) -> u64,
     decode: impl FnOnce(&E) -> Result<T, Box<dyn Error>>,
 ) -> Result<Round, Box<dyn Error>> {
-    let start = ran()?;
+    let start = cpu_seconds()?;
     let encoded = encode()?;
-    let middle = ran()?;
+    let middle = cpu_seconds()?;
     let decoded = decode(&encoded)?;
-    let end = ran()?;
-    assert!(decoded == *original, "not what was encoded");
+    let end = cpu_seconds()?;
+    assert!(decoded == *original, "the decoded data differs from the original");
     Ok(Round { bytes: bytes(&encoded), encode: middle - start, decode: end - middle })
 }
 
-fn of_bf16(contenders: &mut Vec<Contender>) {
+fn add_bf16(contenders: &mut Vec<Contender>) {
     let (rows, cols) = (2048, 4096);
     let weights: &'static [u8] = Weights::TRAINED.bytes(rows * cols, 11).leak();
     let original: &'static Vec<u8> = Box::leak(Box::new(weights.to_vec()));
     let mut add = |name: &str, run: Box<dyn Fn() -> Result<Round, Box<dyn Error>>>| {
-        contenders.push(Contender { name: name.into(), elements: rows * cols, bytes_each: 2, run });
+        contenders.push(Contender { name: name.into(), elements: rows * cols, element_bytes: 2, run });
     };
-    let codes_bf16 =
+    let supports_bf16 =
         |encoding: &&&dyn Encoding| encoding.id() != EncodingId::RAW && encoding.floats().contains(&Float::Bf16);
-    for encoding in ENCODINGS.iter().filter(codes_bf16) {
+    for encoding in ENCODINGS.iter().filter(supports_bf16) {
         let run = move || {
             let matrix = Matrix::new(weights, rows, cols)?;
             let encode = || {
@@ -101,7 +101,7 @@ fn of_bf16(contenders: &mut Vec<Contender>) {
     );
 }
 
-fn of_int8(contenders: &mut Vec<Contender>) {
+fn add_int8(contenders: &mut Vec<Contender>) {
     let (rows, cols) = (2048, 4096);
     let mut random = Random::new(12);
     // A normal distribution with four bits of entropy.
@@ -117,7 +117,7 @@ fn of_int8(contenders: &mut Vec<Contender>) {
             let encode = || Ok(matvans::encode(values, rows, cols, layout)?);
             round(values, encode, matvans::Encoded::bytes, |encoded| Ok(encoded.decode()?))
         };
-        contenders.push(Contender { name: name.into(), elements: rows * cols, bytes_each: 1, run: Box::new(run) });
+        contenders.push(Contender { name: name.into(), elements: rows * cols, element_bytes: 1, run: Box::new(run) });
     }
 }
 
@@ -136,7 +136,7 @@ fn qwen_fp8(count: usize) -> Vec<u8> {
     bytes.collect()
 }
 
-fn of_fp8(contenders: &mut Vec<Contender>) {
+fn add_fp8(contenders: &mut Vec<Contender>) {
     let count = 8 << 20;
     let bytes: &'static Vec<u8> = Box::leak(Box::new(qwen_fp8(count)));
     for per_stream in [128, 512, 1024] {
@@ -144,8 +144,8 @@ fn of_fp8(contenders: &mut Vec<Contender>) {
             let encode = || Ok(tans::encode(bytes, per_stream, &tans::QWEN3_14B)?);
             round(bytes, encode, tans::Encoded::bytes, |encoded| Ok(encoded.decode()?))
         };
-        let name = format!("tANS, {per_stream} bytes a stream");
-        contenders.push(Contender { name, elements: count, bytes_each: 1, run: Box::new(run) });
+        let name = format!("tANS, {per_stream} bytes per stream");
+        contenders.push(Contender { name, elements: count, element_bytes: 1, run: Box::new(run) });
     }
 }
 
@@ -176,18 +176,18 @@ fn floats() -> Vec<(&'static str, Float, Vec<u8>)> {
         let scale = 448.0 / largest(row);
         row.iter().map(|value| round_to(Float::E4M3, value * scale) as u8).collect::<Vec<u8>>()
     };
-    let of = |float| float_weights(float, count, 14);
+    let normal = |float| float_weights(float, count, 14);
     vec![
-        ("E4M3 of N(0, 0.02^2), a scale a block of 128 x 128", Float::E4M3, of(Float::E4M3)),
-        ("E4M3 of N(0, 0.02^2), a scale a row of 4096", Float::E4M3, values.chunks(4096).flat_map(channel).collect()),
+        ("E4M3 of N(0, 0.02^2), a scale per block of 128 x 128", Float::E4M3, normal(Float::E4M3)),
+        ("E4M3 of N(0, 0.02^2), a scale per row of 4096", Float::E4M3, values.chunks(4096).flat_map(channel).collect()),
         ("E4M3 with the exponents of Qwen3-14B-FP8", Float::E4M3, qwen_fp8(count)),
-        ("E5M2 of N(0, 0.02^2), a scale a block of 128 x 128", Float::E5M2, of(Float::E5M2)),
-        ("F16, N(0, 0.02^2)", Float::F16, of(Float::F16)),
-        ("F32, N(0, 0.02^2)", Float::F32, of(Float::F32)),
+        ("E5M2 of N(0, 0.02^2), a scale per block of 128 x 128", Float::E5M2, normal(Float::E5M2)),
+        ("F16, N(0, 0.02^2)", Float::F16, normal(Float::F16)),
+        ("F32, N(0, 0.02^2)", Float::F32, normal(Float::F32)),
     ]
 }
 
-fn of_floats(contenders: &mut Vec<Contender>) {
+fn add_floats(contenders: &mut Vec<Contender>) {
     for (name, float, bytes) in floats() {
         let bytes: &'static Vec<u8> = Box::leak(Box::new(bytes));
         let elements = bytes.len() / float.bytes();
@@ -197,21 +197,25 @@ fn of_floats(contenders: &mut Vec<Contender>) {
             round(bytes, encode, exponents::ExponentsTensor::coded_bytes, |tensor| Ok(exponents::decode(tensor)?))
         };
         let name = format!("Unweight exponents: {name}");
-        contenders.push(Contender { name, elements, bytes_each: float.bytes(), run: Box::new(run) });
+        contenders.push(Contender { name, elements, element_bytes: float.bytes(), run: Box::new(run) });
     }
 }
 
 /// Prints what coding exponents saves for other types: in theory, and as stored.
-fn study() -> Result<(), Box<dyn Error>> {
-    println!("\n| weights | exponent bits | entropy | Huffman | bits an element, all sections | saved |");
+fn print_exponent_savings() -> Result<(), Box<dyn Error>> {
+    println!("\n| weights | exponent bits | entropy | Huffman | bits per element, all sections | saved |");
     println!("|---|---:|---:|---:|---:|---:|");
     for (name, float, bytes) in floats() {
         let (entropy, coded) = bits(Histogram::of_float(float, &bytes).counts());
         let elements = bytes.len() / float.bytes();
         let matrix = FloatMatrix::new(float, &bytes, elements / 4096, 4096)?;
         let stored = exponents::encode(matrix, CodeLimit::DEFAULT)?.coded_bytes();
-        let (each, saved) = (stored as f64 * 8.0 / elements as f64, 100.0 - stored as f64 * 100.0 / bytes.len() as f64);
-        println!("| {name} | {} | {entropy:.3} | {coded:.3} | {each:.3} | {saved:.1} % |", float.exponent_bits());
+        let (bits_per_element, saved) =
+            (stored as f64 * 8.0 / elements as f64, 100.0 - stored as f64 * 100.0 / bytes.len() as f64);
+        println!(
+            "| {name} | {} | {entropy:.3} | {coded:.3} | {bits_per_element:.3} | {saved:.1} % |",
+            float.exponent_bits()
+        );
     }
     Ok(())
 }
@@ -225,10 +229,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
     let mut contenders = Vec::new();
-    of_bf16(&mut contenders);
-    of_int8(&mut contenders);
-    of_fp8(&mut contenders);
-    of_floats(&mut contenders);
+    add_bf16(&mut contenders);
+    add_int8(&mut contenders);
+    add_fp8(&mut contenders);
+    add_floats(&mut contenders);
     let mut best: Vec<Round> =
         contenders.iter().map(|_| Round { bytes: 0, encode: f64::MAX, decode: f64::MAX }).collect();
     for _ in 0..rounds {
@@ -239,11 +243,11 @@ fn compare(rounds: u32) -> Result<(), Box<dyn Error>> {
             best.decode = best.decode.min(round.decode);
         }
     }
-    println!("| format | bits an element | encode, GiB/s | decode, GiB/s |\n|---|---:|---:|---:|");
+    println!("| format | bits per element | encode, GiB/s | decode, GiB/s |\n|---|---:|---:|---:|");
     for (contender, best) in contenders.iter().zip(&best) {
-        let rate = |seconds: f64| (contender.elements * contender.bytes_each) as f64 / seconds / f64::from(1 << 30);
+        let rate = |seconds: f64| (contender.elements * contender.element_bytes) as f64 / seconds / f64::from(1 << 30);
         let bits = best.bytes as f64 * 8.0 / contender.elements as f64;
         println!("| {} | {bits:.2} | {:.3} | {:.3} |", contender.name, rate(best.encode), rate(best.decode));
     }
-    study()
+    print_exponent_savings()
 }

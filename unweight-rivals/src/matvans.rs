@@ -45,7 +45,7 @@ const LANE_STATE: u32 = 1 << 16;
 #[non_exhaustive]
 pub enum Error {
     /// The shape is not a multiple of the layout's steps.
-    #[error("{rows}x{cols}: rows are multiples of {row_step}, columns of {col_step}, and neither is 0")]
+    #[error("{rows}x{cols}: rows must be a positive multiple of {row_step}, columns of {col_step}")]
     Shape {
         /// Number of rows.
         rows: usize,
@@ -57,7 +57,7 @@ pub enum Error {
         col_step: usize,
     },
     /// The matrix has more values than tables can hold.
-    #[error("{got} different values; tables hold 1 to {limit}")]
+    #[error("{got} different values; tables hold 1 to {limit} values")]
     Values {
         /// Number of different values; for [`Layout::Lanes`] the length of the range from the smallest to the largest.
         got: usize,
@@ -65,7 +65,7 @@ pub enum Error {
         limit: usize,
     },
     /// The words exceed the range of offsets.
-    #[error("{words} words; offsets of 32 bits count 16 bytes each")]
+    #[error("{words} words, above the limit of 32-bit offsets in units of 16 bytes")]
     Count {
         /// Number of words.
         words: usize,
@@ -81,13 +81,13 @@ pub enum Error {
         got: usize,
     },
     /// The tables do not describe a distribution.
-    #[error("tables, entry {entry}: not a symbol's share")]
+    #[error("tables, entry {entry}: does not match the share of its symbol")]
     Tables {
         /// Index of the entry.
         entry: usize,
     },
     /// An offset is not after the one before it, or exceeds the words.
-    #[error("offsets, stream {stream}: it begins at word {begin} and ends at {end}, of {words}")]
+    #[error("offsets, stream {stream}: words {begin} to {end} of {words} are not a whole stream")]
     Offset {
         /// Index of the stream.
         stream: usize,
@@ -99,7 +99,7 @@ pub enum Error {
         words: usize,
     },
     /// A stream ends before its last symbol.
-    #[error("stream {stream}: it ends in step {step}")]
+    #[error("stream {stream}: it ends early, in step {step}")]
     Short {
         /// Index of the stream.
         stream: usize,
@@ -117,7 +117,7 @@ pub enum Error {
         state: u32,
     },
     /// Words after the end of a stream are not padding.
-    #[error("stream {stream}: {words} words are left, or are not zero")]
+    #[error("stream {stream}: {words} words after its end, or words that are not zero")]
     Left {
         /// Index of the stream.
         stream: usize,
@@ -212,13 +212,13 @@ impl Tables {
         let mut counts = [0u64; 256];
         values.iter().for_each(|&value| counts[(i16::from(value) + 128) as usize] += 1);
         let mut occurring: Vec<usize> = (0..256).filter(|&value| counts[value] > 0).collect();
-        let (&[least, ..], &[.., largest]) = (&occurring[..], &occurring[..]) else {
+        let (&[smallest, ..], &[.., largest]) = (&occurring[..], &occurring[..]) else {
             return Err(Error::Values { got: 0, limit: layout.parts() });
         };
         // The table of WarpPerRow has all values in this range, and its length is a byte.
         let (got, limit) = match layout {
             Layout::Rows | Layout::Stripes => (occurring.len(), 128),
-            Layout::Lanes => (largest - least + 1, 255),
+            Layout::Lanes => (largest - smallest + 1, 255),
         };
         if got > limit {
             return Err(Error::Values { got, limit });
@@ -226,22 +226,22 @@ impl Tables {
         let parts = match layout {
             Layout::Rows | Layout::Stripes => shares_of_128(&counts, &occurring, values.len()),
             // A share is a byte, so a single value must leave one part to another.
-            Layout::Lanes if least == largest => {
-                occurring.push((least + 1) % 256);
+            Layout::Lanes if smallest == largest => {
+                occurring.push((smallest + 1) % 256);
                 vec![255, 1]
             }
             Layout::Lanes => shares_of_256(&counts, &occurring, values.len()),
         };
-        let (mut symbols, mut firsts, mut tabled) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut symbols, mut firsts, mut counts_by_part) = (Vec::new(), Vec::new(), Vec::new());
         for (value, count) in occurring.into_iter().zip(parts) {
             let first = symbols.len();
             for _ in 0..count {
                 symbols.push((value as i16 - 128) as i8);
                 firsts.push(first as u8);
-                tabled.push(count as u8);
+                counts_by_part.push(count as u8);
             }
         }
-        Ok(Self { symbols, firsts, counts: tabled })
+        Ok(Self { symbols, firsts, counts: counts_by_part })
     }
 
     /// Checks that each value's parts are consecutive and have its first part and count.
@@ -256,15 +256,15 @@ impl Tables {
         let mut part = 0;
         while part < parts {
             let (symbol, count) = (self.symbols[part], usize::from(self.counts[part]));
-            let own = part..part + count;
-            let same = |entry: &usize| {
+            let entries = part..part + count;
+            let matches = |entry: &usize| {
                 (self.symbols[*entry], usize::from(self.firsts[*entry]), usize::from(self.counts[*entry]))
                     == (symbol, part, count)
             };
-            if count == 0 || own.end > parts || !own.clone().all(|entry| same(&entry)) {
+            if count == 0 || entries.end > parts || !entries.clone().all(|entry| matches(&entry)) {
                 return Err(Error::Tables { entry: part });
             }
-            part = own.end;
+            part = entries.end;
         }
         Ok(())
     }
@@ -367,7 +367,7 @@ pub fn encode(values: &[i8], rows: usize, cols: usize, layout: Layout) -> Result
         pushed.extend(halves);
         pushed.extend(rest);
         for group in pushed.chunks_exact(GROUP) {
-            words.extend((0..GROUP).map(|place| group[place % 4 * CODERS + place / 4]));
+            words.extend((0..GROUP).map(|index| group[index % 4 * CODERS + index / 4]));
         }
     }
     Ok(Encoded { rows, cols, layout, tables, offsets, words })
@@ -427,7 +427,7 @@ impl Encoded {
             let first = stream > 0 || begin == 0;
             if whole && first { Ok(begin..end) } else { Err(Error::Offset { stream, begin, end, words }) }
         };
-        let places = (0..streams).map(bounds).collect::<Result<Vec<_>, _>>()?;
+        let ranges = (0..streams).map(bounds).collect::<Result<Vec<_>, _>>()?;
         let mut out = Vec::new();
         out.try_reserve_exact(self.rows * self.cols).map_err(|_| Error::Size {
             part: "values",
@@ -436,9 +436,9 @@ impl Encoded {
         })?;
         out.resize(self.rows * self.cols, 0);
         let size = out.len() / streams;
-        let failed = out.par_chunks_mut(size).zip(places).enumerate().map(|(index, (out, place))| match self.layout {
-            Layout::Lanes => self.lanes(index, steps, &self.words[place], out),
-            Layout::Rows | Layout::Stripes => self.stream(index, steps, &self.words[place], out),
+        let failed = out.par_chunks_mut(size).zip(ranges).enumerate().map(|(index, (out, range))| match self.layout {
+            Layout::Lanes => self.lanes(index, steps, &self.words[range], out),
+            Layout::Rows | Layout::Stripes => self.stream(index, steps, &self.words[range], out),
         });
         failed.find_map_first(Result::err).map_or(Ok(out), Err)
     }
@@ -447,11 +447,11 @@ impl Encoded {
         let total = words.len() / GROUP * LANE_WORDS;
         let mut longest = 0;
         for coder in 0..CODERS {
-            let mut taken = 0;
+            let mut words_read = 0;
             let mut word = |step| {
-                let n = taken % LANE_WORDS;
-                let pair = words.get(taken / LANE_WORDS * GROUP + coder * QUAD + n / 2);
-                taken += 1;
+                let n = words_read % LANE_WORDS;
+                let pair = words.get(words_read / LANE_WORDS * GROUP + coder * QUAD + n / 2);
+                words_read += 1;
                 pair.map(|pair| pair >> (16 * (n % 2)) & 0xffff).ok_or(Error::Short { stream, step })
             };
             let mut state = word(0)? << 16 | word(0)?;
@@ -475,7 +475,7 @@ impl Encoded {
             if state != LANE_STATE {
                 return Err(Error::State { stream, coder, state });
             }
-            longest = longest.max(taken);
+            longest = longest.max(words_read);
         }
         // Words after a coder's last one are undefined: the original program leaves uninitialised memory there.
         let left = total - longest;
@@ -487,18 +487,18 @@ impl Encoded {
         let state =
             |coder| u64::from(word(BEFORE_STATES + coder)) | u64::from(word(BEFORE_STATES + CODERS + coder)) << 32;
         let mut states: [u64; CODERS] = std::array::from_fn(state);
-        let mut taken = 0;
+        let mut words_read = 0;
         let total = words.len() - BEFORE_STATES;
         // The states follow these words in the first group.
-        let place = |n: usize| if n < BEFORE_STATES { n } else { n + BEFORE_STATES };
+        let word_index = |n: usize| if n < BEFORE_STATES { n } else { n + BEFORE_STATES };
         for step in 0..steps {
             for (coder, state) in states.iter_mut().enumerate() {
                 if *state >> 32 == 0 {
-                    if taken == total {
+                    if words_read == total {
                         return Err(Error::Short { stream, step });
                     }
-                    *state = *state << 32 | u64::from(word(place(taken)));
-                    taken += 1;
+                    *state = *state << 32 | u64::from(word(word_index(words_read)));
+                    words_read += 1;
                 }
                 let at = self.layout.quad(self.cols, step, coder);
                 let parts = [0, 1, 2, 3].map(|i| (*state >> (7 * i)) as usize % 128);
@@ -513,9 +513,9 @@ impl Encoded {
         }
         // Skips words that restore a coder's state from before the stream: the encoder carried it over from the
         // previous one.
-        taken = total.min(taken + states.iter().filter(|state| **state >> 32 == 0).count());
-        let left = total - taken;
-        if left >= GROUP || (taken..total).any(|n| word(place(n)) != 0) {
+        words_read = total.min(words_read + states.iter().filter(|state| **state >> 32 == 0).count());
+        let left = total - words_read;
+        if left >= GROUP || (words_read..total).any(|n| word(word_index(n)) != 0) {
             return Err(Error::Left { stream, words: left });
         }
         Ok(())
@@ -548,7 +548,7 @@ pub mod oracle {
             let mut states: Vec<u128> = (0..CODERS)
                 .map(|coder| u128::from(states[coder]) + (u128::from(states[CODERS + coder]) << 32))
                 .collect();
-            let mut seen = [0; CODERS];
+            let mut quads_decoded = [0; CODERS];
             let rows = if encoded.layout == Layout::Rows { 1 } else { CODERS };
             for quad in 0..encoded.cols * rows / 4 {
                 let coder = quad % CODERS;
@@ -562,12 +562,12 @@ pub mod oracle {
                     high = high * u128::from(count) + (part as u128 - u128::from(first));
                     let at = match encoded.layout {
                         Layout::Rows | Layout::Lanes => stream * encoded.cols + quad * 4 + i,
-                        Layout::Stripes => (stream * CODERS + coder) * encoded.cols + seen[coder] * 4 + i,
+                        Layout::Stripes => (stream * CODERS + coder) * encoded.cols + quads_decoded[coder] * 4 + i,
                     };
                     out[at] = encoded.tables.symbols[part];
                 }
                 states[coder] = high;
-                seen[coder] += 1;
+                quads_decoded[coder] += 1;
             }
         }
         Some(out)
@@ -576,8 +576,9 @@ pub mod oracle {
     /// Decodes a row of [`Layout::Lanes`], coder by coder.
     fn lanes(encoded: &Encoded, words: &[u32], row: &mut [i8]) -> Option<()> {
         for lane in 0..CODERS {
-            let own = words.chunks_exact(128).flat_map(|group| &group[4 * lane..4 * lane + 4]);
-            let mut queue: VecDeque<u128> = own.flat_map(|word| [word % 65536, word / 65536]).map(u128::from).collect();
+            let lane_words = words.chunks_exact(128).flat_map(|group| &group[4 * lane..4 * lane + 4]);
+            let mut queue: VecDeque<u128> =
+                lane_words.flat_map(|word| [word % 65536, word / 65536]).map(u128::from).collect();
             let mut state = queue.pop_front()? * 65536 + queue.pop_front()?;
             for piece in 0..encoded.cols / 512 {
                 for column in 0..16 {

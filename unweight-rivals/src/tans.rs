@@ -35,7 +35,7 @@ pub const QWEN3_14B: [f32; 16] = [
 #[non_exhaustive]
 pub enum Error {
     /// The bytes per stream are 0, or not a multiple of [`STEP`].
-    #[error("{got} bytes a stream; it is a multiple of {STEP}, and not 0")]
+    #[error("{got} bytes per stream; expected a positive multiple of {STEP}")]
     Stream {
         /// Bytes per stream.
         got: usize,
@@ -51,13 +51,13 @@ pub enum Error {
         got: usize,
     },
     /// The slabs exceed the range of offsets.
-    #[error("{bytes} bytes of slabs; offsets count to {}", i32::MAX)]
+    #[error("{bytes} bytes of slabs, above the limit of {}", i32::MAX)]
     Count {
         /// Bytes of the slabs.
         bytes: u64,
     },
     /// The shares are not a distribution.
-    #[error("the share of exponent {exponent} is {share}; shares are 0 or more, finite, and not all 0")]
+    #[error("the share of exponent {exponent} is {share}; shares must be finite, 0 or more, and not all 0")]
     Share {
         /// Index of the exponent.
         exponent: usize,
@@ -65,19 +65,21 @@ pub enum Error {
         share: String,
     },
     /// An exponent occurs although its share is zero or close to it.
-    #[error("exponent {exponent} occurs, and its share is 0 or too small")]
+    #[error("exponent {exponent} occurs, but its share is 0 or too small")]
     Unknown {
         /// Index of the exponent.
         exponent: usize,
     },
     /// The frequencies do not fill the table.
-    #[error("the frequencies sum to {got}, and not to {STATES}")]
+    #[error("the frequencies sum to {got}, expected {STATES}")]
     Frequencies {
         /// Their sum.
         got: u64,
     },
     /// An offset is not after the one before it, or exceeds the slabs.
-    #[error("offsets, block {block}: {begin} to {end}, of {bytes} bytes; a block has whole slabs of all its streams")]
+    #[error(
+        "offsets, block {block}: {begin} to {end}, of {bytes} bytes; a block must have whole slabs of all its streams"
+    )]
     Offset {
         /// Index of the block.
         block: usize,
@@ -89,7 +91,7 @@ pub enum Error {
         bytes: u64,
     },
     /// A state is outside of the table.
-    #[error("stream {stream}: state {got}; states are {STATES} to {}", 2 * STATES - 1)]
+    #[error("stream {stream}: state {got} is outside {STATES} to {}", 2 * STATES - 1)]
     State {
         /// Index of the stream.
         stream: usize,
@@ -97,7 +99,7 @@ pub enum Error {
         got: u16,
     },
     /// The last slab of a stream has too many bits.
-    #[error("stream {stream}: {got} bits of its last slab")]
+    #[error("stream {stream}: its last slab has {got} bits, or bits after them")]
     Partial {
         /// Index of the stream.
         stream: usize,
@@ -105,7 +107,9 @@ pub enum Error {
         got: u8,
     },
     /// A stream does not end with its last pair.
-    #[error("stream {stream}: its bits end in pair {pair} of {pairs}, or not in the state that it was begun in")]
+    #[error(
+        "stream {stream}: its bits end at pair {pair} of {pairs}, or the decoder does not end in the initial state"
+    )]
     End {
         /// Index of the stream.
         stream: usize,
@@ -136,7 +140,7 @@ pub struct Encoded {
 }
 
 /// Returns sign and mantissa of a byte.
-fn rest_of(byte: u8) -> u8 {
+fn sign_mantissa(byte: u8) -> u8 {
     byte >> 4 & 8 | byte & 7
 }
 
@@ -145,35 +149,36 @@ fn rest_of(byte: u8) -> u8 {
 /// # Errors
 /// The shares are not a distribution.
 pub fn frequencies(shares: &[f32; 16]) -> Result<Vec<u16>, Error> {
-    let bad = |exponent: usize| Err(Error::Share { exponent, share: shares[exponent].to_string() });
+    let share_error = |exponent: usize| Err(Error::Share { exponent, share: shares[exponent].to_string() });
     if let Some(exponent) = shares.iter().position(|share| !share.is_finite() || *share < 0.0) {
-        return bad(exponent);
+        return share_error(exponent);
     }
     // The order of additions of the original program.
-    let twos: [f32; 8] = std::array::from_fn(|i| shares[i] + shares[i + 8]);
-    let sum = (twos[0] + twos[1] + (twos[2] + twos[3])) + (twos[4] + twos[5] + (twos[6] + twos[7]));
+    let half_sums: [f32; 8] = std::array::from_fn(|i| shares[i] + shares[i + 8]);
+    let sum = (half_sums[0] + half_sums[1] + (half_sums[2] + half_sums[3]))
+        + (half_sums[4] + half_sums[5] + (half_sums[6] + half_sums[7]));
     if sum <= 0.0 || !sum.is_finite() {
-        return bad(0);
+        return share_error(0);
     }
-    let single = shares.map(|share| share / sum);
-    let wanted: Vec<f64> =
-        (0..256).map(|pair| f64::from(single[pair / 16] * single[pair % 16]) * f64::from(STATES)).collect();
-    let mut got: Vec<i64> =
-        wanted.iter().map(|&w| if w == 0.0 { 0 } else { (w.round_ties_even() as i64).max(1) }).collect();
+    let normalized = shares.map(|share| share / sum);
+    let exact: Vec<f64> =
+        (0..256).map(|pair| f64::from(normalized[pair / 16] * normalized[pair % 16]) * f64::from(STATES)).collect();
+    let mut rounded: Vec<i64> =
+        exact.iter().map(|&w| if w == 0.0 { 0 } else { (w.round_ties_even() as i64).max(1) }).collect();
     loop {
-        let left = i64::from(STATES) - got.iter().sum::<i64>();
-        let error = |pair: usize| match wanted[pair] {
+        let missing = i64::from(STATES) - rounded.iter().sum::<i64>();
+        let error = |pair: usize| match exact[pair] {
             0.0 => f64::NEG_INFINITY,
-            _ if left < 0 && got[pair] <= 1 => f64::NEG_INFINITY,
-            wanted => (wanted - got[pair] as f64) * left.signum() as f64,
+            _ if missing < 0 && rounded[pair] <= 1 => f64::NEG_INFINITY,
+            exact => (exact - rounded[pair] as f64) * missing.signum() as f64,
         };
-        if left == 0 {
+        if missing == 0 {
             // A frequency is at most 4096.
-            return Ok(got.into_iter().map(|frequency| frequency as u16).collect());
+            return Ok(rounded.into_iter().map(|frequency| frequency as u16).collect());
         }
         // The first pair with the largest error.
         let largest = (0..256).rev().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(0);
-        got[largest] += left.signum();
+        rounded[largest] += missing.signum();
     }
 }
 
@@ -261,11 +266,11 @@ pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Enc
     let count = coded.len();
     let (mut slabs, mut offsets) = (Vec::new(), vec![0]);
     for block in coded.chunks(BLOCK_STREAMS) {
-        let most = block.iter().map(|(slabs, ..)| slabs.len()).max().unwrap_or(0).max(1);
+        let max_slabs = block.iter().map(|(slabs, ..)| slabs.len()).max().unwrap_or(0).max(1);
         let begin = slabs.len();
-        slabs.resize(begin + most * BLOCK_STREAMS, 0);
-        for (index, (own, ..)) in block.iter().enumerate() {
-            for (at, &slab) in (most - own.len()..).zip(own) {
+        slabs.resize(begin + max_slabs * BLOCK_STREAMS, 0);
+        for (index, (stream_slabs, ..)) in block.iter().enumerate() {
+            for (at, &slab) in (max_slabs - stream_slabs.len()..).zip(stream_slabs) {
                 slabs[begin + at * BLOCK_STREAMS + index] = slab;
             }
         }
@@ -274,7 +279,7 @@ pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Enc
     }
     let mut rest = vec![0; bytes.len() / 2];
     for (index, pair) in bytes.chunks_exact(2).enumerate() {
-        rest[rest_place(index, per_stream / 2, count)] = rest_of(pair[0]) | rest_of(pair[1]) << 4;
+        rest[rest_index(index, per_stream / 2, count)] = sign_mantissa(pair[0]) | sign_mantissa(pair[1]) << 4;
     }
     Ok(Encoded {
         per_stream,
@@ -288,7 +293,7 @@ pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Enc
 }
 
 /// Returns the index of a pair's signs and mantissas.
-fn rest_place(pair: usize, pairs: usize, streams: usize) -> usize {
+fn rest_index(pair: usize, pairs: usize, streams: usize) -> usize {
     let (stream, pair) = (pair / pairs, pair % pairs);
     (pair / TILE * streams + stream) * TILE + pair % TILE
 }
@@ -342,7 +347,7 @@ impl Encoded {
         }
         // The number of remaining bits, including the zeros before the stream.
         let slabs = (end - begin) / BLOCK_STREAMS;
-        let mut left = 32 * slabs - if partial > 0 { 32 - usize::from(partial) } else { 0 };
+        let mut bits_left = 32 * slabs - if partial > 0 { 32 - usize::from(partial) } else { 0 };
         // Unused bits of the last slab must be zero.
         if partial > 0 && slab(slabs - 1) >> partial != 0 {
             return Err(Error::Partial { stream, got: partial });
@@ -350,19 +355,21 @@ impl Encoded {
         let (mut state, pairs) = (u32::from(state), out.len() / 2);
         for pair in 0..pairs {
             let (symbol, bits, base) = table[(state - STATES) as usize];
-            let Some(rest) = left.checked_sub(bits as usize) else { return Err(Error::End { stream, pair, pairs }) };
+            let Some(rest) = bits_left.checked_sub(bits as usize) else {
+                return Err(Error::End { stream, pair, pairs });
+            };
             let (at, shift) = (rest / 32, rest % 32);
             // Up to 12 bits, from at most two slabs.
             let low = if bits > 0 { u64::from(slab(at)) } else { 0 };
             let high = if shift + bits as usize > 32 { u64::from(slab(at + 1)) } else { 0 };
             let value = (high << 32 | low) >> shift & ((1 << bits) - 1);
-            (left, state) = (rest, base | value as u32);
-            let place = rest_place(stream * pairs + pair, pairs, self.states.len());
+            (bits_left, state) = (rest, base | value as u32);
+            let index_in_rest = rest_index(stream * pairs + pair, pairs, self.states.len());
             let byte = |exponent: u8, rest: u8| (rest & 8) << 4 | exponent << 3 | rest & 7;
-            out[2 * pair] = byte(symbol >> 4, self.rest[place] & 15);
-            out[2 * pair + 1] = byte(symbol & 15, self.rest[place] >> 4);
+            out[2 * pair] = byte(symbol >> 4, self.rest[index_in_rest] & 15);
+            out[2 * pair + 1] = byte(symbol & 15, self.rest[index_in_rest] >> 4);
         }
-        let is_padding = (0..left.div_ceil(32)).all(|at| match left - 32 * at {
+        let is_padding = (0..bits_left.div_ceil(32)).all(|at| match bits_left - 32 * at {
             32.. => slab(at) == 0,
             bits => slab(at) & ((1 << bits) - 1) == 0,
         });
@@ -391,10 +398,10 @@ pub mod oracle {
         if sum.is_nan() {
             return value(got).is_nan();
         }
-        let off = |byte: u8| (value(byte) - sum).abs();
-        let nearest = (0..=255u8).filter(|&byte| !value(byte).is_nan()).map(off).fold(f64::INFINITY, f64::min);
-        let ties = (0..=255u8).filter(|&byte| off(byte) == nearest && value(byte) != value(got)).count();
-        off(got) == nearest && (ties == 0 || got.is_multiple_of(2))
+        let error = |byte: u8| (value(byte) - sum).abs();
+        let nearest = (0..=255u8).filter(|&byte| !value(byte).is_nan()).map(error).fold(f64::INFINITY, f64::min);
+        let ties = (0..=255u8).filter(|&byte| error(byte) == nearest && value(byte) != value(got)).count();
+        error(got) == nearest && (ties == 0 || got.is_multiple_of(2))
     }
 
     /// Decodes the FP8 bytes; `None` if the bits end early.
@@ -406,8 +413,9 @@ pub mod oracle {
             let block = stream / BLOCK_STREAMS;
             let slabs =
                 encoded.slabs.get(encoded.offsets[block] as usize / 4..encoded.offsets[block + 1] as usize / 4)?;
-            let own = slabs.iter().skip(stream % BLOCK_STREAMS).step_by(BLOCK_STREAMS);
-            let mut bits: Vec<bool> = own.flat_map(|slab| (0..32).map(move |bit| slab >> bit & 1 == 1)).collect();
+            let stream_slabs = slabs.iter().skip(stream % BLOCK_STREAMS).step_by(BLOCK_STREAMS);
+            let mut bits: Vec<bool> =
+                stream_slabs.flat_map(|slab| (0..32).map(move |bit| slab >> bit & 1 == 1)).collect();
             if encoded.partial[stream] > 0 {
                 bits.truncate(bits.len() - 32 + usize::from(encoded.partial[stream]));
             }

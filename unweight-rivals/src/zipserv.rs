@@ -28,7 +28,7 @@ const STRIPS: usize = 4;
 #[non_exhaustive]
 pub enum Error {
     /// Rows or columns are 0, or not a multiple of [`BLOCK`].
-    #[error("{rows}x{cols}: rows and columns are multiples of {BLOCK}, and not 0")]
+    #[error("{rows}x{cols}: rows and columns must be positive multiples of {BLOCK}")]
     Shape {
         /// Rows.
         rows: usize,
@@ -36,7 +36,7 @@ pub enum Error {
         cols: usize,
     },
     /// The matrix exceeds the range of offsets.
-    #[error("{elements} elements; its offsets count to {}", i32::MAX)]
+    #[error("{elements} elements, above the limit of its offsets, {}", i32::MAX)]
     Count {
         /// Number of elements.
         elements: u64,
@@ -52,13 +52,13 @@ pub enum Error {
         got: usize,
     },
     /// The window exceeds the largest exponent.
-    #[error("a window of {WINDOW} exponents from {first} on goes beyond 255")]
+    #[error("a window of {WINDOW} exponents from {first} on exceeds 255")]
     Window {
         /// First exponent of the window.
         first: u8,
     },
     /// An offset does not match the bitmaps.
-    #[error("{part}, entry {index}: {got:?}, but the bitmaps lead to {expected:?}")]
+    #[error("{part}, entry {index}: {got:?}, but {expected:?} according to the bitmaps")]
     Offset {
         /// `blocks` or `strips`.
         part: &'static str,
@@ -103,13 +103,13 @@ pub struct Encoded {
 /// ZipServ's program starts at the lowest of the seven most frequent exponents, and takes the first run of seven that
 /// occur. If the most frequent ones are consecutive, as in weights, the result is the same.
 pub fn window(counts: &Histogram) -> u8 {
-    let of = |first: usize| counts.counts()[first..first + WINDOW].iter().sum::<u64>();
+    let covered = |first: usize| counts.counts()[first..first + WINDOW].iter().sum::<u64>();
     // The first of ties.
-    (0..=256 - WINDOW).rev().max_by_key(|&first| of(first)).unwrap_or(0) as u8
+    (0..=256 - WINDOW).rev().max_by_key(|&first| covered(first)).unwrap_or(0) as u8
 }
 
 /// Returns row and column of a tile in its block.
-fn place(tile: usize) -> (usize, usize) {
+fn tile_origin(tile: usize) -> (usize, usize) {
     (tile / 16 * 16 + tile % 2 * TILE, tile / 4 % 4 * 16 + tile / 2 % 2 * TILE)
 }
 
@@ -157,7 +157,7 @@ pub fn encode(weights: &[u8], rows: usize, cols: usize) -> Result<Encoded, Error
             if tile.is_multiple_of(TILES / STRIPS) {
                 block.strips.push([block.sign_mantissa.len() as u32, block.full.len() as u32]);
             }
-            let (row, col) = place(tile);
+            let (row, col) = tile_origin(tile);
             let mut maps = [0u64; 3];
             for bit in 0..TILE * TILE {
                 let element = at(top + row + bit / TILE, left + col + bit % TILE);
@@ -269,7 +269,7 @@ impl Encoded {
                 let [mut high, mut full] = self.blocks[down * across + block].map(|offset| offset as usize);
                 for tile in 0..TILES {
                     let index = (down * across + block) * TILES + tile;
-                    let (row, col) = place(tile);
+                    let (row, col) = tile_origin(tile);
                     let maps = [0, 1, 2].map(|map| self.bitmaps[map][index]);
                     for bit in 0..TILE * TILE {
                         let code = (0..3).fold(0, |code, map| code | (maps[map] >> bit & 1) << map) as u8;
@@ -305,15 +305,15 @@ pub mod oracle {
             Some(bit(0)? | bit(1)? << 1 | bit(2)? << 2)
         };
         let start = block * 4096;
-        let own = start + tile * 64 + row % 8 * 8 + col % 8;
-        let mut before = encoded.blocks.get(block)?.map(|offset| offset as usize);
-        for position in start..own {
-            before[usize::from(code(position)? == 0)] += 1;
+        let target = start + tile * 64 + row % 8 * 8 + col % 8;
+        let mut offsets = encoded.blocks.get(block)?.map(|offset| offset as usize);
+        for position in start..target {
+            offsets[usize::from(code(position)? == 0)] += 1;
         }
-        match code(own)? {
-            0 => encoded.full.get(before[1]).copied(),
+        match code(target)? {
+            0 => encoded.full.get(offsets[1]).copied(),
             code => {
-                let rest = u16::from(*encoded.sign_mantissa.get(before[0])?);
+                let rest = u16::from(*encoded.sign_mantissa.get(offsets[0])?);
                 Some((rest & 0x80) << 8 | (u16::from(encoded.first) + u16::from(code) - 1) << 7 | rest & 0x7f)
             }
         }

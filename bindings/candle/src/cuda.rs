@@ -49,7 +49,7 @@ fn interop(ordinal: usize) -> Result<Arc<Interop>, Error> {
 }
 
 /// A layer's weights on a GPU.
-pub struct OnGpu {
+pub struct GpuWeight {
     /// Declared before `_memory`, so that it is dropped first.
     linear: Linear,
     interop: Arc<Interop>,
@@ -58,7 +58,7 @@ pub struct OnGpu {
     _memory: CudaSlice<u8>,
 }
 
-impl OnGpu {
+impl GpuWeight {
     pub fn new(packed: &PackedTensor<Vec<u8>>, device: &CudaDevice) -> Result<Self, Error> {
         let stream = device.cuda_stream();
         let interop = interop(stream.context().ordinal())?;
@@ -111,9 +111,11 @@ impl OnGpu {
         }
         if device.id() != self.device.id() {
             // It has another stream: the weight's memory would not be freed in the order of this launch.
-            bail!("unweight: the input is of another CudaDevice than the weight; give both the same one (clone it)");
+            bail!("unweight: the input and the weight belong to two CudaDevices; use clones of one for both");
         }
-        let Ok(m) = u32::try_from(rows) else { bail!("unweight: {rows} rows are more than a product takes") };
+        let Ok(m) = u32::try_from(rows) else {
+            bail!("unweight: the input has {rows} rows, above the limit of 2^32 - 1; split it")
+        };
         // SAFETY: the product writes all of it before anything reads it.
         let mut y = unsafe { device.alloc::<bf16>(rows * n) }?;
         if rows == 0 {

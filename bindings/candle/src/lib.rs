@@ -51,7 +51,7 @@ pub enum Error {
     },
     /// The weight is not a BF16 matrix.
     #[error("weight '{name}' is {dtype} {shape:?}; only BF16 matrices are packed")]
-    NoMatrix {
+    NotBf16Matrix {
         /// Name of the weight.
         name: String,
         /// Its dtype.
@@ -85,7 +85,7 @@ pub enum Error {
     },
     /// The GPU runtime failed.
     #[cfg(feature = "cuda")]
-    #[error("putting packed weights on the GPU")]
+    #[error("cannot copy packed weights to the GPU")]
     Runtime(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// candle failed.
     #[error(transparent)]
@@ -93,13 +93,13 @@ pub enum Error {
 }
 
 /// Packed weights, in CPU or GPU memory.
-enum Held {
+enum WeightMemory {
     Cpu(PackedTensor<Vec<u8>>),
     #[cfg(feature = "cuda")]
-    Cuda(Box<cuda::OnGpu>),
+    Cuda(Box<cuda::GpuWeight>),
 }
 
-impl Held {
+impl WeightMemory {
     fn on_cpu(&self) -> Option<&PackedTensor<Vec<u8>>> {
         match self {
             Self::Cpu(packed) => Some(packed),
@@ -117,7 +117,7 @@ pub struct UnweightLinear {
 }
 
 struct Weight {
-    held: Held,
+    memory: WeightMemory,
     n: usize,
     k: usize,
 }
@@ -132,7 +132,7 @@ impl UnweightLinear {
         let tensor = bundle.tensor(name)?;
         let (&[n, k], "BF16") = (tensor.shape(), &*tensor.dtype().to_string()) else {
             let (dtype, shape) = (tensor.dtype().to_string(), tensor.shape().to_vec());
-            return Err(Error::NoMatrix { name: name.into(), dtype, shape });
+            return Err(Error::NotBf16Matrix { name: name.into(), dtype, shape });
         };
         let packed = match PackedTensor::of(tensor.stored()?) {
             Some(packed) => packed,
@@ -146,10 +146,10 @@ impl UnweightLinear {
     /// # Errors
     /// [`Error`], as for [`UnweightLinear::of_bundle`].
     pub fn of_weight(weight: &Tensor, bias: Option<Tensor>) -> Result<Self, Error> {
-        let name = "of a tensor";
+        let name = "unnamed";
         let (DType::BF16, &[n, k]) = (weight.dtype(), weight.dims()) else {
             let (dtype, shape) = (weight.dtype().as_str().to_owned(), weight.dims().to_vec());
-            return Err(Error::NoMatrix { name: name.into(), dtype, shape });
+            return Err(Error::NotBf16Matrix { name: name.into(), dtype, shape });
         };
         let weights = weight.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<bf16>()?;
         let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
@@ -169,13 +169,13 @@ impl UnweightLinear {
             return Err(Error::Bias { name: name.into(), got: bias.dims().to_vec(), rows: n });
         }
         let bias = bias.map(|bias| bias.to_device(device)).transpose()?;
-        let held = match device {
-            Device::Cpu => Held::Cpu(packed),
+        let memory = match device {
+            Device::Cpu => WeightMemory::Cpu(packed),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => Held::Cuda(Box::new(cuda::OnGpu::new(&packed, device)?)),
+            Device::Cuda(device) => WeightMemory::Cuda(Box::new(cuda::GpuWeight::new(&packed, device)?)),
             other => return Err(Error::Device { device: format!("{:?}", other.location()) }),
         };
-        Ok(Self { weight: Arc::new(Weight { held, n, k }), bias })
+        Ok(Self { weight: Arc::new(Weight { memory, n, k }), bias })
     }
 
     /// The number of output features: rows of the weight.
@@ -199,10 +199,12 @@ impl UnweightLinear {
     /// [`Error::Candle`], or `Error::Runtime` on a GPU.
     pub fn unpacked(&self) -> Result<Tensor, Error> {
         let shape = (self.n(), self.k());
-        match &self.weight.held {
-            Held::Cpu(packed) => Ok(Tensor::from_vec(weights(packed).collect::<Vec<bf16>>(), shape, &Device::Cpu)?),
+        match &self.weight.memory {
+            WeightMemory::Cpu(packed) => {
+                Ok(Tensor::from_vec(weights(packed).collect::<Vec<bf16>>(), shape, &Device::Cpu)?)
+            }
             #[cfg(feature = "cuda")]
-            Held::Cuda(on_gpu) => on_gpu.unpacked(shape),
+            WeightMemory::Cuda(gpu) => gpu.unpacked(shape),
         }
     }
 }
@@ -254,8 +256,8 @@ impl CustomOp1 for Product {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let (rows, start, shape) = self.rows(layout)?;
-        let Weight { held, n, k } = &*self.0;
-        let Some(packed) = held.on_cpu() else { bail!("unweight: the weight is on a GPU, the input on the CPU") };
+        let Weight { memory, n, k } = &*self.0;
+        let Some(packed) = memory.on_cpu() else { bail!("unweight: the weight is on a GPU, the input on the CPU") };
         let end = start + rows * k;
         let (x, is_bf16): (Vec<f32>, bool) = match storage {
             CpuStorage::F32(x) => (x[start..end].to_vec(), false),
@@ -280,9 +282,9 @@ impl CustomOp1 for Product {
         layout: &Layout,
     ) -> candle_core::Result<(candle_core::CudaStorage, Shape)> {
         let (rows, start, shape) = self.rows(layout)?;
-        match &self.0.held {
-            Held::Cuda(on_gpu) => Ok((on_gpu.product(storage, rows, start)?, shape)),
-            Held::Cpu(_) => bail!("unweight: the weight is on the CPU, the input on a GPU"),
+        match &self.0.memory {
+            WeightMemory::Cuda(gpu) => Ok((gpu.product(storage, rows, start)?, shape)),
+            WeightMemory::Cpu(_) => bail!("unweight: the weight is on the CPU, the input on a GPU"),
         }
     }
 }

@@ -16,11 +16,11 @@ fn weights(n: usize, k: usize) -> Tensor {
         state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
-    let drawn = (0..n * k).map(|index| {
+    let values = (0..n * k).map(|index| {
         let bell = (0..12).map(|_| next()).sum::<f32>() - 6.0;
         bf16::from_f32(if index % 1000 == 999 { bell * 2f32.powi(-60) } else { bell * 0.02 })
     });
-    Tensor::from_vec(drawn.collect::<Vec<_>>(), (n, k), &CPU).unwrap()
+    Tensor::from_vec(values.collect::<Vec<_>>(), (n, k), &CPU).unwrap()
 }
 
 fn inputs(shape: &[usize]) -> Tensor {
@@ -103,18 +103,18 @@ fn bundles_of_any_profile() {
 }
 
 #[test]
-fn impossible_budgets_are_explained() {
-    let refused = |weight: &Tensor, bias| UnweightLinear::of_weight(weight, bias).err().unwrap().to_string();
+fn invalid_layers_and_inputs_are_explained() {
+    let layer_error = |weight: &Tensor, bias| UnweightLinear::of_weight(weight, bias).err().unwrap().to_string();
     assert!(
-        refused(&weights(65, 64), None)
+        layer_error(&weights(65, 64), None)
             .contains("cannot be packed (rows or columns are not a multiple of 64); use candle_nn::Linear")
     );
-    assert!(refused(&inputs(&[64, 64]), None).contains("is f32 [64, 64]; only BF16 matrices"));
-    assert!(refused(&weights(64, 64), Some(inputs(&[65]))).contains("is [65], but the weight has 64 rows"));
+    assert!(layer_error(&inputs(&[64, 64]), None).contains("is f32 [64, 64]; only BF16 matrices"));
+    assert!(layer_error(&weights(64, 64), Some(inputs(&[65]))).contains("is [65], but the weight has 64 rows"));
     let layer = UnweightLinear::of_weight(&weights(64, 64), None).unwrap();
-    let forward = |x: &Tensor| layer.forward(x).err().unwrap().to_string();
-    assert!(forward(&inputs(&[2, 65])).contains("the weight is [64, 64], but the input has 65 columns"));
-    assert!(forward(&inputs(&[2, 64]).to_dtype(DType::F16).unwrap()).contains("neither F32 nor BF16"));
+    let forward_error = |x: &Tensor| layer.forward(x).err().unwrap().to_string();
+    assert!(forward_error(&inputs(&[2, 65])).contains("the weight is [64, 64], but the input has 65 columns"));
+    assert!(forward_error(&inputs(&[2, 64]).to_dtype(DType::F16).unwrap()).contains("neither F32 nor BF16"));
     let x = Var::from_tensor(&inputs(&[2, 64])).unwrap();
     let backward = layer.forward(&x).unwrap().sum_all().unwrap().backward().err().unwrap();
     assert!(backward.to_string().contains("unweight-linear"), "{backward}");

@@ -112,12 +112,14 @@ impl Bundle {
         file: Option<&str>,
     ) -> PyResult<()> {
         let tensor = self.tensor(py, name, file)?;
-        let wanted = tensor.original_bytes();
-        if wanted != nbytes as u64 {
-            return Err(PyValueError::new_err(format!("tensor '{name}' has {wanted} bytes, the buffer {nbytes}")));
+        let expected = tensor.original_bytes();
+        if expected != nbytes as u64 {
+            return Err(PyValueError::new_err(format!(
+                "tensor '{name}' has {expected} bytes, but the buffer has {nbytes}"
+            )));
         }
         if nbytes > 0 && address == 0 {
-            return Err(PyValueError::new_err("the buffer's address is 0; give the address of memory on the CPU"));
+            return Err(PyValueError::new_err("the buffer's address is 0; pass the address of CPU memory"));
         }
         // SAFETY: the caller promises `nbytes` writable bytes at `address` that nothing else uses (contract in
         // `_native.pyi`).
@@ -153,9 +155,10 @@ impl Bundle {
             error => raised(py, &error),
         })?;
         if part.bytes.len() != nbytes || address == 0 {
-            let wanted = part.bytes.len();
-            let message =
-                format!("the part of tensor '{name}' has {wanted} bytes, the buffer {nbytes} at {address:#x}");
+            let expected = part.bytes.len();
+            let message = format!(
+                "the part of tensor '{name}' has {expected} bytes, but the buffer at {address:#x} has {nbytes}"
+            );
             return Err(PyValueError::new_err(message));
         }
         // SAFETY: the caller promises `nbytes` writable bytes at `address` that nothing else uses (contract in

@@ -11,7 +11,7 @@ use unweight_format::bundle::{BundleError, ErrorClass, Remedy};
 
 /// The attributes of an exception next to its message.
 #[derive(Default)]
-struct Place {
+struct Location {
     file: Option<String>,
     tensor: Option<String>,
     offset: Option<u64>,
@@ -27,26 +27,26 @@ pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
         message.push_str(&error.to_string());
         cause = error.source();
     }
-    if let Some(next) = error.remedy().and_then(worded) {
+    if let Some(next) = error.remedy().and_then(hint) {
         message.push_str("; ");
         message.push_str(next);
     }
-    new(py, class(error), &message, &place(error)).unwrap_or_else(|error| error)
+    new(py, class(error), &message, &location(error)).unwrap_or_else(|error| error)
 }
 
 /// Returns an exception of the class `class` of `unweight.errors`, with a message and no attributes.
 pub fn plain(py: Python<'_>, class: &str, message: &str) -> PyErr {
-    new(py, class, message, &Place::default()).unwrap_or_else(|error| error)
+    new(py, class, message, &Location::default()).unwrap_or_else(|error| error)
 }
 
-fn new(py: Python<'_>, class: &str, message: &str, place: &Place) -> PyResult<PyErr> {
+fn new(py: Python<'_>, class: &str, message: &str, location: &Location) -> PyResult<PyErr> {
     let class = py.import("unweight.errors")?.getattr(class)?.cast_into::<PyType>().map_err(PyErr::from)?;
     let keywords = PyDict::new(py);
-    keywords.set_item("file", &place.file)?;
-    keywords.set_item("tensor", &place.tensor)?;
-    keywords.set_item("offset", place.offset)?;
+    keywords.set_item("file", &location.file)?;
+    keywords.set_item("tensor", &location.tensor)?;
+    keywords.set_item("offset", location.offset)?;
     let exception = class.call((message,), Some(&keywords))?;
-    if let Some(errno) = place.errno {
+    if let Some(errno) = location.errno {
         exception.setattr("errno", errno)?;
     }
     Ok(PyErr::from_value(exception))
@@ -91,20 +91,22 @@ fn class(error: &BundleError) -> &'static str {
     }
 }
 
-fn place(error: &BundleError) -> Place {
+fn location(error: &BundleError) -> Location {
     let of = |path: &Path| Some(path.display().to_string());
-    let none = Place::default;
+    let none = Location::default;
     match error {
-        BundleError::Io { path, source, .. } => Place { file: of(path), errno: source.raw_os_error(), ..none() },
-        BundleError::DiskFull { path, source, .. } => Place { file: of(path), errno: source.raw_os_error(), ..none() },
+        BundleError::Io { path, source, .. } => Location { file: of(path), errno: source.raw_os_error(), ..none() },
+        BundleError::DiskFull { path, source, .. } => {
+            Location { file: of(path), errno: source.raw_os_error(), ..none() }
+        }
         BundleError::Read { path, offset, source } => {
-            Place { file: of(path), offset: Some(*offset), errno: source.raw_os_error(), ..none() }
+            Location { file: of(path), offset: Some(*offset), errno: source.raw_os_error(), ..none() }
         }
         BundleError::Output { file, source } => {
-            Place { file: Some(file.clone()), errno: source.raw_os_error(), ..none() }
+            Location { file: Some(file.clone()), errno: source.raw_os_error(), ..none() }
         }
         BundleError::ReservedTensor { path, tensor } | BundleError::Rank { path, tensor, .. } => {
-            Place { file: of(path), tensor: Some(tensor.clone()), ..none() }
+            Location { file: of(path), tensor: Some(tensor.clone()), ..none() }
         }
         BundleError::NoRoom { path, .. }
         | BundleError::NotADirectory { path }
@@ -130,16 +132,16 @@ fn place(error: &BundleError) -> Place {
         | BundleError::OldVersion { path, .. }
         | BundleError::OtherConfig { path, .. }
         | BundleError::Manifest { path, .. }
-        | BundleError::Interrupted { partial: path } => Place { file: of(path), ..none() },
-        BundleError::SetAside { old, source, .. } => Place { file: of(old), errno: source.raw_os_error(), ..none() },
-        BundleError::OutputOverlaps { output, .. } => Place { file: of(output), ..none() },
+        | BundleError::Interrupted { partial: path } => Location { file: of(path), ..none() },
+        BundleError::SetAside { old, source, .. } => Location { file: of(old), errno: source.raw_os_error(), ..none() },
+        BundleError::OutputOverlaps { output, .. } => Location { file: of(output), ..none() },
         BundleError::Encoder { file, tensor, .. } => {
-            Place { file: Some(file.clone()), tensor: Some(tensor.clone()), ..none() }
+            Location { file: Some(file.clone()), tensor: Some(tensor.clone()), ..none() }
         }
         BundleError::Codec { file, tensor, offset, .. } => {
-            Place { file: Some(file.clone()), tensor: Some(tensor.clone()), offset: Some(*offset), errno: None }
+            Location { file: Some(file.clone()), tensor: Some(tensor.clone()), offset: Some(*offset), errno: None }
         }
-        BundleError::Mismatch { file, tensor, offset, .. } => Place {
+        BundleError::Mismatch { file, tensor, offset, .. } => Location {
             file: Some(file.clone()),
             tensor: tensor.as_deref().map(Into::into),
             offset: Some(*offset),
@@ -150,23 +152,23 @@ fn place(error: &BundleError) -> Place {
         | BundleError::FileSize { file, .. }
         | BundleError::MissingFile { file }
         | BundleError::ExtraFile { file }
-        | BundleError::HalfAttached { file } => Place { file: Some(file.clone()), ..none() },
+        | BundleError::HalfAttached { file } => Location { file: Some(file.clone()), ..none() },
         BundleError::UnknownTensor { name } | BundleError::AmbiguousTensor { name, .. } => {
-            Place { tensor: Some(name.clone()), ..none() }
+            Location { tensor: Some(name.clone()), ..none() }
         }
-        BundleError::UnknownFile { name } => Place { file: Some(name.clone()), ..none() },
+        BundleError::UnknownFile { name } => Location { file: Some(name.clone()), ..none() },
         _ => none(),
     }
 }
 
 /// A remedy in terms of this package's arguments; `None` for one that does not apply in Python.
-fn worded(remedy: Remedy) -> Option<&'static str> {
+fn hint(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with force=True",
-        Remedy::Resume => "call again with resume=True to go on from there",
-        Remedy::ResumeMaking => "the call that was making it goes on from there with resume=True",
+        Remedy::Resume => "call again with resume=True to continue",
+        Remedy::ResumeMaking => "repeat the call that was making it with resume=True to continue",
         Remedy::FreeAndResume => "free some space, then call again with resume=True",
-        Remedy::FewerThreads => "ask for fewer with threads=, or allow more processes (ulimit -u)",
+        Remedy::FewerThreads => "pass a smaller threads=, or allow more processes (ulimit -u)",
         _ => return None,
     })
 }
@@ -174,10 +176,10 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
 /// The exception for a failure to start threads. To get this error, threads are started by those functions of `std` and
 /// `rayon` that do not panic.
 pub fn no_threads(py: Python<'_>, error: &dyn Error) -> PyErr {
-    plain(py, "UnweightError", &format!("no threads can be made: {error}; allow more processes (ulimit -u)"))
+    plain(py, "UnweightError", &format!("cannot start threads: {error}; allow more processes (ulimit -u)"))
 }
 
 /// The exception for a worker that panicked, which is a bug.
 pub fn panicked() -> PyErr {
-    PyRuntimeError::new_err("unweight came to no answer; this is a bug in it, please report it")
+    PyRuntimeError::new_err("unweight panicked; this is a bug, please report it")
 }

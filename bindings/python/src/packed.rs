@@ -50,7 +50,7 @@ pub fn value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }
 
-fn no_arena() -> PyErr {
+fn not_an_arena() -> PyErr {
     value_error("not an arena of packed weights; unweight.ops.pack makes one")
 }
 
@@ -60,7 +60,7 @@ pub struct Head<'a>(&'a [u8]);
 impl<'a> Head<'a> {
     /// Reads the head of a whole arena, whose size must match the shape in the head.
     fn of(arena: &'a [u8]) -> PyResult<(Self, TileGrid, Layout)> {
-        let at = arena.len().checked_sub(ALIGN).ok_or_else(no_arena)?;
+        let at = arena.len().checked_sub(ALIGN).ok_or_else(not_an_arena)?;
         Self::of_bytes(&arena[at..], arena.len())
     }
 
@@ -68,12 +68,12 @@ impl<'a> Head<'a> {
     pub fn of_bytes(head: &'a [u8], arena_bytes: usize) -> PyResult<(Self, TileGrid, Layout)> {
         let head = Self(head);
         if head.0.len() != ALIGN || &head.0[..8] != MAGIC {
-            return Err(no_arena());
+            return Err(not_an_arena());
         }
         let grid = TileGrid::new(head.number(ROWS), head.number(COLS)).map_err(value_error)?;
         let layout = Layout::new(grid)?;
         if layout.bytes() != arena_bytes {
-            return Err(no_arena());
+            return Err(not_an_arena());
         }
         Ok((head, grid, layout))
     }
@@ -131,9 +131,9 @@ pub unsafe fn at_mut<'a>(address: usize, bytes: usize) -> &'a mut [u8] {
     unsafe { slice::from_raw_parts_mut(address as *mut u8, bytes) }
 }
 
-fn present(addresses: &[(usize, usize)]) -> PyResult<()> {
+fn check_addresses(addresses: &[(usize, usize)]) -> PyResult<()> {
     match addresses.iter().any(|&(address, bytes)| address == 0 && bytes > 0) {
-        true => Err(PyValueError::new_err("an address is 0; give addresses of memory on the CPU")),
+        true => Err(PyValueError::new_err("an address is 0; pass addresses of CPU memory")),
         false => Ok(()),
     }
 }
@@ -159,14 +159,14 @@ impl Packed {
         let layout = Layout::new(self.0.grid())?;
         if (arena.1, escapes.1) != (layout.bytes(), self.0.escapes().len()) {
             return Err(PyValueError::new_err(format!(
-                "arena and escapes have {} and {} bytes, the buffers {} and {}",
+                "arena and escapes have {} and {} bytes, but the buffers have {} and {}",
                 layout.bytes(),
                 self.0.escapes().len(),
                 arena.1,
                 escapes.1
             )));
         }
-        present(&[arena, escapes])?;
+        check_addresses(&[arena, escapes])?;
         // SAFETY: the caller's tensors have these sizes and live during the call (contract in `_native.pyi`).
         let (out, lists) = unsafe { (at_mut(arena.0, arena.1), at_mut(escapes.0, escapes.1)) };
         py.detach(|| {
@@ -188,7 +188,7 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
         return Ok(None);
     }
     let bytes = grid.elements().checked_mul(2).ok_or_else(|| PyValueError::new_err("the matrix is too large"))?;
-    present(&[(address, bytes)])?;
+    check_addresses(&[(address, bytes)])?;
     // SAFETY: the caller's tensor has this shape and lives during the call (contract in `_native.pyi`).
     let weights = unsafe { at(address, bytes) };
     on_pool(py, || {
@@ -200,7 +200,7 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
 /// Returns rows, columns, the size of the escape lists in bytes, and their digest, from the head of an arena.
 #[pyfunction]
 pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usize, String)> {
-    present(&[(address, nbytes)])?;
+    check_addresses(&[(address, nbytes)])?;
     // SAFETY: the caller's tensor has this size and lives during the call (contract in `_native.pyi`).
     let (head, grid, _) = Head::of(unsafe { at(address, nbytes) })?;
     Ok((grid.rows(), grid.cols(), head.escapes(), head.digest()))
@@ -210,7 +210,7 @@ pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usiz
 /// weights have no digest, so damage to them is not found.
 #[pyfunction]
 pub fn unpack(py: Python<'_>, arena: (usize, usize), escapes: (usize, usize), out: (usize, usize)) -> PyResult<()> {
-    present(&[arena, escapes, out])?;
+    check_addresses(&[arena, escapes, out])?;
     // SAFETY: the caller's tensors have these sizes and live during the call (contract in `_native.pyi`).
     let (arena, escapes, out) = unsafe { (at(arena.0, arena.1), at(escapes.0, escapes.1), at_mut(out.0, out.1)) };
     on_pool(py, || {

@@ -40,19 +40,19 @@ pub fn processors() -> usize {
 
 /// Runs `work` on the pool of this process with the GIL released.
 pub fn on_pool<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    py.detach(|| Ok(of_process()?.install(work))).map_err(|error: rayon::ThreadPoolBuildError| no_threads(py, &error))
+    py.detach(|| Ok(process_pool()?.install(work))).map_err(|error: rayon::ThreadPoolBuildError| no_threads(py, &error))
 }
 
-fn of_process() -> Result<&'static ThreadPool, rayon::ThreadPoolBuildError> {
-    let known = POOL.load(Ordering::Acquire);
+fn process_pool() -> Result<&'static ThreadPool, rayon::ThreadPoolBuildError> {
+    let stored = POOL.load(Ordering::Acquire);
     // SAFETY: a stored pool is leaked and never changed.
-    match unsafe { known.as_ref() } {
+    match unsafe { stored.as_ref() } {
         Some((process, pool)) if *process == process::id() => return Ok(pool),
         _ => {}
     }
     let builder = rayon::ThreadPoolBuilder::new().num_threads(processors()).thread_name(|i| format!("unweight-{i}"));
     let new = Box::into_raw(Box::new((process::id(), builder.build()?)));
-    match POOL.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire) {
+    match POOL.compare_exchange(stored, new, Ordering::AcqRel, Ordering::Acquire) {
         // A replaced pool is the parent's: it has no threads in this process, and is leaked.
         // SAFETY: `new` was made above, and is leaked now.
         Ok(_) => Ok(unsafe { &(*new).1 }),

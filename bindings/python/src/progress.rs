@@ -66,13 +66,13 @@ impl State {
 
 /// Runs `work` to its end. A signal or an exception in the callback cancels it. That exception is raised once the work
 /// has stopped; its `__cause__` is the error of the work, which says what is kept, and where.
-pub fn watched<T: Send>(
+pub fn run_with_progress<T: Send>(
     py: Python<'_>,
     callback: Option<&Py<PyAny>>,
     work: impl FnOnce(&dyn Progress) -> Result<T, BundleError> + Send,
 ) -> PyResult<T> {
     let state = State::default();
-    let watched = py.detach(|| {
+    let outcome = py.detach(|| {
         thread::scope(|scope| {
             let (send, receive) = mpsc::sync_channel(1);
             let state = &state;
@@ -101,7 +101,7 @@ pub fn watched<T: Send>(
             }
         })
     });
-    let (result, exception) = watched.map_err(|error: io::Error| no_threads(py, &error))?;
+    let (result, exception) = outcome.map_err(|error: io::Error| no_threads(py, &error))?;
     let result = result.ok_or_else(panicked)?;
     if let Some(exception) = exception {
         if let Err(error) = &result {

@@ -38,40 +38,40 @@ type Memory = (u64, usize);
 type Registered<T> = Vec<(u64, Arc<T>)>;
 
 /// Values registered under the address of an arena. An arena registered twice stays known until both are forgotten.
-struct Known<T> {
+struct Registry<T> {
     /// Per address, pairs of registration id and value. The allocator may reuse an address, so `forget` needs the id.
     by_address: RwLock<HashMap<u64, Registered<T>>>,
     next: AtomicU64,
 }
 
-impl<T> Default for Known<T> {
+impl<T> Default for Registry<T> {
     fn default() -> Self {
         Self { by_address: RwLock::default(), next: AtomicU64::new(1) }
     }
 }
 
-impl<T> Known<T> {
+impl<T> Registry<T> {
     /// Registers a value and returns the id for `forget`.
-    fn add(&self, address: u64, one: T) -> u64 {
+    fn add(&self, address: u64, value: T) -> u64 {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let mut known = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
-        known.entry(address).or_default().push((id, Arc::new(one)));
+        let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        entries.entry(address).or_default().push((id, Arc::new(value)));
         id
     }
 
     fn forget(&self, address: u64, id: u64) {
-        let mut known = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
-        if let Entry::Occupied(mut all) = known.entry(address) {
-            all.get_mut().retain(|one| one.0 != id);
-            if all.get().is_empty() {
-                all.remove();
+        let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut values) = entries.entry(address) {
+            values.get_mut().retain(|(value_id, _)| *value_id != id);
+            if values.get().is_empty() {
+                values.remove();
             }
         }
     }
 
     fn get(&self, address: u64) -> Option<Arc<T>> {
-        let known = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
-        Some(known.get(&address)?.last()?.1.clone())
+        let entries = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
+        Some(entries.get(&address)?.last()?.1.clone())
     }
 }
 
@@ -85,9 +85,9 @@ pub fn has_kernels(major: i32, minor: i32) -> bool {
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Runtime {
     interop: Interop,
-    linears: Known<Linear>,
+    linears: Registry<Linear>,
     /// Keyed by the address of the gate-up arena; the value includes the address of the down arena.
-    experts: Known<(Experts, u64)>,
+    experts: Registry<(Experts, u64)>,
 }
 
 #[pymethods]
@@ -106,16 +106,16 @@ impl Runtime {
         let interop = interop.map_err(|error| raised(py, &*error))?;
         if let Some(error) = interop.kernels().table_error() {
             let text =
-                CString::new(format!("unweight: measurements are not followed: {error}")).map_err(value_error)?;
+                CString::new(format!("unweight: kernel measurements are ignored: {error}")).map_err(value_error)?;
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
         }
-        Ok(Self { interop, linears: Known::default(), experts: Known::default() })
+        Ok(Self { interop, linears: Registry::default(), experts: Registry::default() })
     }
 
     /// Returns the bytes of an arena of this shape and the bytes of `escapes` that `pack` needs; `None` if the shape
     /// cannot be packed.
     #[staticmethod]
-    fn room(rows: usize, cols: usize) -> Option<(usize, usize)> {
+    fn buffer_nbytes(rows: usize, cols: usize) -> Option<(usize, usize)> {
         let grid = TileGrid::new(rows, cols).ok()?;
         let layout = Layout::new(grid).ok()?;
         Some((layout.bytes(), Packer::escape_words_max(grid) * 4))
@@ -135,10 +135,13 @@ impl Runtime {
         let grid = TileGrid::new(rows as usize, cols as usize).map_err(value_error)?;
         let layout = Layout::new(grid)?;
         if arena.1 != layout.bytes() {
-            let wanted = layout.bytes();
-            return Err(PyValueError::new_err(format!("the arena has {wanted} bytes, the buffer {}", arena.1)));
+            let expected = layout.bytes();
+            return Err(PyValueError::new_err(format!(
+                "the arena needs {expected} bytes, but the buffer has {}",
+                arena.1
+            )));
         }
-        let to = place(&layout, arena.0, escapes);
+        let to = packed_at(&layout, arena.0, escapes);
         py.detach(|| {
             // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
             let (window, words) = match unsafe { self.interop.pack_at(weights, (rows, cols), to) } {
@@ -185,9 +188,9 @@ impl Runtime {
     ) -> PyResult<u64> {
         let (upper, lower) = (self.stored(py, gate_up.0, gate_up.1)?, self.stored(py, down.0, down.1)?);
         let shape = ExpertsShape { experts, hidden: upper.shape.1, intermediate: lower.shape.1 };
-        let known = |stored: PackedState| (stored.window, stored.at);
+        let operand = |stored: PackedState| (stored.window, stored.at);
         // SAFETY: as for `register`.
-        let made = py.detach(|| unsafe { self.interop.experts(shape, known(upper), known(lower)) });
+        let made = py.detach(|| unsafe { self.interop.experts(shape, operand(upper), operand(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
         Ok(self.experts.add(gate_up.0.0, (experts, down.0.0)))
     }
@@ -207,11 +210,11 @@ impl Runtime {
         top_k: u32,
         experts: u32,
     ) -> PyResult<u64> {
-        let known = self.experts_of(py, arenas)?;
-        let shape = known.0.shape();
+        let registered = self.experts_of(py, arenas)?;
+        let shape = registered.0.shape();
         if (shape.hidden, shape.experts) != (hidden, experts) {
             let message = format!(
-                "there are {} experts of {} columns, but x has {hidden} and {experts} are named",
+                "the arenas hold {} experts of {} columns, but x has {hidden} columns and experts is {experts}",
                 shape.experts, shape.hidden
             );
             return Err(PyValueError::new_err(message));
@@ -230,17 +233,17 @@ impl Runtime {
         scratch: (u64, u64),
         stream: usize,
     ) -> PyResult<()> {
-        let known = self.experts_of(py, arenas)?;
+        let registered = self.experts_of(py, arenas)?;
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
         // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
-        unsafe { self.interop.enqueue_experts(&known.0, stream, rows, routed, scratch, false) }
+        unsafe { self.interop.enqueue_experts(&registered.0, stream, rows, routed, scratch, false) }
             .map_err(|error| raised(py, &error))
     }
 
     /// Returns whether an arena is registered under this address.
-    fn knows(&self, arena: u64) -> bool {
+    fn is_registered(&self, arena: u64) -> bool {
         self.linears.get(arena).is_some()
     }
 
@@ -294,9 +297,12 @@ impl Runtime {
     /// Unpacks a registered arena to `out` as BF16 `[n, k]`.
     fn unpack(&self, py: Python<'_>, arena: u64, out: Memory) -> PyResult<()> {
         let linear = self.of(py, arena)?;
-        let wanted = linear.n() as usize * linear.k() as usize * 2;
-        if out.1 != wanted {
-            return Err(PyValueError::new_err(format!("the weights have {wanted} bytes, the buffer {}", out.1)));
+        let expected = linear.n() as usize * linear.k() as usize * 2;
+        if out.1 != expected {
+            return Err(PyValueError::new_err(format!(
+                "the weights need {expected} bytes, but the buffer has {}",
+                out.1
+            )));
         }
         // SAFETY: the caller's tensor has this size, and nothing else uses it meanwhile (`_native.pyi`).
         py.detach(|| unsafe { self.interop.unpack_at(&linear, out.0) }).map_err(|error| raised(py, &error))
@@ -317,7 +323,7 @@ impl Runtime {
         let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
         if escapes.1 != head.escapes() {
             return Err(PyValueError::new_err(format!(
-                "the arena has {} bytes of escapes, the buffer {}",
+                "the arena needs {} bytes of escapes, but the buffer has {}",
                 head.escapes(),
                 escapes.1
             )));
@@ -326,37 +332,43 @@ impl Runtime {
         let lists = py.detach(|| unsafe { self.interop.read(escapes.0, escapes.1) });
         let digest = head.digest();
         if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != digest {
-            return Err(PyValueError::new_err("these are not the escapes of this arena"));
+            return Err(PyValueError::new_err(
+                "these escapes do not belong to this arena; pass those that were packed with it",
+            ));
         }
         // The dimensions of a packed grid fit in 32 bits.
         let shape = (grid.rows() as u32, grid.cols() as u32);
-        Ok(PackedState { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
+        Ok(PackedState { shape, window: head.window()?, at: packed_at(&layout, arena.0, escapes), digest })
     }
 
     fn experts_of(&self, py: Python<'_>, (gate_up, down): (u64, u64)) -> PyResult<Arc<(Experts, u64)>> {
-        self.experts.get(gate_up).filter(|known| known.1 == down).ok_or_else(|| {
-            let message = "these arenas of experts are not known on their device; pack them there \
-                           (unweight.ops.pack_experts), and hold what it returns";
+        self.experts.get(gate_up).filter(|registered| registered.1 == down).ok_or_else(|| {
+            let message = "these arenas of experts are not registered on their device; pack them there \
+                           (unweight.ops.pack_experts), and keep what it returns";
             plain(py, "UnweightError", message)
         })
     }
 
     fn of(&self, py: Python<'_>, arena: u64) -> PyResult<Arc<Linear>> {
         self.linears.get(arena).ok_or_else(|| {
-            let message = "this arena is not known on its device, and neither are its escapes, or the copy is met in a \
-                           capture; move the module (unweight.ops.Linear), or give both to unweight.ops.place";
+            let message = "this arena is not registered on its device, and cannot be: its escapes were freed, or a \
+                           CUDA graph capture is running; move the module (unweight.ops.Linear), or pass arena and \
+                           escapes to unweight.ops.place";
             plain(py, "UnweightError", message)
         })
     }
 
     fn head(&self, py: Python<'_>, arena: Memory) -> PyResult<Vec<u8>> {
-        let at = arena.1.checked_sub(ALIGN).ok_or_else(|| value_error("an arena of less than its head"))?;
+        let at = arena
+            .1
+            .checked_sub(ALIGN)
+            .ok_or_else(|| value_error("the arena is smaller than its head; unweight.ops.pack makes arenas"))?;
         // SAFETY: the caller's tensor has this size (`_native.pyi`).
         py.detach(|| unsafe { self.interop.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
     }
 }
 
-fn place(layout: &Layout, arena: u64, escapes: Memory) -> PackedAt {
+fn packed_at(layout: &Layout, arena: u64, escapes: Memory) -> PackedAt {
     PackedAt {
         packed: arena,
         escape_heads: arena + layout.heads.start as u64,

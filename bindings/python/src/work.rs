@@ -10,7 +10,7 @@ use unweight_format::{
     bundle::{self, CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions},
 };
 
-use crate::{pool::processors, progress::watched, report::to_python};
+use crate::{pool::processors, progress::run_with_progress, report::to_python};
 
 /// The options that `compress` and `plan` share.
 #[derive(FromPyObject)]
@@ -115,7 +115,8 @@ pub fn compress<'py>(
         .force(more.force)
         .verify(named::<VerifyAfter>(&more.verify)?)
         .sha256(more.sha256);
-    let report = watched(py, progress.as_ref(), |progress| bundle::compress(&source, &output, &options, progress))?;
+    let report =
+        run_with_progress(py, progress.as_ref(), |progress| bundle::compress(&source, &output, &options, progress))?;
     to_python(py, &report)
 }
 
@@ -123,7 +124,7 @@ pub fn compress<'py>(
 #[pyfunction]
 pub fn plan<'py>(py: Python<'py>, source: PathBuf, shared: SharedOptions) -> PyResult<Bound<'py, PyAny>> {
     let options = shared.options()?;
-    let report = watched(py, None, |_| bundle::plan(&source, &options))?;
+    let report = run_with_progress(py, None, |_| bundle::plan(&source, &options))?;
     to_python(py, &report)
 }
 
@@ -141,7 +142,8 @@ pub fn decompress<'py>(
         .ram_bytes(more.ram_bytes)
         .resume(more.resume)
         .force(more.force);
-    let report = watched(py, progress.as_ref(), |progress| bundle::decompress(&path, &output, &options, progress))?;
+    let report =
+        run_with_progress(py, progress.as_ref(), |progress| bundle::decompress(&path, &output, &options, progress))?;
     to_python(py, &report)
 }
 
@@ -160,6 +162,6 @@ pub fn verify<'py>(
         .threads(threads(more.threads)?)
         .ram_bytes(more.ram_bytes)
         .key(more.key);
-    let report = watched(py, progress.as_ref(), |progress| bundle::verify_with(&path, &options, progress))?;
+    let report = run_with_progress(py, progress.as_ref(), |progress| bundle::verify_with(&path, &options, progress))?;
     to_python(py, &report)
 }

@@ -63,11 +63,11 @@ CHECKS = {
 
 def command(check: Check, out: pathlib.Path, seconds: float) -> list[str]:
     """Returns the command line of a check, to be run in this directory."""
-    told = [sys.executable, *check.arguments.split()]
-    if told[1].endswith(".py"):
+    arguments = [sys.executable, *check.arguments.split()]
+    if arguments[1].endswith(".py"):
         # The program stops before `run` kills it.
-        told += ["--out", str(out), "--seconds", f"{max(1.0, seconds - 10):.0f}"]
-    return told
+        arguments += ["--out", str(out), "--seconds", f"{max(1.0, seconds - 10):.0f}"]
+    return arguments
 
 
 def gpus() -> int:
@@ -94,10 +94,10 @@ def run(name: str, check: Check, out: pathlib.Path, seconds: float) -> dict[str,
     if figures.exists():
         # Keep the figures of an interrupted call, separate from those of this call.
         figures.replace(out / f"{name}.before.json")
-    told = command(check, figures, seconds)
+    arguments = command(check, figures, seconds)
     with open(out / f"{name}.log", "w") as log:
         # In its own process group, which `end` kills as a whole.
-        child = subprocess.Popen(told, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(arguments, cwd=HERE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(seconds)
@@ -105,7 +105,7 @@ def run(name: str, check: Check, out: pathlib.Path, seconds: float) -> dict[str,
             if child.poll() is None:
                 end(child)
     wall = time.monotonic() - begin
-    result: dict[str, Any] = {"command": told[1:], "rc": child.returncode, "seconds": round(wall, 1)}
+    result: dict[str, Any] = {"command": arguments[1:], "rc": child.returncode, "seconds": round(wall, 1)}
     try:
         report = json.loads(figures.read_text())
     except (OSError, ValueError):
@@ -117,49 +117,49 @@ def run(name: str, check: Check, out: pathlib.Path, seconds: float) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help="a folder")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="for all of it")
-    parser.add_argument("--only", action="append", choices=CHECKS, help="this one; may be given several times")
-    parser.add_argument("--plan", action="store_true", help="say what would be started, and start nothing")
-    given = parser.parse_args()
-    chosen = {name: check for name, check in CHECKS.items() if name in (given.only or CHECKS)}
-    if given.plan:
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("results"), help="directory for the results")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="time limit for all checks")
+    parser.add_argument("--only", action="append", choices=CHECKS, help="run only this check; may be repeated")
+    parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
+    options = parser.parse_args()
+    chosen = {name: check for name, check in CHECKS.items() if name in (options.only or CHECKS)}
+    if options.plan:
         for name, check in chosen.items():
-            told = command(check, given.out / f"{name}.json", given.seconds)
-            print(f"{name}: GPUs: {check.gpus}, about {check.seconds} s: {' '.join(told[1:])}", flush=True)
-            if told[1].endswith(".py"):
-                subprocess.run([*told, "--plan"], cwd=HERE, check=True)
-        print(f"{sum(check.seconds for check in chosen.values())} s in all")
+            arguments = command(check, options.out / f"{name}.json", options.seconds)
+            print(f"{name}: GPUs: {check.gpus}, about {check.seconds} s: {' '.join(arguments[1:])}", flush=True)
+            if arguments[1].endswith(".py"):
+                subprocess.run([*arguments, "--plan"], cwd=HERE, check=True)
+        print(f"{sum(check.seconds for check in chosen.values())} s in total")
         return
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    given.out.mkdir(parents=True, exist_ok=True)
-    out = given.out.resolve()
-    told = out / "checks.json"
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()
+    results_path = out / "checks.json"
     try:
-        results = json.loads(told.read_text()) if told.exists() else {}
+        results = json.loads(results_path.read_text()) if results_path.exists() else {}
     except ValueError as error:
-        sys.exit(f"{told}: {error}; move it away, or give another --out")
-    there = gpus()
+        sys.exit(f"{results_path}: {error}; move it away, or pass another --out")
+    gpu_count = gpus()
     for name, check in chosen.items():
         if results.get(name, {}).get("passed"):
             print(f"{name}: passed before", flush=True)
             continue
-        left = given.seconds - (time.monotonic() - begin)
+        left = options.seconds - (time.monotonic() - begin)
         why = None
-        if there < check.gpus:
-            why = f"{there} GPUs are there, and it takes {check.gpus}"
+        if gpu_count < check.gpus:
+            why = f"it needs {check.gpus} GPUs, and {gpu_count} are available"
         elif left < check.seconds / 2:
-            why = f"{left:.0f} s are left, and it takes about {check.seconds}"
+            why = f"it needs about {check.seconds} s, and {left:.0f} s are left"
         if why is None:
             results[name] = run(name, check, out, left)
         elif "rc" not in results.get(name, {}):
             # Only if there is no result of an earlier call, which is kept.
             results[name] = {"passed": False, "not_run": why}
         # Replaced atomically, so that an interruption leaves a complete file.
-        partial = told.with_suffix(".partial")
+        partial = results_path.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1))
-        partial.replace(told)
+        partial.replace(results_path)
         print(f"{time.monotonic() - begin:6.1f} s: {name}: {json.dumps(results[name])}", flush=True)
     missing = [name for name in chosen if not results[name]["passed"]]
     if missing:

@@ -60,7 +60,7 @@ def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=random, device=DEVICE).to(torch.bfloat16)
 
 
-def hold(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:
+def check_product(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:
     """Asserts that `y` is the product, up to the order of float32 sums and one rounding. Compares with float64, 512
     rows at a time."""
     case.assertEqual((y.dtype, y.shape), (torch.bfloat16, (*x.shape[:-1], weight.shape[0])))
@@ -75,8 +75,8 @@ def hold(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torc
         bound = exact.abs() * 2.0**-8 + magnitude * 2.0**-20 + 1e-30
         if isinstance(case, Expanded) and rows.numel() > 0:
             # cuBLAS may round partial sums, so the bound includes the error of torch's own product.
-            beside = nn.functional.linear(rows, weight, bias).double()
-            bound = bound + 2 * (beside - exact).abs().amax()
+            rounded = nn.functional.linear(rows, weight, bias).double()
+            bound = bound + 2 * (rounded - exact).abs().amax()
         wrong = ((got.double() - exact).abs() > bound).sum().item()
         case.assertEqual(wrong, 0, f"{wrong} of {got.numel()} elements, {list(x.shape)} by {list(weight.shape)}")
 
@@ -92,7 +92,7 @@ class Gpu(unittest.TestCase):
 
 
 class Packing(Gpu):
-    def test_bits_come_back_and_are_those_of_the_cpu(self):
+    def test_packing_equals_the_cpu_and_round_trips(self):
         for n, k in SHAPES[:4]:
             weight = weights(n, k)
             packed, on_cpu = pack(weight), pack(weight.cpu())
@@ -100,12 +100,12 @@ class Packing(Gpu):
             self.assertTrue(torch.equal(packed.arena.cpu(), on_cpu.arena))
             self.assertTrue(torch.equal(packed.escapes.data.cpu(), on_cpu.escapes.data))
 
-    def test_what_cannot_be_packed_is_none(self):
+    def test_unpackable_weights_return_none(self):
         self.assertIsNone(pack(weights(100, 64)))
         everything = torch.arange(1 << 16, device=DEVICE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         self.assertIsNone(pack(everything.view(256, 256)))
 
-    def test_memory_comes_back(self):
+    def test_memory_is_freed(self):
         def once():
             pack(weights(4096, 4096))
             gc.collect()
@@ -137,10 +137,10 @@ class Grouped(Gpu):
         ids = torch.rand(m, experts, generator=random, device=DEVICE).topk(top_k).indices
         return ids.int(), torch.rand(m, top_k, generator=random, device=DEVICE)
 
-    def asked(self, packed, x, ids, share):
+    def output(self, packed, x, ids, share):
         return torch.ops.unweight.experts(x, packed.gate_up, packed.down, ids, share, packed.experts)
 
-    def hold(self, y, x, gate_up, down, ids, share):
+    def check_product(self, y, x, gate_up, down, ids, share):
         exact, magnitude = torch.zeros_like(x, dtype=torch.float64), torch.zeros_like(x, dtype=torch.float64)
         for expert in range(len(gate_up)):
             tokens, places = (ids == expert).nonzero(as_tuple=True)
@@ -156,7 +156,7 @@ class Grouped(Gpu):
         # The bound is tight enough to detect the output of a wrong expert.
         self.assertGreater((exact.abs() > 4 * bound).double().mean().item(), 0.5)
 
-    def test_products_are_held_to_float64(self):
+    def test_products_match_float64(self):
         for experts, hidden, intermediate, top_k in ((4, 128, 64, 2), (64, 512, 192, 8), (8, 1024, 1792, 2)):
             gate_up, down, packed = self.made(experts, hidden, intermediate)
             on_cpu = pack_experts(gate_up.cpu(), down.cpu())
@@ -166,30 +166,30 @@ class Grouped(Gpu):
                 with self.subTest(experts=experts, hidden=hidden, m=m):
                     x = inputs(m, hidden, seed=m)
                     ids, share = self.chosen(m, top_k, experts, seed=m)
-                    self.hold(self.asked(packed, x, ids, share), x, gate_up, down, ids, share)
-            none = self.asked(packed, inputs(0, hidden), *self.chosen(0, top_k, experts, seed=0))
+                    self.check_product(self.output(packed, x, ids, share), x, gate_up, down, ids, share)
+            none = self.output(packed, inputs(0, hidden), *self.chosen(0, top_k, experts, seed=0))
             self.assertEqual(list(none.shape), [0, hidden])
 
-    def test_experts_of_others_are_no_work(self):
+    def test_experts_of_other_processes_are_skipped(self):
         gate_up, down, packed = self.made(16, 256, 128)
         x = inputs(100, 256)
         ids, share = self.chosen(100, 4, 16, seed=1)
         ids = torch.where(ids % 3 == 0, -1, ids)
         ids[5] = -1
-        y = self.asked(packed, x, ids, share)
-        self.hold(y, x, gate_up, down, ids, share)
+        y = self.output(packed, x, ids, share)
+        self.check_product(y, x, gate_up, down, ids, share)
         self.assertEqual(y[5].abs().max().item(), 0)
 
-    def test_launches_are_the_same_bits_also_in_graphs(self):
+    def test_results_are_deterministic_also_in_graphs(self):
         _, _, packed = self.made(32, 512, 256)
         x = inputs(64, 512)
         ids, share = self.chosen(64, 4, 32, seed=2)
-        first = self.asked(packed, x, ids, share)
+        first = self.output(packed, x, ids, share)
         for _ in range(2000):
-            self.assertTrue(torch.equal(self.asked(packed, x, ids, share), first))
+            self.assertTrue(torch.equal(self.output(packed, x, ids, share), first))
         graph, out = torch.cuda.CUDAGraph(), torch.empty_like(x)
         with torch.cuda.graph(graph):
-            out.copy_(self.asked(packed, x, ids, share))
+            out.copy_(self.output(packed, x, ids, share))
         # A replay uses the current contents of ids and weights.
         for seed in range(20):
             for held, new in zip((ids, share), self.chosen(64, 4, 32, seed=seed)):
@@ -197,21 +197,21 @@ class Grouped(Gpu):
             out.fill_(torch.nan)
             graph.replay()
             torch.cuda.synchronize()
-            self.assertTrue(torch.equal(out, self.asked(packed, x, ids, share)))
+            self.assertTrue(torch.equal(out, self.output(packed, x, ids, share)))
 
-    def test_they_are_forgotten_with_what_holds_them(self):
+    def test_experts_are_unregistered_with_their_holder(self):
         _, _, packed = self.made(4, 128, 64)
         arenas = packed.gate_up, packed.down
         x, (ids, share) = inputs(3, 128), self.chosen(3, 2, 4, seed=0)
         del packed
         gc.collect()
-        with self.assertRaisesRegex(unweight.UnweightError, "experts are not known"):
+        with self.assertRaisesRegex(unweight.UnweightError, "experts are not registered"):
             torch.ops.unweight.experts(x, *arenas, ids, share, 4)
 
-    def test_copies_are_known_by_themselves(self):
+    def test_copies_are_registered(self):
         _, _, packed = self.made(4, 128, 64)
         x, (ids, share) = inputs(3, 128), self.chosen(3, 2, 4, seed=0)
-        expected = self.asked(packed, x, ids, share)
+        expected = self.output(packed, x, ids, share)
         saved = io.BytesIO()
         torch.save(packed, saved)
         saved.seek(0)
@@ -219,24 +219,24 @@ class Grouped(Gpu):
         del packed
         gc.collect()
         for one in copies:
-            self.assertTrue(torch.equal(self.asked(one, x, ids, share), expected))
+            self.assertTrue(torch.equal(self.output(one, x, ids, share), expected))
 
 
 class Mixture(Gpu):
-    def test_each_expert_is_its_own_product_there_and_after_a_move(self):
+    def test_each_expert_has_its_product_before_and_after_a_move(self):
         matrices = torch.stack([weights(256, 320, seed=seed) * 2.0 ** (30 * seed) for seed in range(3)])
         for experts in (Experts.of(matrices), Experts.of(matrices.cpu()).to(DEVICE)):
             for index, weight in enumerate(matrices):
                 self.assertTrue(torch.equal(experts.unpacked(index), weight))
                 for m in (1, 33, 300):
                     x = inputs(m, 320, seed=m)
-                    hold(self, experts.linear(x, index), x, weight)
-        gone = experts.cpu()
-        self.assertTrue(torch.equal(gone.unpacked(2), matrices[2].cpu()))
+                    check_product(self, experts.linear(x, index), x, weight)
+        moved = experts.cpu()
+        self.assertTrue(torch.equal(moved.unpacked(2), matrices[2].cpu()))
 
 
 class Operator(Gpu):
-    def test_it_is_the_product_at_any_batch(self):
+    def test_products_are_correct_at_any_batch(self):
         for n, k in SHAPES:
             weight, bias = weights(n, k), inputs(n, seed=2)
             packed = pack(weight)
@@ -244,67 +244,68 @@ class Operator(Gpu):
                 with self.subTest(n=n, k=k, m=m):
                     x = inputs(m, k, seed=m)
                     y = linear(x, packed)
-                    hold(self, y, x, weight)
+                    check_product(self, y, x, weight)
                     self.assertTrue(torch.equal(y, linear(x, packed)), "the same bits each time")
                     if m in (1, 64, 300, 8192):
-                        hold(self, linear(x, packed, bias), x, weight, bias)
+                        check_product(self, linear(x, packed, bias), x, weight, bias)
 
-    def test_operands_of_any_form(self):
+    def test_operands_of_any_shape_and_stride(self):
         weight = weights(192, 320)
         packed = pack(weight)
         wide = inputs(50, 327)
         for x in (inputs(0, 320), inputs(320), inputs(2, 3, 320), wide[:, :320], wide[:, 7:], inputs(320, 40).t()):
-            hold(self, linear(x, packed), x, weight)
+            check_product(self, linear(x, packed), x, weight)
         bias = inputs(192)
         before = bias.clone()
-        hold(self, linear(inputs(1, 320), packed, bias), inputs(1, 320), weight, bias)
+        check_product(self, linear(inputs(1, 320), packed, bias), inputs(1, 320), weight, bias)
         self.assertTrue(torch.equal(bias, before))
 
     def test_wrong_operands_are_refused(self):
         packed = pack(weights(192, 320))
         op = torch.ops.unweight.linear
-        for says, call in (
+        errors = (ValueError, unweight.UnweightError, RuntimeError)
+        for message, call in (
             ("x has 328 columns", lambda: op(inputs(1, 328), packed.arena, 192)),
             ("n is 191", lambda: op(inputs(1, 320), packed.arena, 191)),
             ("bfloat16", lambda: op(inputs(1, 320).float(), packed.arena, 192)),
             ("not an arena", lambda: place(torch.zeros(4096, dtype=torch.uint8, device=DEVICE), packed.escapes.data)),
-            ("not the escapes of this arena|bytes of escapes", lambda: place(packed.arena, packed.escapes.data[:-4])),
+            ("do not belong to this arena|bytes of escapes", lambda: place(packed.arena, packed.escapes.data[:-4])),
         ):
-            with self.subTest(says), self.assertRaisesRegex((ValueError, unweight.UnweightError, RuntimeError), says):
+            with self.subTest(message), self.assertRaisesRegex(errors, message):
                 call()
-        gone = packed.arena
+        freed = packed.arena
         del packed
         gc.collect()
-        for arena in (gone, gone.clone()):
-            with self.assertRaisesRegex(unweight.UnweightError, "not known"):
+        for arena in (freed, freed.clone()):
+            with self.assertRaisesRegex(unweight.UnweightError, "not registered"):
                 op(inputs(1, 320), arena, 192)
 
-    def test_a_copy_of_an_arena_is_the_same_weights_while_the_escapes_are_kept(self):
+    def test_a_copied_arena_works_while_its_escapes_exist(self):
         weight, other = weights(192, 320), weights(192, 320, seed=9)
-        packed, beside = pack(weight), pack(other)
+        packed, packed_other = pack(weight), pack(other)
         op, x = torch.ops.unweight.linear, inputs(33, 320)
         expected = linear(x, packed)
         for _ in range(3):
-            with self.assertWarnsRegex(UserWarning, "place does it once"):
+            with self.assertWarnsRegex(UserWarning, "register it once with unweight.ops.place"):
                 self.assertTrue(torch.equal(op(x, packed.arena.clone(), 192), expected))
         self.assertTrue(torch.equal(unpack(packed.arena.clone()), weight))
         # A registration made for one call ends with it, and does not release the escapes of other arenas.
         copied = packed.arena.clone()
-        kept = place(copied, packed.escapes.data)
+        placed = place(copied, packed.escapes.data)
         del packed
         gc.collect()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             self.assertTrue(torch.equal(op(x, copied, 192), expected))
-            self.assertTrue(torch.equal(op(x, beside.arena, 192), linear(x, beside)))
-        self.assertTrue(torch.equal(op(x, kept.arena.clone(), 192), expected))
+            self.assertTrue(torch.equal(op(x, packed_other.arena, 192), linear(x, packed_other)))
+        self.assertTrue(torch.equal(op(x, placed.arena.clone(), 192), expected))
         graph = torch.cuda.CUDAGraph()
         clone = copied.clone()
         torch.cuda.synchronize()
         with self.assertRaisesRegex(unweight.UnweightError, "capture"), torch.cuda.graph(graph):
             op(x, clone, 192)
 
-    def test_an_arena_that_is_made_known_twice_is_so_until_both_are_gone(self):
+    def test_an_arena_registered_twice_stays_registered_until_both_are_freed(self):
         packed, op, x = pack(weights(192, 320)), torch.ops.unweight.linear, inputs(33, 320)
         arena, lists, expected = packed.arena, packed.escapes.data, linear(x, packed)
         with warnings.catch_warnings():
@@ -320,7 +321,7 @@ class Operator(Gpu):
             self.assertTrue(torch.equal(op(x, arena, 192), expected))
             del again
             gc.collect()
-            with self.assertRaisesRegex(unweight.UnweightError, "not known"):
+            with self.assertRaisesRegex(unweight.UnweightError, "not registered"):
                 op(x, arena, 192)
 
     def test_torch_s_own_checks_of_operators_pass(self):
@@ -330,7 +331,7 @@ class Operator(Gpu):
                 result = torch.library.opcheck(torch.ops.unweight.linear.default, (x, packed.arena, packed.n, bias))
                 self.assertEqual(set(result.values()), {"SUCCESS"})
 
-    def test_streams_and_threads_do_not_meet(self):
+    def test_streams_and_threads_are_independent(self):
         weight = weights(4096, 4096)
         packed, failures = pack(weight), []
         torch.cuda.synchronize()
@@ -355,7 +356,7 @@ class Operator(Gpu):
             thread.join()
         self.assertEqual(failures, [])
 
-    def test_graphs_on_side_streams_are_replayed_beside_each_other(self):
+    def test_graphs_on_side_streams_replay_concurrently(self):
         weight = weights(4096, 4096)
         packed = pack(weight)
         runs = []
@@ -409,7 +410,7 @@ class Expanded(Operator):
     def tearDownClass(cls):
         unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = cls.before, None
 
-    def test_the_scratch_has_room_for_the_weights(self):
+    def test_the_scratch_holds_the_weights(self):
         packed = pack(weights(4096, 4096))
         runtime, at = unweight.ops._runtime(DEVICE), packed.arena.data_ptr()
         for m in (65, 5000):
@@ -440,7 +441,7 @@ class Module(Gpu):
         on_cpu = stock(x.cpu())
         packed.to(DEVICE)
         expected = packed(x)
-        hold(self, expected, x, stock.weight.to(DEVICE), stock.bias.to(DEVICE))
+        check_product(self, expected, x, stock.weight.to(DEVICE), stock.bias.to(DEVICE))
         self.assertTrue(torch.equal(packed.unpacked().cpu(), stock.weight.cpu()))
         with torch.inference_mode():
             for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
@@ -451,7 +452,7 @@ class Module(Gpu):
             self.assertTrue(torch.equal(copied(x), expected))
             self.assertTrue(torch.equal(copied.to("cpu")(x.cpu()), on_cpu))
 
-    def test_without_the_dispatcher_it_is_the_operator(self):
+    def test_bypassing_the_dispatcher_changes_nothing(self):
         for n, k in SHAPES:
             packed = pack(weights(n, k))
             for rows, bias in ((1, None), (5, inputs(n)), (33, None)):

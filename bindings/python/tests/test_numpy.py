@@ -20,7 +20,7 @@ class Numpy(unittest.TestCase):
         unweight.compress(home / "model", home / "bundle", profile="packed")
         self.bundle, self.model = unweight.Bundle(home / "bundle"), home / "model"
 
-    def test_bf16_comes_as_values_or_as_bits(self):
+    def test_bf16_is_returned_as_values_or_bits(self):
         for name in (name for name, (dtype, _, _) in self.tensors.items() if dtype == "BF16"):
             _, shape, data = self.tensors[name]
             bits = self.bundle.numpy(name, bf16="uint16")
@@ -34,7 +34,7 @@ class Numpy(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "bf16='half'"):
             self.bundle.numpy("model.norm.weight", bf16="half")
 
-    def test_rows_and_columns_are_a_part(self):
+    def test_rows_and_columns_select_a_part(self):
         name = next(name for name, (dtype, shape, _) in self.tensors.items() if dtype == "BF16" and len(shape) == 2)
         whole = self.bundle.numpy(name)
         numpy.testing.assert_array_equal(self.bundle.numpy(name, rows=(1, 5), cols=(2, 9)), whole[1:5, 2:9])
@@ -44,7 +44,7 @@ class Numpy(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "not a matrix"):
             self.bundle.numpy("model.norm.weight", rows=(0, 1))
 
-    def test_others_come_as_safetensors_reads_them(self):
+    def test_other_dtypes_equal_safetensors(self):
         with safe_open(self.model / "model.safetensors", "numpy") as stock:
             for name in ("scale", "flags"):
                 expected, got = stock.get_tensor(name), self.bundle.numpy(name)

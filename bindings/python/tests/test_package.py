@@ -32,19 +32,19 @@ class Case(unittest.TestCase):
 
 
 class Package(unittest.TestCase):
-    def test_this_python_has_nothing_else(self):
+    def test_no_other_packages_are_installed(self):
         for name in ("numpy", "torch", "transformers", "ml_dtypes"):
             self.assertIsNone(importlib.util.find_spec(name), f"{name} is installed; these tests are to do without")
         self.assertFalse({"numpy", "torch"} & set(sys.modules))
 
-    def test_the_package_says_who_it_is(self):
+    def test_the_package_has_metadata(self):
         self.assertEqual(importlib.metadata.version("unweight"), unweight.__version__)
         home = pathlib.Path(unweight.__file__).parent
         self.assertTrue((home / "py.typed").is_file() and (home / "_native.pyi").is_file())
         for name in unweight.__all__:
             self.assertTrue(hasattr(unweight, name), name)
 
-    def test_the_stub_names_what_there_is(self):
+    def test_the_stub_matches_the_module(self):
         import ast
 
         from unweight import _native
@@ -59,7 +59,7 @@ class Package(unittest.TestCase):
                 own = {name for name in vars(getattr(_native, node.name)) if name not in ("__doc__", "__module__")}
                 self.assertEqual(methods - {"__new__"}, own - {"__new__"}, node.name)
 
-    def test_the_command_came_along(self):
+    def test_the_command_is_installed(self):
         script = pathlib.Path(sys.executable).parent / "unweight"
         for command in ([str(script)], [sys.executable, "-m", "unweight"]):
             done = subprocess.run([*command, "--version"], capture_output=True, text=True)
@@ -69,7 +69,7 @@ class Package(unittest.TestCase):
 
 
 class Work(Case):
-    def test_there_and_back(self):
+    def test_compress_and_decompress_round_trip(self):
         self.bundle(profile="packed")
         model, bundle, restored = (self.home / name for name in ("model", "bundle", "restored"))
         unweight.decompress(bundle, restored)
@@ -100,14 +100,14 @@ class Work(Case):
         for name, (call, arguments) in calls.items():
             with self.subTest(name):
                 command = [sys.executable, "-m", "unweight", "--json", *map(str, arguments)]
-                told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+                printed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
                 report = call()
-                self.assertEqual(set(told) - {"command", "unweight_version"}, set(report))
+                self.assertEqual(set(printed) - {"command", "unweight_version"}, set(report))
                 varying = {"command", "unweight_version", "seconds", "peak_rss_bytes", "creator"}
                 for key in set(report) - varying:
-                    self.assertEqual(report[key], told[key], key)
+                    self.assertEqual(report[key], printed[key], key)
 
-    def test_the_options_are_followed(self):
+    def test_options_are_applied(self):
         bundle = self.bundle(profile="palette", include=["*gate*", "*up*"], exclude=["*.1.*"])
         coded = {info.name for info in bundle.tensors() if info.encoding != "raw"}
         self.assertEqual(coded, {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")})
@@ -116,10 +116,10 @@ class Work(Case):
         unweight.compress(self.home / "model", self.home / "bundle", force=True, skip=["config.json"])
         self.assertFalse((self.home / "bundle" / "config.json").exists())
 
-    def test_a_configuration_that_cannot_be_marked_is_warned_of(self):
+    def test_an_unmarkable_configuration_warns(self):
         models.small(self.home / "model")
         (self.home / "model" / "config.json").write_text('{"transformers_weights": "x.safetensors"}')
-        with self.assertWarnsRegex(UserWarning, "config.json is copied as it is .it has transformers_weights of its"):
+        with self.assertWarnsRegex(UserWarning, "copied unchanged .it already has the key transformers_weights"):
             report = unweight.compress(self.home / "model", self.home / "bundle")
         self.assertEqual([one["name"] for one in report["unmarked_configs"]], ["config.json"])
 
@@ -146,25 +146,25 @@ class Work(Case):
                 unweight.compress(self.home / "model", self.home / "bundle", **wrong)
         self.assertEqual(os.listdir(self.home), ["model"])
 
-    def test_a_callback_that_is_none_is_refused_before_the_work(self):
+    def test_a_callback_that_is_not_callable_is_refused_before_the_work(self):
         with self.assertRaisesRegex(TypeError, "progress=3; give a function"):
             unweight.compress(self.home / "model", self.home / "bundle", progress=3)
         self.assertFalse((self.home / "bundle").exists())
         with self.assertRaisesRegex(ValueError, "code_limit=-1; give a number from 0"):
             unweight.compress(self.home / "model", self.home / "bundle", code_limit=-1)
 
-    def test_progress_is_told_on_this_thread_and_ends_full(self):
+    def test_progress_is_reported_on_this_thread_and_ends_at_the_total(self):
         models.small(self.home / "model")
-        told = []
+        calls = []
         unweight.compress(
-            self.home / "model", self.home / "bundle", progress=lambda at: told.append((at, threading.get_ident()))
+            self.home / "model", self.home / "bundle", progress=lambda at: calls.append((at, threading.get_ident()))
         )
-        last, _ = told[-1]
+        last, _ = calls[-1]
         self.assertIsInstance(last, unweight.Progress)
         self.assertEqual(last.file, "model.safetensors")
         self.assertGreater(last.total_bytes, 0)
         self.assertGreaterEqual(last.done_bytes, last.total_bytes)
-        self.assertEqual({thread for _, thread in told}, {threading.get_ident()})
+        self.assertEqual({thread for _, thread in calls}, {threading.get_ident()})
 
 
 class Stopped(Case):
@@ -177,7 +177,7 @@ class Stopped(Case):
         models.safetensors(self.home / "model" / "model.safetensors", tensors)
         return self.home / "model"
 
-    def test_an_exception_of_the_callback_stops_the_work_and_it_goes_on(self):
+    def test_an_exception_of_the_callback_stops_the_work_which_can_resume(self):
         class Enough(Exception):
             pass
 
@@ -252,7 +252,7 @@ class Read(Case):
 
     def test_a_buffer_of_another_size_is_refused(self):
         bundle = self.bundle()
-        with self.assertRaisesRegex(ValueError, "has 24 bytes, the buffer 23"):
+        with self.assertRaisesRegex(ValueError, "has 24 bytes, but the buffer has 23"):
             bundle.decode_into("scale", 1, 23)
         with self.assertRaisesRegex(ValueError, "address is 0"):
             bundle.decode_into("scale", 0, 24)
@@ -281,7 +281,7 @@ class Read(Case):
             with self.assertRaisesRegex(ModuleNotFoundError, rf"pip install .*'{package}[<>=\d.,]+'"):
                 importlib.import_module(f"unweight.{module}")
 
-    def test_files_beside_the_weights_may_be_missing_or_edited(self):
+    def test_files_next_to_the_weights_may_be_missing_or_edited(self):
         self.bundle()
         with (self.home / "bundle" / "config.json").open("a") as config:
             config.write("\n")
@@ -299,15 +299,15 @@ class Read(Case):
         with self.assertRaises(unweight.DamagedError) as refused:
             unweight.Bundle(self.home / "bundle")
         self.assertEqual(refused.exception.file, str(config))
-        told = f"the weights {named}, and those of unweight.json are {bundle.weights_digest}"
-        self.assertIn(told, str(refused.exception))
+        digests = f"the weights {named}, but those of unweight.json are {bundle.weights_digest}"
+        self.assertIn(digests, str(refused.exception))
         # Configurations from elsewhere, as engines pass them.
         bundle.refuse_other(bundle.weights_digest)
         bundle.refuse_other(None)
         with self.assertRaisesRegex(unweight.DamagedError, named):
             bundle.refuse_other(named)
 
-    def test_a_copy_is_of_the_folder_that_was_opened(self):
+    def test_a_copy_opens_the_same_folder(self):
         import copy
         import pickle
 
@@ -345,7 +345,7 @@ class Read(Case):
 
         self.assertEqual(forked(work, 60), 0)
 
-    def test_a_forked_process_may_have_its_parent_s_number(self):
+    def test_a_forked_process_may_have_its_parent_s_pid(self):
         bundle = self.bundle()
         own = ["unshare", "--pid", "--fork", "--kill-child"]
         try:
@@ -383,7 +383,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
             thread.join()
         self.assertEqual(wrong, [])
 
-    def test_without_memory_it_is_an_error(self):
+    def test_running_out_of_memory_is_an_error(self):
         (self.home / "large").mkdir()
         models.safetensors(self.home / "large" / "model.safetensors", {"t": ("U8", [64 << 20], bytes(64 << 20))})
         unweight.compress(self.home / "large", self.home / "packed")
@@ -404,7 +404,7 @@ for room in (32, 96):
 
 
 class Errors(Case):
-    def test_each_says_where(self):
+    def test_errors_name_file_tensor_and_offset(self):
         with self.assertRaises(unweight.NotABundleError) as none:
             unweight.Bundle(self.home)
         self.assertEqual(none.exception.file, str(self.home))
@@ -425,7 +425,7 @@ class Errors(Case):
             unweight.compress(self.home / "not there", self.home / "out")
         self.assertEqual((type(missing.exception), missing.exception.errno), (unweight.StorageError, errno.ENOENT))
 
-    def test_a_system_that_makes_no_threads_is_an_error(self):
+    def test_failing_to_start_threads_is_an_error(self):
         self.bundle()
         program = (
             "import sys, unweight\n"
@@ -434,7 +434,7 @@ class Errors(Case):
             "    try:\n"
             "        work()\n"
             "    except unweight.UnweightError as error:\n"
-            "        assert 'no threads can be made' in str(error) and 'ulimit -u' in str(error), error\n"
+            "        assert 'cannot start threads' in str(error) and 'ulimit -u' in str(error), error\n"
             "    else:\n"
             "        sys.exit('it made threads')\n"
         )
@@ -446,7 +446,7 @@ class Errors(Case):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertFalse((self.home / "out").exists())
 
-    def test_a_flipped_bit_is_found_and_placed(self):
+    def test_a_flipped_bit_is_found_and_located(self):
         bundle = self.bundle(profile="packed")
         shard = self.home / "bundle" / "model.safetensors"
         data = bytearray(shard.read_bytes())
@@ -462,7 +462,7 @@ class Errors(Case):
         found = [(problem["file"], problem["tensor"]) for problem in problems]
         self.assertEqual(found, [("model.safetensors", "scale")])
 
-    def test_all_are_caught_by_one(self):
+    def test_one_base_class_catches_all(self):
         for name in unweight.__all__:
             thing = getattr(unweight, name)
             if isinstance(thing, type) and issubclass(thing, Exception):

@@ -106,20 +106,20 @@ class Parts(unittest.TestCase):
         self.same(self.part.data, self.weight)
         self.same(torch.empty_like(self.weight).copy_(self.part), self.weight)
 
-    def test_only_what_is_copied_is_read(self):
+    def test_only_the_copied_part_is_read(self):
         part = self.part.narrow(0, 576, 576)[:, 480:960].narrow(1, 0, 480)
         self.assertEqual((type(part), list(part.shape), self.read), (type(self.part), [576, 480], []))
         meta = torch.empty(576, 480, device="meta", dtype=torch.bfloat16)
         meta.copy_(part)
         self.assertEqual(self.read, [])
-        room = torch.zeros(576, 480, dtype=torch.bfloat16)
-        room.copy_(part)
-        self.same(room, self.weight[576:, 480:])
+        copy = torch.zeros(576, 480, dtype=torch.bfloat16)
+        copy.copy_(part)
+        self.same(copy, self.weight[576:, 480:])
         # It needs two of the three rows of blocks, and both columns.
         self.assertEqual(len(self.read), 1)
         self.assertLess(self.read[0], self.info.stored_bytes * 0.6)
 
-    def test_whatever_else_asks_gets_the_numbers(self):
+    def test_other_operations_read_the_contents(self):
         for ask in (
             lambda matrix: matrix.t(),
             lambda matrix: matrix[7],
@@ -150,11 +150,11 @@ class Grouped(unittest.TestCase):
         self.ids = torch.rand(17, 3, generator=chance).topk(2).indices
         self.share = torch.rand(17, 2, generator=chance)
 
-    def asked(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def output(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         packed = self.packed
         return torch.ops.unweight.experts(x, packed.gate_up, packed.down, ids, self.share, packed.experts)
 
-    def test_every_bit_comes_back(self):
+    def test_round_trips_bit_for_bit(self):
         for got, weight in zip(
             unpack_experts(self.packed.gate_up, self.packed.down, 3), (self.gate_up, self.down)
         ):
@@ -165,7 +165,7 @@ class Grouped(unittest.TestCase):
         x = inputs(17, 192)
         ids = self.ids.clone()
         ids[3, 1], ids[5] = -1, 3
-        y = self.asked(x, ids)
+        y = self.output(x, ids)
         for token in range(17):
             exact = torch.zeros(192, dtype=torch.float64)
             for expert, share in zip(ids[token].tolist(), self.share[token].tolist()):
@@ -176,34 +176,34 @@ class Grouped(unittest.TestCase):
             self.assertLessEqual(error.item(), 0.03 * exact.abs().max().item())
         self.assertEqual(y[5].abs().max().item(), 0)
 
-    def test_it_keeps_the_contract_of_an_operator(self):
+    def test_it_passes_opcheck_and_compiles(self):
         packed, x = self.packed, inputs(17, 192)
         arguments = (x, packed.gate_up, packed.down, self.ids, self.share, 3)
         torch.library.opcheck(torch.ops.unweight.experts, arguments)
         compiled = torch.compile(torch.ops.unweight.experts, fullgraph=True, backend="eager")
-        self.assertTrue(torch.equal(compiled(*arguments), self.asked(x, self.ids)))
+        self.assertTrue(torch.equal(compiled(*arguments), self.output(x, self.ids)))
 
-    def test_what_cannot_be_is_none_or_refused(self):
+    def test_unpackable_experts_return_none_and_wrong_ones_raise(self):
         self.assertIsNone(pack_experts(self.gate_up[:, :96], self.down[:, :, :48]))
         everything = torch.full_like(self.down, torch.nan)
         self.assertIsNone(pack_experts(self.gate_up, everything))
-        with self.assertRaisesRegex(ValueError, "not those of one mixture"):
+        with self.assertRaisesRegex(ValueError, "not the shapes of one mixture"):
             pack_experts(self.gate_up, self.down[:2])
         x = inputs(17, 192)
         for x, ids in ((x.float(), self.ids), (x[:16], self.ids), (x, self.ids[:9])):
-            with self.assertRaisesRegex(ValueError, "unweight::experts takes"):
-                self.asked(x, ids)
+            with self.assertRaisesRegex(ValueError, "unweight::experts expects"):
+                self.output(x, ids)
         x = inputs(17, 192)
-        with self.assertRaisesRegex(ValueError, "takes ids of a type of integers, got torch.float32"):
-            self.asked(x, self.ids.float())
-        for experts, says in ((0, "takes 1 expert or more"), (2, "are not those of 2 experts")):
+        with self.assertRaisesRegex(ValueError, "expects ids of an integer type, got torch.float32"):
+            self.output(x, self.ids.float())
+        for experts, says in ((0, "expects at least 1 expert"), (2, "do not hold 2 experts")):
             with self.assertRaisesRegex(ValueError, says):
                 packed = self.packed
                 torch.ops.unweight.experts(x, packed.gate_up, packed.down, self.ids, self.share, experts)
 
 
 class Pack(unittest.TestCase):
-    def test_every_bit_comes_back(self):
+    def test_round_trips_bit_for_bit(self):
         for n, k, wide in ((64, 64, 0), (128, 192, 0), (192, 128, 90), (64, 640, 1)):
             with self.subTest(n=n, k=k, wide=wide):
                 weight = weights(n, k, wide=wide)
@@ -211,12 +211,12 @@ class Pack(unittest.TestCase):
                 self.assertEqual((packed.n, packed.k, packed.escapes.data.nbytes > 0), (n, k, wide > 1))
                 self.assertTrue(torch.equal(unpack(packed.arena).view(torch.int16), weight.view(torch.int16)))
 
-    def test_the_size_of_an_arena_follows_from_the_shape(self):
+    def test_the_size_of_an_arena_depends_on_its_shape_only(self):
         sizes = {pack(weights(128, 128, wide=wide)).arena.nbytes for wide in (0, 10, 60)}
         self.assertEqual(len(sizes), 1)
         self.assertLess(sizes.pop(), 128 * 128 * 2 * 0.8)
 
-    def test_a_child_packs_whatever_its_parent_was_at(self):
+    def test_a_forked_child_packs_while_its_parent_holds_the_lock(self):
         weight = weights(64, 64)
         with unweight.ops._lock:
             status = forked(lambda: torch.equal(unpack(pack(weight).arena), weight), 30)
@@ -227,16 +227,16 @@ class Pack(unittest.TestCase):
         shard = whole[:, 64:192]
         self.assertTrue(torch.equal(unpack(pack(shard).arena), shard))
 
-    def test_what_cannot_be_packed_is_none(self):
+    def test_unpackable_weights_return_none(self):
         self.assertIsNone(pack(weights(64, 65)))
         self.assertIsNone(pack(weights(63, 64)))
         self.assertIsNone(pack(torch.full((64, 64), float("nan"), dtype=torch.bfloat16)))
         spread = torch.arange(64 * 64, dtype=torch.int32).mul(7919).to(torch.int16).view(torch.bfloat16)
         self.assertIsNone(pack(spread.view(64, 64)))
 
-    def test_what_is_no_matrix_of_bf16_is_refused(self):
+    def test_other_shapes_and_dtypes_are_refused(self):
         for wrong in (torch.zeros(64, 64), torch.zeros(64, dtype=torch.bfloat16)):
-            with self.assertRaisesRegex(ValueError, "takes a bfloat16 matrix"):
+            with self.assertRaisesRegex(ValueError, "expects a bfloat16 matrix"):
                 pack(wrong)
 
     def test_a_damaged_arena_is_refused(self):
@@ -250,12 +250,12 @@ class Pack(unittest.TestCase):
             with self.assertRaises(ValueError):
                 unpack(wrong)
 
-    def test_escapes_that_are_gone_are_an_error_and_not_other_weights(self):
+    def test_freed_escapes_are_an_error(self):
         packed = pack(weights(128, 128, seed=5, wide=40))
         arena = packed.arena
         del packed
         gc.collect()
-        with self.assertRaisesRegex(unweight.UnweightError, "are gone; keep"):
+        with self.assertRaisesRegex(unweight.UnweightError, "were freed; keep"):
             unpack(arena)
 
 
@@ -301,7 +301,7 @@ class Operator(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "no backward.*load the model in BF16"):
             y.float().sum().backward()
 
-    def test_forward_derivatives_are_refused_and_are_not_zeros(self):
+    def test_forward_derivatives_are_refused(self):
         from torch.autograd import forward_ad
 
         packed, x = pack(weights(64, 64)), inputs(2, 64)
@@ -324,39 +324,39 @@ class Operator(unittest.TestCase):
             # Without a tangent, no derivative is lost.
             self.assertEqual(linear(x, packed).shape, (2, 64))
 
-    def test_whoever_watches_operations_sees_it(self):
+    def test_observers_of_operators_see_it(self):
         from torch.autograd import forward_ad, profiler
         from torch.overrides import TorchFunctionMode
         from torch.utils._python_dispatch import TorchDispatchMode
         from unweight.ops import _is_watched
 
-        seen = []
+        results = []
 
-        def watched(x):
-            seen.append(_is_watched())
+        def observed(x):
+            results.append(_is_watched())
             return x
 
         x = inputs(2, 64)
-        self.assertTrue(_is_watched(), "gradients may be asked for")
+        self.assertTrue(_is_watched(), "gradients are enabled")
         with torch.inference_mode():
             self.assertFalse(_is_watched())
         with torch.no_grad():
             self.assertFalse(_is_watched())
-            torch.func.vmap(watched)(x)
-            torch.func.functionalize(watched)(x)
+            torch.func.vmap(observed)(x)
+            torch.func.functionalize(observed)(x)
             with warnings.catch_warnings():
                 # torch raises a DeprecationWarning in its own code.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                torch.jit.trace(watched, x, check_trace=False)
+                torch.jit.trace(observed, x, check_trace=False)
             for context in (TorchDispatchMode(), TorchFunctionMode(), forward_ad.dual_level(), profiler.profile()):
                 with context:
-                    watched(x)
+                    observed(x)
             torch._dynamo.reset()
             compiled = torch.compile(lambda x: x + _is_watched(), fullgraph=True, backend="eager")
             self.assertTrue(torch.equal(compiled(x), x + 1), "a compiler takes it for a constant")
             self.assertFalse(_is_watched())
-        self.assertEqual(seen, [True] * len(seen))
-        self.assertGreaterEqual(len(seen), 7)
+        self.assertEqual(results, [True] * len(results))
+        self.assertGreaterEqual(len(results), 7)
 
     def test_autocast_changes_no_type(self):
         weight, x = weights(64, 128), weights(3, 128)
@@ -367,13 +367,13 @@ class Operator(unittest.TestCase):
             self.assertEqual(y.dtype, torch.bfloat16)
             self.assertTrue(torch.equal(y, plain))
 
-    def test_operands_without_numbers_are_refused(self):
+    def test_meta_operands_are_refused(self):
         packed, x = pack(weights(128, 64)), inputs(2, 64)
-        with self.assertRaisesRegex(ValueError, "takes all on one device, got cpu and meta"):
+        with self.assertRaisesRegex(ValueError, "expects all operands on one device, got cpu and meta"):
             linear(x, packed._replace(arena=packed.arena.to("meta")))
         self.assertEqual(linear(x.to("meta"), packed._replace(arena=packed.arena.to("meta"))).device.type, "meta")
 
-    def test_a_negative_view_is_packed_as_what_it_says(self):
+    def test_a_negative_view_is_packed_negated(self):
         weight = weights(64, 64)
         self.assertTrue(torch.equal(unpack(pack(torch._neg_view(weight)).arena), -weight))
 
@@ -381,7 +381,7 @@ class Operator(unittest.TestCase):
         packed = pack(weights(128, 64))
         op = torch.ops.unweight.linear
         for says, operands in (
-            ("takes x in bfloat16", (torch.zeros(2, 64), packed.arena, 128)),
+            ("expects x in bfloat16", (torch.zeros(2, 64), packed.arena, 128)),
             ("x has 65 columns", (inputs(2, 65), packed.arena, 128)),
             ("n is 64", (inputs(2, 64), packed.arena, 64)),
             ("arena in uint8", (inputs(2, 64), packed.arena.float(), 128)),
@@ -393,7 +393,7 @@ class Operator(unittest.TestCase):
     def test_other_devices_are_refused_by_name(self):
         self.assertIsNone(unweight.ops.why_not(torch.device("cpu")))
         self.assertIn("not on meta", unweight.ops.why_not(torch.device("meta")))
-        with self.assertRaisesRegex(ValueError, "NVIDIA's GPUs, not on meta; give weight.cpu"):
+        with self.assertRaisesRegex(ValueError, "NVIDIA GPUs, not on meta; pass weight.cpu"):
             pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
         # The operator is also registered for CUDA.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
@@ -403,14 +403,14 @@ class Operator(unittest.TestCase):
             self.assertIsNone(unweight.ops._without_kernels("a GPU", capability), capability)
         for capability in ((7, 0), (7, 5), (8, 7), (11, 0), (12, 1)):
             reason = unweight.ops._without_kernels("Quadro", capability)
-            self.assertRegex(reason, r"Quadro: \d+\.\d\); there are for 8\.0, ")
+            self.assertRegex(reason, r"Quadro: \d+\.\d\); supported are 8\.0, ")
 
     @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
     def test_without_a_gpu_the_runtime_says_what_is_missing(self):
         with self.assertRaisesRegex(unweight.DeviceError, "libcuda"):
             unweight._native.Runtime(0, 64)
-        self.assertEqual(unweight._native.Runtime.room(64, 65), None)
-        arena, escapes = unweight._native.Runtime.room(256, 512)
+        self.assertEqual(unweight._native.Runtime.buffer_nbytes(64, 65), None)
+        arena, escapes = unweight._native.Runtime.buffer_nbytes(256, 512)
         self.assertEqual(arena, pack(weights(256, 512)).arena.nbytes)
         # One weight in 256 may be an escape, with 6 bytes each.
         self.assertEqual(escapes, 256 * 512 // 256 * 6)
@@ -436,7 +436,7 @@ class Module(unittest.TestCase):
             self.assertTrue(torch.equal(copied(x), stock(x)))
             self.assertTrue(torch.equal(copied.unpacked(), expected))
 
-    def test_a_state_without_its_lists_is_refused(self):
+    def test_state_dict_is_refused(self):
         stock, packed = self.layer()
         x = inputs(4, 128)
         expected = packed(x)
@@ -451,31 +451,31 @@ class Module(unittest.TestCase):
         plain = Linear(nn.Linear(128, 192).to(torch.bfloat16))
         plain.load_state_dict(stock.state_dict())
         self.assertEqual(set(plain.state_dict()), {"weight", "bias"})
-        with self.assertRaisesRegex(ValueError, "is packed already"):
+        with self.assertRaisesRegex(ValueError, "is already packed"):
             packed.pack()
 
-    def test_the_weight_is_gone_and_memory_with_it(self):
+    def test_the_weight_and_its_memory_are_freed(self):
         stock, packed = self.layer(wide=0)
         self.assertFalse(hasattr(packed, "weight"))
         self.assertEqual({name for name, _ in packed.named_parameters()}, {"bias"})
         self.assertLess(packed.weight_packed.nbytes, stock.weight.nbytes * 0.78)
         self.assertIn("packed", repr(packed))
 
-    def test_what_cannot_be_packed_computes_as_it_did(self):
+    def test_an_unpackable_layer_computes_as_before(self):
         stock = nn.Linear(65, 64).to(torch.bfloat16)
         layer = Linear(stock)
         self.assertFalse(layer.pack())
         x = inputs(2, 65)
         self.assertTrue(torch.equal(layer(x), stock(x)))
 
-    def test_a_conversion_is_an_error_and_not_noise(self):
+    def test_a_dtype_conversion_is_an_error(self):
         _, packed = self.layer()
         with self.assertRaisesRegex(ValueError, "bfloat16"):
             packed.float()(inputs(2, 128).float())
 
 
 class Mixture(unittest.TestCase):
-    def test_each_expert_has_a_window_of_its_own(self):
+    def test_each_expert_has_its_own_window(self):
         # No weight of the third is in the window of the others.
         matrices = torch.stack([weights(128, 64, seed=1, wide=9), weights(128, 64, seed=2), weights(128, 64) * 2.0**40])
         experts = Experts.of(matrices)
@@ -490,7 +490,7 @@ class Mixture(unittest.TestCase):
                 self.assertTrue(torch.equal(these.unpacked(index), weight), index)
                 self.assertTrue(torch.equal(these.linear(x, index), nn.functional.linear(x, weight)), index)
 
-    def test_one_that_cannot_be_packed_keeps_all_as_they_are(self):
+    def test_one_unpackable_expert_leaves_all_unpacked(self):
         everything = torch.arange(128 * 64, dtype=torch.int32).mul(8).to(torch.int16).view(torch.bfloat16).view(128, 64)
         self.assertIsNone(pack(everything))
         self.assertIsNone(Experts.of(torch.stack([weights(128, 64), everything])))
@@ -516,14 +516,14 @@ class Tensors(unittest.TestCase):
                         self.assertTrue(torch.equal(got, expected), name)
                 self.assertEqual(bundle.torch("scale", device="meta").device.type, "meta")
 
-    def test_without_memory_that_can_be_locked_tensors_come_nevertheless(self):
-        empty, asked = torch.empty, []
+    def test_tensors_load_without_pinned_memory(self):
+        empty, pin_requests = torch.empty, []
 
-        def refused(*shape, pin_memory=False, **more):
-            asked.append(pin_memory)
+        def refused(*shape, pin_memory=False, **kwargs):
+            pin_requests.append(pin_memory)
             if pin_memory:
                 raise torch.AcceleratorError("CUDA error: out of memory")
-            return empty(*shape, **more)
+            return empty(*shape, **kwargs)
 
         with tempfile.TemporaryDirectory() as home:
             home = pathlib.Path(home)
@@ -534,7 +534,7 @@ class Tensors(unittest.TestCase):
             with mock.patch.object(torch, "empty", refused):
                 for info, tensor in expected.items():
                     self.assertTrue(torch.equal(bundle._torch_whole(info, pin=True), tensor), info.name)
-        self.assertEqual(asked, [True, False] * len(expected))
+        self.assertEqual(pin_requests, [True, False] * len(expected))
 
 
 if __name__ == "__main__":

@@ -72,14 +72,14 @@ class Models(unittest.TestCase):
         unweight.compress(self.home / "model", self.home / "bundle", profile=profile)
         return self.home / "model", self.home / "bundle"
 
-    def test_bundles_give_the_model_s_own_logits(self):
+    def test_bundles_give_the_logits_of_the_model(self):
         for kind, (_, _, layers) in KINDS.items():
             with self.subTest(kind):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                 model, bundle = self.bundle(kind)
                 expected = AutoModelForCausalLM.from_pretrained(model)
                 got, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
-                self.assertFalse({name: told for name, told in info.items() if told})
+                self.assertFalse({name: value for name, value in info.items() if value})
                 self.assertTrue(torch.equal(logits(got), logits(expected)))
                 self.assertEqual(packed(got), layers)
                 self.assertEqual(got.dtype, torch.bfloat16)
@@ -102,7 +102,7 @@ class Models(unittest.TestCase):
         self.assertTrue(torch.equal(logits(got), logits(expected)))
         self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
 
-    def test_experts_are_packed_and_nothing_else_is_left(self):
+    def test_experts_are_packed_and_their_bf16_is_freed(self):
         model = make(self.home / "model", "mixtral")
         expected = AutoModelForCausalLM.from_pretrained(model)
         got = AutoModelForCausalLM.from_pretrained(model, quantization_config=UnweightConfig())
@@ -118,7 +118,7 @@ class Models(unittest.TestCase):
             got.set_experts_implementation("grouped_mm")
             logits(got)
 
-    def test_tokens_are_the_model_s_own_and_graphs_are_whole(self):
+    def test_tokens_equal_the_model_s_and_graphs_are_whole(self):
         model, bundle = self.bundle()
         expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))
         more = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -130,29 +130,29 @@ class Models(unittest.TestCase):
     def test_save_pretrained_says_what_to_do(self):
         _, bundle = self.bundle()
         got = AutoModelForCausalLM.from_pretrained(bundle)
-        with self.assertLogs("unweight.transformers", "WARNING") as told, self.assertRaises(ValueError):
+        with self.assertLogs("unweight.transformers", "WARNING") as logs, self.assertRaises(ValueError):
             got.save_pretrained(self.home / "saved")
-        self.assertIn("copy that folder", told.output[0])
+        self.assertIn("copy that folder", logs.output[0])
         self.assertFalse((self.home / "saved" / "model.safetensors").exists())
 
-    def test_another_type_is_refused(self):
+    def test_another_dtype_is_refused(self):
         _, bundle = self.bundle()
         with self.assertRaisesRegex(ValueError, "packs bfloat16 weights.*unweight decompress"):
             AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.float32)
 
-    def test_what_would_be_offloaded_is_refused_by_name(self):
+    def test_offloading_is_refused_by_name(self):
         model, bundle = self.bundle()
         layers = {f"model.layers.{index}": "cpu" for index in range(2)}
         rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-        beside = {**dict.fromkeys(rest, 0), **layers}
+        with_gpu = {**dict.fromkeys(rest, 0), **layers}
         for source, more in ((bundle, {}), (model, dict(quantization_config=UnweightConfig()))):
-            for name, device_map, told in (
+            for name, device_map, message in (
                 ("disk", {**rest, **layers, "model.layers.1": "disk"}, "offloads model.layers.1 on 'disk':"),
-                ("cpu beside a GPU", beside, "offloads model.layers.0 on 'cpu', model.layers.1 on 'cpu':"),
+                ("cpu and a GPU", with_gpu, "offloads model.layers.0 on 'cpu', model.layers.1 on 'cpu':"),
                 ("all of it", {"": "disk"}, "offloads the model on 'disk':"),
                 ("many", {**dict.fromkeys(rest, "disk"), **layers}, "'disk' and 1 more: packed .*unweight decompress"),
             ):
-                with self.subTest(name, bundle=source == bundle), self.assertRaisesRegex(ValueError, told):
+                with self.subTest(name, bundle=source == bundle), self.assertRaisesRegex(ValueError, message):
                     AutoModelForCausalLM.from_pretrained(source, device_map=device_map, **more)
             # The offloading is known only after transformers has computed the device map.
             with self.subTest("auto"), self.assertRaisesRegex(ValueError, "offloads .* on 'disk'"):
@@ -175,10 +175,10 @@ class Models(unittest.TestCase):
     def test_a_shard_without_its_manifest_is_refused(self):
         _, bundle = self.bundle()
         (bundle / "unweight.json").unlink()
-        with self.assertRaisesRegex(ValueError, "no unweight.json beside it; fetch the whole bundle"):
+        with self.assertRaisesRegex(ValueError, "no unweight.json next to it; fetch the whole bundle"):
             AutoModelForCausalLM.from_pretrained(bundle)
 
-    def test_damage_is_an_error_and_not_a_model(self):
+    def test_damage_is_an_error(self):
         _, bundle = self.bundle()
         shard = bundle / "model.safetensors"
         data = bytearray(shard.read_bytes())
@@ -193,12 +193,12 @@ class Models(unittest.TestCase):
         other = self.home / "other"
         unweight.compress(model, other, profile="distribution")
         config = transformers.AutoConfig.from_pretrained(other)
-        with self.assertRaisesRegex(unweight.DamagedError, "the configuration of the model is of another bundle"):
+        with self.assertRaisesRegex(unweight.DamagedError, "the configuration of the model belongs to another bundle"):
             AutoModelForCausalLM.from_pretrained(bundle, config=config)
         # The refusal does not affect the next load.
         self.assertEqual(packed(AutoModelForCausalLM.from_pretrained(bundle)), 15)
         shutil.copy(other / "config.json", bundle / "config.json")
-        with self.assertRaisesRegex(unweight.DamagedError, "config.json: it is of another bundle"):
+        with self.assertRaisesRegex(unweight.DamagedError, "config.json: it belongs to another bundle"):
             AutoModelForCausalLM.from_pretrained(bundle)
 
     def test_without_unweight_transformers_refuses(self):
@@ -222,20 +222,20 @@ class Models(unittest.TestCase):
         self.assertEqual(packed(got), 15)
         self.assertTrue(torch.equal(logits(got), logits(expected)))
 
-    def test_a_bundle_that_does_not_say_so_is_loaded_with_a_warning(self):
+    def test_a_bundle_with_an_unmarked_config_is_loaded_with_a_warning(self):
         model, bundle = self.bundle()
         shutil.copy(model / "config.json", bundle / "config.json")
         expected = AutoModelForCausalLM.from_pretrained(model)
-        with self.assertLogs("unweight.transformers", "WARNING") as told:
+        with self.assertLogs("unweight.transformers", "WARNING") as logs:
             got = AutoModelForCausalLM.from_pretrained(bundle)
-        self.assertIn("its weights are not packed", told.output[0])
+        self.assertIn("its weights are not packed", logs.output[0])
         self.assertEqual(packed(got), 0)
         self.assertTrue(torch.equal(logits(got), logits(expected)))
         with self.assertNoLogs("unweight.transformers", "WARNING"):
             got = AutoModelForCausalLM.from_pretrained(bundle, quantization_config=UnweightConfig())
         self.assertEqual(packed(got), 15)
 
-    def test_a_load_that_failed_leaves_nothing_to_the_next(self):
+    def test_a_failed_load_leaves_no_state(self):
         model, bundle = self.bundle()
         (self.home / "empty").mkdir()
         shutil.copy(bundle / "config.json", self.home / "empty")
@@ -244,12 +244,12 @@ class Models(unittest.TestCase):
         shutil.copy(model / "config.json", other)
         with self.assertRaisesRegex(OSError, "no file named"):
             AutoModelForCausalLM.from_pretrained(self.home / "empty")
-        with self.assertLogs("unweight.transformers", "WARNING") as told:
+        with self.assertLogs("unweight.transformers", "WARNING") as logs:
             got = AutoModelForCausalLM.from_pretrained(other)
-        self.assertIn("its weights are not packed", told.output[0])
+        self.assertIn("its weights are not packed", logs.output[0])
         self.assertTrue(torch.equal(logits(got), logits(AutoModelForCausalLM.from_pretrained(model))))
 
-    def test_a_bundle_is_not_taken_for_another_that_is_open_by_its_name(self):
+    def test_a_replaced_bundle_is_opened_again(self):
         home, models = self.home, {}
         self.addCleanup(os.chdir, os.getcwd())
         for name in ("here", "there"):
@@ -263,14 +263,14 @@ class Models(unittest.TestCase):
         self.assertTrue(torch.equal(logits(got), logits(expected)))
         self.assertNotIn("model.layers.0.self_attn.q_proj.bias", held.keys())
 
-    def test_another_transformers_is_refused_and_not_trusted(self):
+    def test_other_versions_of_transformers_are_refused(self):
         from unittest import mock
 
         from transformers import modeling_utils
 
         model, bundle = self.bundle()
         with mock.patch.object(transformers, "__version__", "5.18.0"):
-            with self.assertRaisesRegex(ValueError, "bundles are loaded by transformers 5.17, this is 5.18.0"):
+            with self.assertRaisesRegex(ValueError, "bundles can be loaded by transformers 5.17, this is 5.18.0"):
                 AutoModelForCausalLM.from_pretrained(bundle)
             AutoModelForCausalLM.from_pretrained(model)
         # A version that opens shards by another function.
@@ -317,7 +317,7 @@ class Models(unittest.TestCase):
             self.assertTrue(torch.equal(logits(got), expected))
         self.assertEqual(len(others), 1)
 
-    def test_it_compiles_where_gradients_are_on(self):
+    def test_it_compiles_with_gradients_enabled(self):
         model, bundle = self.bundle()
         expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, bundle))
         self.assertFalse([name for name, one in got.named_parameters() if one.requires_grad])
@@ -327,21 +327,22 @@ class Models(unittest.TestCase):
         compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
         self.assertTrue(torch.equal(compiled(TOKENS).logits, logits(expected)))
 
-    def test_what_is_for_gpus_is_planned_and_told_without_one(self):
+    def test_gpu_checks_are_planned_without_a_gpu(self):
         import gpu_checks
 
         programs = pathlib.Path(gpu_checks.__file__)
         run = [sys.executable, "-W", "default", programs]
         planned = subprocess.run([*run, "--plan"], capture_output=True, text=True)
         self.assertEqual(planned.returncode, 0, planned.stderr)
-        for name in (*gpu_checks.CHECKS, "bundle with an adapter, beside bf16 with an adapter", "dfloat11, logits"):
+        adapters = "bundle with an adapter, compared with bf16 with an adapter"
+        for name in (*gpu_checks.CHECKS, adapters, "dfloat11, logits"):
             self.assertIn(f"\n{name}", "\n" + planned.stdout)
         # A check that runs too long is killed with its children; a failure is recorded.
         slow = "-c __import__('subprocess').run(['sleep','60.125'])"
         for arguments, seconds, passed in (("-c pass", 60, True), ("-c 1/0", 60, False), (slow, 2, False)):
-            told = gpu_checks.run("one", gpu_checks.Check(arguments, 0, 1), self.home, seconds)
-            self.assertEqual((told["passed"], told["rc"] == 0), (passed, passed), told)
-            self.assertLess(told["seconds"], 50)
+            result = gpu_checks.run("one", gpu_checks.Check(arguments, 0, 1), self.home, seconds)
+            self.assertEqual((result["passed"], result["rc"] == 0), (passed, passed), result)
+            self.assertLess(result["seconds"], 50)
         # A killed process may exist a moment longer.
         until = time.monotonic() + 20
         while (left := running(b"sleep\x0060.125\x00")) and time.monotonic() < until:
@@ -353,9 +354,9 @@ class Models(unittest.TestCase):
             done = subprocess.run([*run, "--out", self.home, "--seconds", "9"], capture_output=True, text=True)
             self.assertEqual(done.returncode, 1, done.stderr)
             self.assertIn("not passed: vllm, transformers, mixture", done.stderr)
-            told = json.loads((self.home / "checks.json").read_text())
-            self.assertEqual({name: told[name] for name in earlier}, earlier)
-            self.assertEqual(told["mixture"]["not_run"], "0 GPUs are there, and it takes 1")
+            result = json.loads((self.home / "checks.json").read_text())
+            self.assertEqual({name: result[name] for name in earlier}, earlier)
+            self.assertEqual(result["mixture"]["not_run"], "it needs 1 GPUs, and 0 are available")
 
     def test_a_slice_reads_its_part(self):
         from unittest import mock

@@ -178,7 +178,7 @@ class Case(unittest.TestCase):
 
 
 class Engine(Case):
-    def test_bundles_say_what_the_model_says(self):
+    def test_bundles_generate_the_tokens_of_the_model(self):
         for kind, (_, _, layers) in KINDS.items():
             with self.subTest(kind):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
@@ -191,7 +191,7 @@ class Engine(Case):
                 log = self.hold_equal(runs, enforce_eager=True)
                 self.assertEqual(log.count(f"unweight: {layers} layers packed"), len(runs) - 1, log[-4000:])
 
-    def test_a_head_in_the_files_of_a_tied_model_is_passed_over(self):
+    def test_a_head_in_the_files_of_a_tied_model_is_ignored(self):
         model = make(self.home / "model", "llama")
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
@@ -204,11 +204,11 @@ class Engine(Case):
         model = make(self.home / "model", "llama")
         self.hold_equal([dict(model=str(model)), dict(model=str(bundle_of(model)))], enforce_eager=False)
 
-    def test_adapters_work_beside_packed_weights(self):
+    def test_adapters_work_with_packed_weights(self):
         model = make(self.home / "model", "llama")
-        bundle, beside = bundle_of(model), str(adapter(self.home / "adapter"))
-        runs = [dict(model=str(model), adapter=beside), dict(model=str(bundle), adapter=beside)]
-        runs.append(dict(model=str(model), quantization="unweight", adapter=beside))
+        bundle, adapter_path = bundle_of(model), str(adapter(self.home / "adapter"))
+        runs = [dict(model=str(model), adapter=adapter_path), dict(model=str(bundle), adapter=adapter_path)]
+        runs.append(dict(model=str(model), quantization="unweight", adapter=adapter_path))
         log = self.hold_equal(runs, enforce_eager=True)
         self.assertEqual(log.count("unweight: 9 layers packed"), 2, log[-4000:])
         # The adapter changes the output, so no engine ignores it.
@@ -241,7 +241,7 @@ class Engine(Case):
                     self.assertTrue(all(part < whole * 0.6 for part, whole in read), read)
                 self.assertEqual(answers[0], answers[1])
 
-    def test_experts_of_other_processes_are_passed_over(self):
+    def test_experts_of_other_processes_are_skipped(self):
         import safetensors.torch
         import torch
         import unweight
@@ -285,7 +285,7 @@ class Engine(Case):
         log = self.hold_equal([dict(model=str(model)), dict(model="somebody/bundle")], enforce_eager=True)
         self.assertIn("9 layers packed", log)
 
-    def test_what_cannot_be_is_refused_by_name(self):
+    def test_unsupported_options_are_refused_by_name(self):
         bundle = bundle_of(make(self.home / "model", "llama"))
         experts = bundle_of(make(self.home / "experts" / "model", "qwen3 moe"))
         broken, partial = self.home / "broken", self.home / "partial"
@@ -304,22 +304,22 @@ class Engine(Case):
             "float16 is not supported for quantization method unweight": dict(model=str(bundle), dtype="float16"),
             "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
             "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
-            "cannot be exchanged (reload_weights)": dict(model=str(bundle), reload=True),
-            "cannot be exchanged (reload_weights); start": dict(model=str(bundle), exchange=True),
-            "be exchanged (reload_weights); start another": dict(model=str(bundle), exchange_inner=True),
+            "cannot be replaced (reload_weights)": dict(model=str(bundle), reload=True),
+            "cannot be replaced (reload_weights); start": dict(model=str(bundle), exchange=True),
+            "be replaced (reload_weights); start another": dict(model=str(bundle), exchange_inner=True),
             "vLLM's CPU backend has no expert parallelism": dict(
                 model=str(experts), configure=True, tensor_parallel_size=2, enable_expert_parallel=True
             ),
             "the file is damaged": dict(model=str(broken)),
             "no unweight.json; fetch the whole bundle": dict(model=str(partial)),
-            "mixed/config.json: it is of another bundle": dict(model=str(mixed)),
-            "the configuration of the model is of another": dict(model=str(bundle), hf_config_path=str(other)),
+            "mixed/config.json: it belongs to another bundle": dict(model=str(mixed)),
+            "the configuration of the model belongs to another": dict(model=str(bundle), hf_config_path=str(other)),
         }
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in expected.values()])
         for says, answer in zip(expected, answers):
             self.assertIn(says, answer, log[-2000:])
 
-    def test_a_model_that_lacks_weights_is_refused_and_they_are_named(self):
+    def test_missing_weights_are_refused_by_name(self):
         llama, moe = make(self.home / "llama", "llama"), make(self.home / "moe", "qwen3 moe")
         norm, down = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
         bias = "model.layers.1.self_attn.k_proj.bias"
@@ -336,9 +336,9 @@ class Engine(Case):
                 runs[-1]["quantization"] = "unweight"
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in runs])
         for (_, name, _), answer in zip(cases, answers):
-            self.assertIn(f"the model's files lack weights: {name}; fetch", str(answer), log[-2000:])
+            self.assertIn(f"weights are missing from the model's files: {name}; fetch", str(answer), log[-2000:])
 
-    def test_files_beside_and_below_the_model_s_are_not_the_model(self):
+    def test_files_next_to_and_below_the_model_are_ignored(self):
         import safetensors.torch
         import torch
 
@@ -346,21 +346,21 @@ class Engine(Case):
         tensors = safetensors.torch.load_file(model / "model.safetensors")
         random = torch.Generator().manual_seed(7)
         others = {name: torch.randn(one.shape, generator=random).mul(0.05).bfloat16() for name, one in tensors.items()}
-        below, beside, twice = (self.home / name / "model" for name in ("below", "beside", "twice"))
-        for path in (below, beside, twice):
+        below, indexed, twice = (self.home / name / "model" for name in ("below", "indexed", "twice"))
+        for path in (below, indexed, twice):
             shutil.copytree(model, path)
         (below / "checkpoint-500").mkdir()
         safetensors.torch.save_file(others, below / "checkpoint-500" / "model.safetensors")
         # Only the index tells which of these files belong to the model.
         names = sorted(tensors)
         parts = {"weights-1.safetensors": names[:5], "weights-2.safetensors": names[5:]}
-        (beside / "model.safetensors").unlink()
+        (indexed / "model.safetensors").unlink()
         for file, part in parts.items():
-            safetensors.torch.save_file({name: tensors[name] for name in part}, beside / file)
-        safetensors.torch.save_file(others, beside / "extra.safetensors")
+            safetensors.torch.save_file({name: tensors[name] for name in part}, indexed / file)
+        safetensors.torch.save_file(others, indexed / "extra.safetensors")
         index = {"metadata": {}, "weight_map": {name: file for file, part in parts.items() for name in part}}
-        (beside / "model.safetensors.index.json").write_text(json.dumps(index))
-        runs = [dict(model=str(model)), dict(model=str(bundle_of(below))), dict(model=str(bundle_of(beside)))]
+        (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+        runs = [dict(model=str(model)), dict(model=str(bundle_of(below))), dict(model=str(bundle_of(indexed)))]
         self.hold_equal(runs, enforce_eager=True)
 
         # Without an index, two tensors with one name are ambiguous.
@@ -373,11 +373,11 @@ class Engine(Case):
         runs += [dict(model=str(stray)), dict(model=both, load_format="pt")]
         answers, log = engines([{**run, "refused": True, "enforce_eager": True} for run in runs])
         for answer in answers[:2]:
-            self.assertIn(f"two tensors came for {name}; a packed weight takes one", str(answer), log[-2000:])
-        self.assertIn("other.safetensors is no file of the bundle", str(answers[2]), log[-2000:])
+            self.assertIn(f"two tensors arrived for {name}, but a packed weight accepts one", str(answer), log[-2000:])
+        self.assertIn("other.safetensors is not a file of the bundle", str(answers[2]), log[-2000:])
         self.assertIn("Cannot find any model weights", str(answers[3]), log[-2000:])
 
-    def test_the_files_of_mistral_s_own_form_come_first_as_in_vllm(self):
+    def test_mistral_files_come_first_as_in_vllm(self):
         import safetensors.torch
         import torch
 
@@ -398,22 +398,23 @@ class Engine(Case):
         self.assertEqual(said[2], said[3])
         self.assertNotEqual(said[0], said[2])
 
-    def test_a_bundle_that_does_not_say_so_is_served_with_a_warning(self):
+    def test_a_bundle_with_an_unmarked_config_is_served_with_a_warning(self):
         model = make(self.home / "model", "llama")
         bundle = bundle_of(model)
         shutil.copy(model / "config.json", bundle / "config.json")
         log = self.hold_equal([dict(model=str(model)), dict(model=str(bundle))], enforce_eager=True)
-        self.assertIn("its config.json does not say so: the weights are served in BF16, exact and not smaller;", log)
+        served = "the weights are served in BF16, which is exact but not smaller;"
+        self.assertIn(f"its config.json does not say so: {served}", log)
         # With another quantization, the log does not claim exactness. Not every CPU build of vLLM supports fp8, so the
         # engine may fail.
         config = json.loads((model / "config.json").read_text())
         other = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
         (bundle / "config.json").write_text(json.dumps({**config, **other}))
         _, log = engines([dict(model=str(bundle), enforce_eager=True, refused=True)])
-        self.assertIn("the weights are given to another quantization (fp8)", log)
-        self.assertNotIn("exact and not smaller", log)
+        self.assertIn("another quantization (fp8) loads the weights and may change them", log)
+        self.assertNotIn("exact but not smaller", log)
 
-    def test_a_vllm_that_is_not_known_runs_on_without(self):
+    def test_an_unsupported_vllm_runs_without_unweight(self):
         program = (
             "import vllm.model_executor.model_loader as loader\n"
             "from vllm.model_executor.model_loader.default_loader import DefaultModelLoader\n"
@@ -434,11 +435,12 @@ class Engine(Case):
         environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-        self.assertEqual((done.stdout + done.stderr).count("unweight does not know this vLLM"), 1, done.stderr[-4000:])
+        warnings = (done.stdout + done.stderr).count("unweight does not support this vLLM")
+        self.assertEqual(warnings, 1, done.stderr[-4000:])
 
 
 class Serve(Case):
-    def test_vllm_serve_needs_nothing_but_the_folder(self):
+    def test_vllm_serve_needs_only_the_folder(self):
         model = make(self.home / "model", "llama")
         texts = [self.completion(path) for path in (model, bundle_of(model))]
         self.assertEqual(len(texts[0].split()), TOKENS)
@@ -504,14 +506,14 @@ def answers(
     prompts = [torch.randint(0, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=1, detokenize=False, ignore_eos=True)
     lora = None if adapter is None else LoRARequest("adapter", 1, adapter)
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
-    told = [one.outputs[0] for one in llm.generate(asked, sampling, lora_request=lora)]
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs = [one.outputs[0] for one in llm.generate(requests, sampling, lora_request=lora)]
     return [
         {
             "tokens": list(one.token_ids),
             "logprobs": [step[token].logprob for step, token in zip(one.logprobs, one.token_ids)],
         }
-        for one in told
+        for one in outputs
     ]
 
 

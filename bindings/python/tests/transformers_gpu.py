@@ -127,8 +127,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=235.0)
-    parser.add_argument("--plan", action="store_true", help="say what would be done, and do nothing")
-    given = parser.parse_args()
+    parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
+    arguments = parser.parse_args()
     begin = time.monotonic()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     report: dict[str, Any] = {
@@ -145,11 +145,11 @@ def main() -> None:
     models: dict[str, nn.Module] = {}
 
     def left() -> float:
-        return given.seconds - (time.monotonic() - begin)
+        return arguments.seconds - (time.monotonic() - begin)
 
     def step(name: str, least: float, work: Callable[[], object]) -> None:
         """Runs a step if `least` seconds are left, and writes the report so far."""
-        if given.plan:
+        if arguments.plan:
             print(f"{name}, with {least:.0f} s left")
             return
         said = name
@@ -165,7 +165,7 @@ def main() -> None:
             report["left_out"].append(name)
             said = f"{name}: no time left"
         report["seconds"] = time.monotonic() - begin
-        given.out.write_text(json.dumps(report, indent=1))
+        arguments.out.write_text(json.dumps(report, indent=1))
         print(f"{report['seconds']:6.1f} s: {said}", flush=True)
 
     def loaded(name: str, folder: pathlib.Path, **more: Any) -> None:
@@ -177,7 +177,7 @@ def main() -> None:
 
     def timed(name: str, static: bool) -> None:
         found = report["models"][name]["static cache, compiled" if static else "dynamic cache"] = rates(
-            models[name], prompt, given.tokens, static
+            models[name], prompt, arguments.tokens, static
         )
         middle = statistics.median(found["tokens_per_second"])
         print(f"  {name}, {'static cache, compiled' if static else 'dynamic cache'}: {middle:.1f} tokens/s")
@@ -233,29 +233,29 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) / "model"
-        step("model", 0, lambda: make(folder, given.geometry, given.layers))
-        vocabulary = GEOMETRIES[given.geometry][-1]
+        step("model", 0, lambda: make(folder, arguments.geometry, arguments.layers))
+        vocabulary = GEOMETRIES[arguments.geometry][-1]
         random = torch.Generator().manual_seed(3)
-        prompt = torch.randint(2, vocabulary, (1, given.prompt), generator=random).to(device)
+        prompt = torch.randint(2, vocabulary, (1, arguments.prompt), generator=random).to(device)
         batch = torch.randint(2, vocabulary, (4, 64), generator=random).to(device)
         step("bf16", 0, lambda: loaded("bf16", folder))
         step("bf16, dynamic cache", 0, lambda: timed("bf16", False))
         source, more = folder, {"quantization_config": unweight.transformers.UnweightConfig()}
-        if given.bundle:
+        if arguments.bundle:
             source, more = folder.with_name("bundle"), {}
             step("compress", 0, lambda: unweight.compress(folder, source, profile="packed", verify="none"))
         step("packed", 0, lambda: loaded("packed", source, **more))
         step("packed, dynamic cache", 0, lambda: timed("packed", False))
         step("weights", 0, weights)
-        if given.dfloat11:
+        if arguments.dfloat11:
             step("dfloat11", 90, lambda: theirs(folder))
-            if given.plan or "dfloat11" in models:
+            if arguments.plan or "dfloat11" in models:
                 step("dfloat11, dynamic cache", 20, lambda: timed("dfloat11", False))
                 step("dfloat11, logits", 0, same_as_bf16)
         step("packed, static cache", 75, lambda: timed("packed", True))
         step("bf16, static cache", 70, lambda: timed("bf16", True))
         step("logits", 0, held)
-    if given.plan:
+    if arguments.plan:
         return
     for how in ("dynamic cache", "static cache, compiled"):
         both = [report["models"].get(name, {}).get(how) for name in ("bf16", "packed")]
@@ -263,8 +263,9 @@ def main() -> None:
             one, other = (statistics.median(found["tokens_per_second"]) for found in both)
             report[f"{how}: packed over BF16"] = other / one
             same = (left == right for left, right in zip(both[0]["tokens"], both[1]["tokens"]))
-            report[f"{how}: tokens agreed"] = next((at for at, is_same in enumerate(same) if not is_same), given.tokens)
-    given.out.write_text(json.dumps(report, indent=1))
+            agreed = next((at for at, is_same in enumerate(same) if not is_same), arguments.tokens)
+            report[f"{how}: tokens agreed"] = agreed
+    arguments.out.write_text(json.dumps(report, indent=1))
     if report["faults"]:
         sys.exit("; ".join(report["faults"]))
 

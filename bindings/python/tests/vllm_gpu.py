@@ -55,15 +55,15 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "
 ROUNDS = 3
 RANK = 16
 # The minimum time to start an engine with: it needs about 45 seconds on a GPU before its first result.
-LEAST_SECONDS = 60
+SECONDS_MIN = 60
 # Goals as ratios to BF16: tokens per second by batch, and tokens of KV cache in twice the memory of the weights.
 GOALS = {"1": 1.25, "8": 1.25, "16": 1.25, "64": 1.1, "256": 1.0}
 KV_GOAL = 1.3
 # Mean differences of logprobs: the maximum from BF16, and the minimum due to the adapter. With random weights, logprobs
 # are about -12 +- 1, and wrong weights would move them by about 1.
-MEAN_DIFFERENCE, LEAST_MOVED = 0.1, 0.2
+MEAN_DIFFERENCE, MOVED_MIN = 0.1, 0.2
 # The prefix of an engine's result lines.
-SAID = "RESULT "
+RESULT_PREFIX = "RESULT "
 # Patterns of what vLLM and this package log about loading.
 LOADED = {
     "read_seconds": r"Loading weights took ([\d.]+) seconds",
@@ -219,39 +219,39 @@ def engine(options: dict[str, Any]) -> None:
 
     def seconds(batch: int, length: int, tokens: int) -> float:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        given = prompts(batch, length)
+        batch_prompts = prompts(batch, length)
         begin = time.monotonic()
-        done = llm.generate(given, sampling, lora_request=lora, use_tqdm=False)
-        taken = time.monotonic() - begin
+        done = llm.generate(batch_prompts, sampling, lora_request=lora, use_tqdm=False)
+        elapsed = time.monotonic() - begin
         assert all(len(one.outputs[0].token_ids) == tokens for one in done)
-        return taken
+        return elapsed
 
     free = SamplingParams(temperature=0, max_tokens=32, logprobs=1, ignore_eos=True, detokenize=False)
-    asked, forced_on = prompts(8, 64), prompts(16, 64)
+    requests, forced_prompts = prompts(8, 64), prompts(16, 64)
     # Each prompt allows one token, a different one per prompt. Its logprob is computed before the others are masked.
     forced = [
         SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, allowed_token_ids=[2 + 7 * index])
-        for index in range(len(forced_on))
+        for index in range(len(forced_prompts))
     ]
 
-    def told(lora: LoRARequest | None) -> dict[str, Any]:
-        def logprobs(asked: Any, sampling: Any) -> tuple[list[list[int]], list[list[float]]]:
-            said = [one.outputs[0] for one in llm.generate(asked, sampling, lora_request=lora, use_tqdm=False)]
-            tokens = [list(one.token_ids) for one in said]
-            return tokens, [[step[at].logprob for step, at in zip(one.logprobs, one.token_ids)] for one in said]
+    def quality(lora: LoRARequest | None) -> dict[str, Any]:
+        def logprobs(requests: Any, sampling: Any) -> tuple[list[list[int]], list[list[float]]]:
+            outputs = [one.outputs[0] for one in llm.generate(requests, sampling, lora_request=lora, use_tqdm=False)]
+            tokens = [list(one.token_ids) for one in outputs]
+            return tokens, [[step[at].logprob for step, at in zip(one.logprobs, one.token_ids)] for one in outputs]
 
-        tokens, chosen = logprobs(asked, free)
-        return {"tokens": tokens, "logprobs": chosen, "forced_logprobs": logprobs(forced_on, forced)[1]}
+        tokens, chosen = logprobs(requests, free)
+        return {"tokens": tokens, "logprobs": chosen, "forced_logprobs": logprobs(forced_prompts, forced)[1]}
 
     result: dict[str, Any] = {
         "load_seconds": loaded,
         "kv_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-        **told(lora),
-        "without_adapter": None if lora is None else told(None),
+        **quality(lora),
+        "without_adapter": None if lora is None else quality(None),
         "tokens_per_second": {},
         "first_token_ms": {},
     }
-    tell(result)
+    print_result(result)
     for batch in options["batches"]:
         rates = []
         for turn in range(ROUNDS + 1):
@@ -260,17 +260,17 @@ def engine(options: dict[str, Any]) -> None:
             if turn > 0:
                 rates.append(batch * (options["tokens"] - 1) / (whole - first))
         result["tokens_per_second"][str(batch)] = sorted(rates)
-        tell(result)
+        print_result(result)
     for length in options["first"]:
         times = [seconds(1, length, 1) * 1e3 for _ in range(2 * ROUNDS + 1)]
         result["first_token_ms"][str(length)] = sorted(times[1:])
     result["is_whole"] = True
-    tell(result)
+    print_result(result)
 
 
-def tell(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     """Prints the results so far, so that an engine that is stopped early still has results."""
-    print(SAID + json.dumps(result), flush=True)
+    print(RESULT_PREFIX + json.dumps(result), flush=True)
 
 
 def compared(bf16: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def faults(name: str, result: dict[str, Any], bf16: dict[str, Any]) -> list[str]
     if result["without_adapter"] is not None:
         pairs.append((f"{name}, without it", result["without_adapter"], bf16["without_adapter"]))
         moved, _ = apart(result["without_adapter"], result)
-        if not moved > LEAST_MOVED:
+        if not moved > MOVED_MIN:
             found.append(f"{name}: the adapter moves logprobs by {moved:.4f} only")
     for what, one, expected in pairs:
         mean, _ = apart(expected, one)
@@ -365,35 +365,35 @@ def run(options: dict[str, Any], log: pathlib.Path, seconds: float) -> tuple[dic
     text = log.read_text(errors="replace")
     if fault is not None:
         print(text[-3000:])
-    told = [line for line in text.splitlines() if line.startswith(SAID)]
-    if not told:
+    results = [line for line in text.splitlines() if line.startswith(RESULT_PREFIX)]
+    if not results:
         return None, fault
-    said = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
+    matches = {what: re.findall(pattern, text) for what, pattern in LOADED.items()}
     # Each process logs one line.
-    loading = {what: found for what, found in said.items() if found}
-    return {**json.loads(told[-1].removeprefix(SAID)), "loading": loading}, fault
+    loading = {what: found for what, found in matches.items() if found}
+    return {**json.loads(results[-1].removeprefix(RESULT_PREFIX)), "loading": loading}, fault
 
 
-def numbers(parser: argparse.ArgumentParser, option: str, told: str) -> list[int]:
-    found = [int(one) if one.strip().isdigit() else 0 for one in told.split(",")]
+def numbers(parser: argparse.ArgumentParser, option: str, text: str) -> list[int]:
+    found = [int(one) if one.strip().isdigit() else 0 for one in text.split(",")]
     if not all(found):
-        parser.error(f"{option} {told!r}; give numbers of 1 or more with commas between them")
+        parser.error(f"{option} {text!r}; pass comma-separated numbers of 1 or more")
     return found
 
 
-def engines_of(given: argparse.Namespace, home: pathlib.Path) -> dict[str, tuple[dict[str, Any], str]]:
+def engines_of(arguments: argparse.Namespace, home: pathlib.Path) -> dict[str, tuple[dict[str, Any], str]]:
     """Returns the options of each engine and the name of its BF16 baseline, in the order in which they run."""
-    model = str(given.model or home / "model")
+    model = str(arguments.model or home / "model")
     engines: dict[str, tuple[dict[str, Any], str]] = {"bf16": ({"model": model}, "bf16")}
-    if not given.no_packed:
+    if not arguments.no_packed:
         engines["packed while loading"] = ({"model": model, "quantization": "unweight"}, "bf16")
-    if given.bundle:
+    if arguments.bundle:
         engines["bundle"] = ({"model": str(home / "bundle")}, "bf16")
-    if given.lora:
+    if arguments.lora:
         for name in ("bf16", list(engines)[-1]):
             options = {**engines[name][0], "enable_lora": True, "max_lora_rank": RANK}
             engines[f"{name} with an adapter"] = (options, "bf16 with an adapter")
-    if given.quick:
+    if arguments.quick:
         engines = {name: engine for name, engine in engines.items() if "enable_lora" in engine[0]}
     return engines
 
@@ -408,10 +408,10 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="run BF16 and the last of the others with an adapter, too")
     parser.add_argument("--no-packed", action="store_true", help="leave out the engine that packs while it loads")
     parser.add_argument("--quick", action="store_true", help="4 layers; --bundle and --lora, nothing else")
-    parser.add_argument("--seconds", type=float, help="for all of it; without it there is no limit, with --quick 235")
-    parser.add_argument("--tp", type=int, default=1, help="processes that share each layer")
-    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
-    parser.add_argument("--expert-parallel", action="store_true", help="the processes of --tp share experts out")
+    parser.add_argument("--seconds", type=float, help="time limit for all engines; default: none, with --quick 235")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size")
+    parser.add_argument("--expert-parallel", action="store_true", help="distribute experts over the processes of --tp")
     parser.add_argument("--eager", action="store_true", help="neither CUDA graphs nor torch.compile")
     parser.add_argument("--few-graphs", action="store_true", help="capture the measured sizes only; --quick does")
     parser.add_argument("--batches", default="1,8,16,32,64,256")
@@ -420,39 +420,39 @@ def main() -> None:
     parser.add_argument("--first", default="128,2048", help="prompts whose first token is timed")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--memory", type=float, help="share of the GPU; default: twice the weights in BF16")
-    parser.add_argument("--plan", action="store_true", help="say what would be started, and start nothing")
+    parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.engine:
-        engine(json.loads(given.engine))
+    arguments = parser.parse_args()
+    if arguments.engine:
+        engine(json.loads(arguments.engine))
         return
     # As an exception, so that `run` kills the engine's processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     begin = time.monotonic()
-    if given.quick:
-        given.bundle = given.lora = given.no_packed = given.few_graphs = True
-        given.layers = given.layers or 4
-        given.batches, given.first = "1,8,16,32", "128"
-        given.seconds = given.seconds or 235.0
+    if arguments.quick:
+        arguments.bundle = arguments.lora = arguments.no_packed = arguments.few_graphs = True
+        arguments.layers = arguments.layers or 4
+        arguments.batches, arguments.first = "1,8,16,32", "128"
+        arguments.seconds = arguments.seconds or 235.0
     common = {
-        "batches": numbers(parser, "--batches", given.batches),
-        "first": numbers(parser, "--first", given.first),
-        "prompt": given.prompt,
-        "tokens": given.tokens,
+        "batches": numbers(parser, "--batches", arguments.batches),
+        "first": numbers(parser, "--first", arguments.first),
+        "prompt": arguments.prompt,
+        "tokens": arguments.tokens,
     }
     llm: dict[str, Any] = {
-        "tensor_parallel_size": given.tp,
-        "pipeline_parallel_size": given.pp,
-        "enable_expert_parallel": given.expert_parallel,
-        "enforce_eager": given.eager,
-        "max_model_len": given.max_model_len,
+        "tensor_parallel_size": arguments.tp,
+        "pipeline_parallel_size": arguments.pp,
+        "enable_expert_parallel": arguments.expert_parallel,
+        "enforce_eager": arguments.eager,
+        "max_model_len": arguments.max_model_len,
     }
-    if given.few_graphs and not given.eager:
+    if arguments.few_graphs and not arguments.eager:
         # Only for the measured sizes: capturing all takes longer than measuring.
         llm["compilation_config"] = {"cudagraph_capture_sizes": common["batches"]}
-    if given.plan:
-        for name, (own, beside) in engines_of(given, pathlib.Path("SCRATCH")).items():
-            print(f"{name}, beside {beside}: {json.dumps({**llm, **own, **common})}")
+    if arguments.plan:
+        for name, (engine_options, baseline) in engines_of(arguments, pathlib.Path("SCRATCH")).items():
+            print(f"{name}, compared with {baseline}: {json.dumps({**llm, **engine_options, **common})}")
         return
 
     import torch
@@ -462,14 +462,14 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         home = pathlib.Path(scratch)
-        model = given.model or home / "model"
-        if given.model is None:
-            make(model, given.geometry, given.layers)
+        model = arguments.model or home / "model"
+        if arguments.model is None:
+            make(model, arguments.geometry, arguments.layers)
         weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         is_cuda = torch.cuda.is_available()
         if is_cuda:
-            total = torch.cuda.get_device_properties(0).total_memory * given.tp * given.pp
-            llm["gpu_memory_utilization"] = given.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
+            total = torch.cuda.get_device_properties(0).total_memory * arguments.tp * arguments.pp
+            llm["gpu_memory_utilization"] = arguments.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
         report: dict[str, Any] = {
             "machine": torch.cuda.get_device_name(0) if is_cuda else platform.processor(),
             "date": datetime.date.today().isoformat(),
@@ -483,32 +483,32 @@ def main() -> None:
             "left_out": [],
             "faults": [],
         }
-        if given.bundle:
+        if arguments.bundle:
             start = time.monotonic()
             unweight.compress(model, home / "bundle", profile="packed", verify="none")
             report["compress_seconds"] = time.monotonic() - start
             report["bundle_bytes"] = sum(file.stat().st_size for file in (home / "bundle").glob("*.safetensors"))
         config = json.loads((model / "config.json").read_text())
-        is_whole = is_cuda and given.layers is None and not any("experts" in key for key in config)
-        if given.lora:
+        is_whole = is_cuda and arguments.layers is None and not any("experts" in key for key in config)
+        if arguments.lora:
             make_adapter(home / "adapter", config)
-        for name, (own, beside) in engines_of(given, home).items():
-            log = given.out.with_suffix(f".{name.replace(' ', '-')}.log")
-            more = {"adapter": str(home / "adapter")} if "enable_lora" in own else {}
-            left = (given.seconds or 1e9) - (time.monotonic() - begin)
+        for name, (engine_options, baseline) in engines_of(arguments, home).items():
+            log = arguments.out.with_suffix(f".{name.replace(' ', '-')}.log")
+            more = {"adapter": str(home / "adapter")} if "enable_lora" in engine_options else {}
+            left = (arguments.seconds or 1e9) - (time.monotonic() - begin)
             result, fault = None, None
-            if left > (LEAST_SECONDS if is_cuda else 0):
-                result, fault = run({"llm": {**llm, **own}, **common, **more}, log, left)
+            if left > (SECONDS_MIN if is_cuda else 0):
+                result, fault = run({"llm": {**llm, **engine_options}, **common, **more}, log, left)
             if fault is not None:
                 report["faults"].append(f"{name}: {fault}")
             elif result is None or not result.get("is_whole"):
                 report["left_out"].append(name)
             if result is None:
-                given.out.write_text(json.dumps(report, indent=1))
+                arguments.out.write_text(json.dumps(report, indent=1))
                 print(f"{name}: {fault or 'no time left'}", flush=True)
                 continue
             report["engines"][name] = result
-            bf16 = report["engines"].get(beside)
+            bf16 = report["engines"].get(baseline)
             if bf16 is not None and result is not bf16:
                 result["beside_bf16"] = compared(bf16, result)
                 if result["without_adapter"] is not None:
@@ -516,10 +516,10 @@ def main() -> None:
                         bf16["without_adapter"], result["without_adapter"]
                     )
                 result["over_bf16"] = over_bf16(bf16, result)
-                result["goals"] = goals(result["over_bf16"], is_whole and "enable_lora" not in own)
+                result["goals"] = goals(result["over_bf16"], is_whole and "enable_lora" not in engine_options)
                 report["faults"] += faults(name, result, bf16)
             report["seconds"] = time.monotonic() - begin
-            given.out.write_text(json.dumps(report, indent=1))
+            arguments.out.write_text(json.dumps(report, indent=1))
             print(f"{name}: load {result['load_seconds']:.1f} s, KV cache of {result['kv_tokens']} tokens")
             print(f"  {result['loading']}")
             for what, unit in (("tokens_per_second", "tokens/s"), ("first_token_ms", "ms to the first token")):

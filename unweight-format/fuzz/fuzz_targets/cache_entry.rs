@@ -10,7 +10,7 @@ use unweight_rt::raw::jit::cache::Store;
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| tempfile::tempdir().expect("a directory").keep().join("cache"));
 
 fuzz_target!(|data: &[u8]| {
-    let store = Store::open(&ROOT).expect("a folder of our own");
+    let store = Store::open(&ROOT).expect("a new folder");
     let Some((length, data)) = data.split_first_chunk::<2>() else { return };
     let (meta, cubin) = data.split_at(usize::from(u16::from_le_bytes(*length)).min(data.len()));
     let folder = ROOT.join("entries").join("uw_sm90a_fuzzed.0123456789abcdef0123456789abcdef.nvrtc-13.0");
@@ -20,6 +20,6 @@ fuzz_target!(|data: &[u8]| {
     }
     _ = store.ls().expect("readable");
     let verified = store.verify(true).expect("readable");
-    assert_eq!(verified.good, 0, "an entry whose digest nobody could have made is sound");
-    assert!(!folder.exists(), "what is damaged was evicted");
+    assert_eq!(verified.good, 0, "an entry with a random digest is accepted");
+    assert!(!folder.exists(), "the damaged entry was not evicted");
 });

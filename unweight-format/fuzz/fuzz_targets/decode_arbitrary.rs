@@ -25,8 +25,8 @@ const NUMBERED: [Section; 8] = [
 fn check_huffman(tensor: &HuffmanTensor<Vec<u8>>) {
     let (fast, slow) = (huffman::decode(tensor), oracle::decode_huffman(tensor));
     match (&fast, &slow) {
-        (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
-        (Err(error), Ok(_)) => panic!("only the fast decoder refuses: {error}"),
+        (Ok(fast), Ok(slow)) => assert!(fast == slow, "the decoders differ"),
+        (Err(error), Ok(_)) => panic!("only the fast decoder fails: {error}"),
         _ => {}
     }
     _ = huffman::transcode(tensor);
@@ -34,7 +34,7 @@ fn check_huffman(tensor: &HuffmanTensor<Vec<u8>>) {
 
 fn check_palette(tensor: &PaletteTensor<Vec<u8>>) {
     let mut out = vec![0; tensor.grid().elements() * 2];
-    palette::decode_into(tensor, &mut out).expect("a palette tensor has nothing left to fail on");
+    palette::decode_into(tensor, &mut out).expect("a checked palette tensor decodes");
     assert!(out == oracle::decode_palette(tensor));
 }
 
@@ -51,9 +51,9 @@ fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
 
 fn check_compact(tensor: &CompactTensor<Vec<u8>>) {
     match (tensor.decode(), oracle::decode_compact(tensor)) {
-        (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
-        (Err(fast), Err(slow)) => assert!(fast == slow, "refused for different reasons"),
-        (fast, slow) => panic!("one decoder refuses: {:?} {:?}", fast.err(), slow.err()),
+        (Ok(fast), Ok(slow)) => assert!(fast == slow, "the decoders differ"),
+        (Err(fast), Err(slow)) => assert!(fast == slow, "the decoders fail for different reasons"),
+        (fast, slow) => panic!("one decoder fails: {:?} {:?}", fast.err(), slow.err()),
     }
     (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
 }
@@ -61,8 +61,8 @@ fn check_compact(tensor: &CompactTensor<Vec<u8>>) {
 fn check_exponents(tensor: &ExponentsTensor<Vec<u8>>) {
     let (fast, slow) = (exponents::decode(tensor), oracle::decode_exponents(tensor));
     match (&fast, &slow) {
-        (Ok(fast), Ok(slow)) => assert!(fast == slow, "both accept, and differ"),
-        (Err(error), Ok(_)) => panic!("only the fast decoder refuses: {error}"),
+        (Ok(fast), Ok(slow)) => assert!(fast == slow, "the decoders differ"),
+        (Err(error), Ok(_)) => panic!("only the fast decoder fails: {error}"),
         _ => {}
     }
 }

@@ -27,7 +27,7 @@ struct State {
     dir: PathBuf,
     options: CompressOptions,
     /// The staging folder that the interrupted run left.
-    left: Tree,
+    interrupted: Tree,
     whole: Tree,
 }
 
@@ -79,13 +79,13 @@ static STATE: LazyLock<State> = LazyLock::new(|| {
     let whole = read_tree(&dir.join("whole"));
     // Stop in the second file, so that there is a record of the first.
     let total: u64 = fs::read_dir(dir.join("model")).expect("readable").map(|f| f.expect("there").metadata().expect("there").len()).sum();
-    run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("it was cancelled");
-    let left = read_tree(&dir.join("out.partial"));
+    run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("the run is cancelled");
+    let interrupted = read_tree(&dir.join("out.partial"));
     let has = |prefix: &str| {
-        left.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix))
+        interrupted.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix))
     };
-    assert!(has("records") && has("journal-") && has("shard-"), "{:?}", left.keys());
-    State { dir, options, left, whole }
+    assert!(has("records") && has("journal-") && has("shard-"), "{:?}", interrupted.keys());
+    State { dir, options, interrupted, whole }
 });
 
 /// Corrects the digests of changed contents.
@@ -105,16 +105,16 @@ fn seal(name: &str, bytes: &mut Vec<u8>) {
 }
 
 fuzz_target!(|data: &[u8]| {
-    let State { dir, options, left, whole } = &*STATE;
-    let names: Vec<&PathBuf> = left.keys().filter(|name| !name.ends_with("lock")).collect();
-    let mut tree = left.clone();
+    let State { dir, options, interrupted, whole } = &*STATE;
+    let names: Vec<&PathBuf> = interrupted.keys().filter(|name| !name.ends_with("lock")).collect();
+    let mut tree = interrupted.clone();
     for change in data.chunks_exact(8).take(16) {
-        let [which, what, a, b, c, d, e, value] = *<&[u8; 8]>::try_from(change).expect("eight bytes");
-        let name = names[usize::from(which) % names.len()];
+        let [name_index, operation, a, b, c, d, e, value] = *<&[u8; 8]>::try_from(change).expect("eight bytes");
+        let name = names[usize::from(name_index) % names.len()];
         let bytes = tree.get_mut(name).expect("listed");
         let at = u32::from_le_bytes([a, b, c, 0]) as usize % (bytes.len() + 1);
         let length = usize::from(u16::from_le_bytes([d, e]));
-        match what % 8 {
+        match operation % 8 {
             0 => bytes.truncate(at),
             1 => bytes.extend(std::iter::repeat_n(value, length)),
             2 => drop(bytes.drain(at..(at + length % 64).min(bytes.len()))),
@@ -136,7 +136,7 @@ fuzz_target!(|data: &[u8]| {
             _ if at < bytes.len() => bytes[at] = value,
             _ => {}
         }
-        if what & 0x80 != 0 {
+        if operation & 0x80 != 0 {
             seal(&name.to_string_lossy(), bytes);
         }
     }
@@ -146,8 +146,8 @@ fuzz_target!(|data: &[u8]| {
         fs::create_dir_all(path.parent().expect("below")).expect("made");
         fs::write(path, bytes).expect("written");
     }
-    compress(&dir.join("model"), &out, options, &Silent).expect("a run that resumes comes to its end");
-    assert!(read_tree(&out) == *whole, "resumed to other bytes");
+    compress(&dir.join("model"), &out, options, &Silent).expect("a resumed run finishes");
+    assert!(read_tree(&out) == *whole, "the resumed bundle differs");
     assert!(!partial.exists());
     fs::remove_dir_all(out).expect("removed");
 });

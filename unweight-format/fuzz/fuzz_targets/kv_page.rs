@@ -21,7 +21,7 @@ fn check(head_dim: u32, half: KvHalf, tiles: &[Vec<u8>; 4], record: &[u8], bf16:
         Err(error) => {
             assert!(!error.code().is_empty() && !error.to_string().is_empty());
             let stored = matches!(parsed, Ok(Record::Packed { .. }));
-            assert!(!stored || matches!(error, KvPageError::Size { .. }), "a valid record is refused: {error}");
+            assert!(!stored || matches!(error, KvPageError::Size { .. }), "a valid record is rejected: {error}");
             return;
         }
     };
@@ -33,7 +33,7 @@ fn check(head_dim: u32, half: KvHalf, tiles: &[Vec<u8>; 4], record: &[u8], bf16:
 fn round_trip(head_dim: u32, half: KvHalf, values: &[u16]) {
     let unit = encode_unit(head_dim, half, values);
     let decoded = decode_unit(head_dim, half, &unit.tiles, &unit.record, unit.bf16.as_deref()).expect("just encoded");
-    assert!(decoded == values, "other values");
+    assert!(decoded == values, "the decoded values differ");
     match Record::parse(head_dim, &unit.record).expect("just encoded") {
         Record::Packed { bases, escapes } => {
             let of = |at: usize| u16::from(bases[at % head_dim as usize / 16]);

@@ -21,7 +21,7 @@ pub enum CodecError {
         got: usize,
     },
     /// The encoding does not support the matrix's type.
-    #[error("the encoding does not take {}", .float.name())]
+    #[error("the encoding does not support {}", .float.name())]
     Type {
         /// Type of the matrix.
         float: Float,
@@ -43,7 +43,7 @@ pub enum CodecError {
         cols: usize,
     },
     /// The packed encoding requires dimensions that are multiples of 64.
-    #[error("a packed matrix has rows and columns that are multiples of 64, got [{rows}, {cols}]")]
+    #[error("rows and columns of a packed matrix must be multiples of 64, got [{rows}, {cols}]")]
     PackedShape {
         /// Rows of the matrix.
         rows: usize,
@@ -52,7 +52,7 @@ pub enum CodecError {
     },
     /// The requested part of a packed matrix does not consist of whole tiles.
     #[error(
-        "{axis} {start}..{end} cannot be cut out of {of}: a packed matrix is cut in multiples of 64, at least one; unpack it to cut elsewhere"
+        "cannot slice {axis} {start}..{end} of {of}: the bounds of a packed matrix must be multiples of 64, and not empty; unpack it for others"
     )]
     Slice {
         /// `rows` or `columns`.
@@ -77,7 +77,7 @@ pub enum CodecError {
         words: u64,
     },
     /// A stored tensor has too few or too many sections.
-    #[error("{got} sections stored, the encoding has {expected}")]
+    #[error("{got} sections stored, but the encoding has {expected}")]
     Sections {
         /// Sections of the encoding.
         expected: usize,
@@ -85,7 +85,7 @@ pub enum CodecError {
         got: usize,
     },
     /// A stored section has the wrong size.
-    #[error("section {section}: {got} bytes stored, the shape asks for {expected}")]
+    #[error("section {section}: {got} bytes stored, but the shape needs {expected}")]
     SectionBytes {
         /// Section name.
         section: &'static str,
@@ -103,7 +103,7 @@ pub enum CodecError {
         reason: &'static str,
     },
     /// A tile's metadata breaks invariant 1 or 2.
-    #[error("tile {tile}: {field} is {got}, the tiles before it give {expected}")]
+    #[error("tile {tile}: {field} is {got}, expected {expected} after the previous tiles")]
     TileMetadata {
         /// Tile index.
         tile: usize,

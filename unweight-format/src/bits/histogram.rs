@@ -146,7 +146,7 @@ impl Counter {
         use std::arch::x86_64::*;
 
         let (blocks, rest) = bytes.as_chunks::<128>();
-        let wanted = common.map(|e| _mm512_set1_epi8(e as i8));
+        let common_vectors = common.map(|e| _mm512_set1_epi8(e as i8));
         let mut member = [0u8; 256];
         common.iter().for_each(|&e| member[usize::from(e)] = 1);
         // SAFETY: four quarters of 64 bytes; loads need no alignment.
@@ -163,19 +163,19 @@ impl Counter {
                 let low = _mm512_cvtepi16_epi8(_mm512_srli_epi16::<7>(low));
                 let high = _mm512_cvtepi16_epi8(_mm512_srli_epi16::<7>(high));
                 let exponents = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high);
-                for (counter, &wanted) in counters.iter_mut().zip(&wanted) {
-                    let equal = _mm512_cmpeq_epi8_mask(exponents, wanted);
+                for (counter, &common_vectors) in counters.iter_mut().zip(&common_vectors) {
+                    let equal = _mm512_cmpeq_epi8_mask(exponents, common_vectors);
                     *counter = _mm512_mask_sub_epi8(*counter, equal, *counter, _mm512_set1_epi8(-1));
                 }
                 let low = _mm512_permutex2var_epi8(member[0], exponents, member[1]);
                 let high = _mm512_permutex2var_epi8(member[2], exponents, member[3]);
-                let known = _mm512_mask_blend_epi8(_mm512_movepi8_mask(exponents), low, high);
-                let mut others = _mm512_testn_epi8_mask(known, known);
-                while others != 0 {
-                    let i = 2 * others.trailing_zeros() as usize;
+                let is_common = _mm512_mask_blend_epi8(_mm512_movepi8_mask(exponents), low, high);
+                let mut other_elements = _mm512_testn_epi8_mask(is_common, is_common);
+                while other_elements != 0 {
+                    let i = 2 * other_elements.trailing_zeros() as usize;
                     let exponent = crate::bf16::exponent(u16::from_le_bytes([block[i], block[i + 1]]));
                     self.tables[usize::from(exponent)][0] += 1;
-                    others &= others - 1;
+                    other_elements &= other_elements - 1;
                 }
             }
             for (&exponent, &counter) in common.iter().zip(&counters) {

@@ -83,20 +83,23 @@ impl AttachedKernel {
 
     /// Returns what is wrong with the entry, if anything.
     fn fault(&self) -> Option<&'static str> {
-        let word = |text: &str, most: usize| {
-            (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        let is_word = |text: &str, max_len: usize| {
+            (1..=max_len).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
         };
-        let line = |text: &str| text.len() <= 64 && text.bytes().all(|byte| byte.is_ascii_graphic());
+        let is_printable = |text: &str| text.len() <= 64 && text.bytes().all(|byte| byte.is_ascii_graphic());
         let AttachedBy { name, version, build } = &self.compiler;
-        if !word(&self.name, 160) {
-            Some("its name is not 1 to 160 of A-Z, a-z, 0-9 and _")
-        } else if !word(&self.arch, 16) {
-            Some("its arch is not 1 to 16 of A-Z, a-z, 0-9 and _")
+        if !is_word(&self.name, 160) {
+            Some("its name is not 1 to 160 characters of A-Z, a-z, 0-9 and _")
+        } else if !is_word(&self.arch, 16) {
+            Some("its arch is not 1 to 16 characters of A-Z, a-z, 0-9 and _")
         } else if self.source.len() != 64 || !self.source.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         {
             Some("its source is not 64 hexadecimal digits")
-        } else if name.is_empty() || version.is_empty() || ![name, version, build].into_iter().all(|text| line(text)) {
-            Some("its compiler is not named by up to 64 printable characters each")
+        } else if name.is_empty()
+            || version.is_empty()
+            || ![name, version, build].into_iter().all(|text| is_printable(text))
+        {
+            Some("its compiler has a name, version or build that is not up to 64 printable characters")
         } else if !(1..=KERNEL_BYTES_MAX).contains(&self.bytes) {
             Some("it has no bytes, or more than 64 MiB")
         } else {
@@ -145,7 +148,7 @@ impl Attached {
         // At most 64 MiB each, and few enough for an index: the sum is far below 2^64.
         let end = start + kernels.iter().map(|kernel| kernel.bytes).sum::<u64>();
         if end != input.bytes() {
-            return Err(fault(format!("its kernels end at byte {end}, the file at {}", input.bytes())));
+            return Err(fault(format!("its kernels end at byte {end}, but the file ends at {}", input.bytes())));
         }
         Ok(Some(Self { input, kernels, plan, start }))
     }
@@ -181,11 +184,11 @@ impl Attached {
             return Err(fault(format!("has no kernel {name} of source {source}")));
         };
         let offset = self.start + self.kernels[..at].iter().map(|kernel| kernel.bytes).sum::<u64>();
-        let own = &self.kernels[at];
-        let bytes = self.input.read(offset, own.bytes)?;
+        let entry = &self.kernels[at];
+        let bytes = self.input.read(offset, entry.bytes)?;
         let digest = Digest::of(&bytes);
-        if digest != own.digest {
-            return Err(fault(format!("kernel {name} at byte {offset}: expected {}, got {digest}", own.digest)));
+        if digest != entry.digest {
+            return Err(fault(format!("kernel {name} at byte {offset}: expected {}, got {digest}", entry.digest)));
         }
         Ok(bytes)
     }
@@ -208,10 +211,10 @@ impl Attached {
         sorted.sort_by(|(a, _), (b, _)| a.order(&b.name, &b.source));
         sorted.dedup_by(|(b, _), (a, _)| a.order(&b.name, &b.source) == Ordering::Equal);
         for (kernel, binary) in &sorted {
-            let own = kernel.bytes == binary.len() as u64 && kernel.digest == Digest::of(binary);
-            let wrong = kernel.fault().or((!own).then_some("its size or digest is not that of its bytes"));
-            if let Some(wrong) = wrong {
-                return Err(fault(format!("kernel '{}': {wrong}", kernel.name.escape_default())));
+            let is_consistent = kernel.bytes == binary.len() as u64 && kernel.digest == Digest::of(binary);
+            let reason = kernel.fault().or((!is_consistent).then_some("its size or digest does not match its bytes"));
+            if let Some(reason) = reason {
+                return Err(fault(format!("kernel '{}': {reason}", kernel.name.escape_default())));
             }
         }
         let index = IndexOut {
@@ -223,7 +226,7 @@ impl Attached {
         let index = serde_json::to_vec(&index).map_err(|error| fault(error.to_string()))?;
         let bytes = HEAD_BYTES + index.len() + sorted.iter().map(|(_, binary)| binary.len()).sum::<usize>();
         if index.len() as u64 > INDEX_BYTES_MAX || bytes as u64 > ATTACHED_BYTES_MAX {
-            return Err(fault(format!("{} kernels of {bytes} bytes are more than are read", sorted.len())));
+            return Err(fault(format!("{} kernels of {bytes} bytes exceed the limits of the format", sorted.len())));
         }
         let mut out = Vec::with_capacity(bytes);
         out.extend_from_slice(MAGIC);
@@ -249,31 +252,31 @@ fn read_index(path: &Path) -> Result<Option<(Input, Index, u64)>, BundleError> {
         return Err(fault(format!("{} bytes, above the limit of {ATTACHED_BYTES_MAX}", input.bytes())));
     }
     if input.bytes() < HEAD_BYTES as u64 {
-        return Err(fault(format!("cut off at byte {}", input.bytes())));
+        return Err(fault(format!("truncated at byte {}", input.bytes())));
     }
     let mut head = [0; HEAD_BYTES];
     input.read_at(0, &mut head)?;
     let (magic, rest) = head.split_at(MAGIC.len());
     let (length, digits) = rest.split_at(8);
     if magic != MAGIC {
-        return Err(fault("does not begin as attached kernels do"));
+        return Err(fault("does not begin with the magic bytes of attached kernels"));
     }
-    let mut eight = [0; 8];
-    eight.copy_from_slice(length);
-    let length = u64::from_le_bytes(eight);
+    let mut length_bytes = [0; 8];
+    length_bytes.copy_from_slice(length);
+    let length = u64::from_le_bytes(length_bytes);
     if length > INDEX_BYTES_MAX || length > input.bytes() - HEAD_BYTES as u64 {
-        return Err(fault(format!("says that its index has {length} bytes")));
+        return Err(fault(format!("an index of {length} bytes exceeds the file or the limit of {INDEX_BYTES_MAX}")));
     }
     let text = input.read(HEAD_BYTES as u64, length)?;
     if Digest::of(&text).to_string().as_bytes() != digits {
-        return Err(fault(format!("its index at byte {HEAD_BYTES} has another digest than it says")));
+        return Err(fault(format!("its index at byte {HEAD_BYTES} does not match its digest")));
     }
     Ok(Some((input, index(&text)?, HEAD_BYTES as u64 + length)))
 }
 
 /// Parses and checks an index.
 fn index(text: &[u8]) -> Result<Index, BundleError> {
-    let place = |error: serde_json::Error| {
+    let index_error = |error: serde_json::Error| {
         fault(format!("its index at line {}, column {}: {error}", error.line(), error.column()))
     };
     // Parse the version first: a newer index may have fields of another type.
@@ -281,16 +284,16 @@ fn index(text: &[u8]) -> Result<Index, BundleError> {
     struct Head {
         version: Version,
     }
-    let Head { version } = serde_json::from_slice(text).map_err(place)?;
+    let Head { version } = serde_json::from_slice(text).map_err(index_error)?;
     if version.major > ATTACHED_VERSION.major {
         return Err(fault(format!("version {version} is newer than this program's {ATTACHED_VERSION}")));
     }
-    let index: Index = serde_json::from_slice(text).map_err(place)?;
+    let index: Index = serde_json::from_slice(text).map_err(index_error)?;
     check_plan(index.plan.as_deref())?;
     let kernels = &index.kernels;
     for kernel in kernels {
-        if let Some(wrong) = kernel.fault() {
-            return Err(fault(format!("kernel '{}': {wrong}", kernel.name.escape_default())));
+        if let Some(reason) = kernel.fault() {
+            return Err(fault(format!("kernel '{}': {reason}", kernel.name.escape_default())));
         }
     }
     for pair in kernels.windows(2) {
@@ -315,9 +318,9 @@ fn fault(reason: impl Into<String>) -> BundleError {
 }
 
 /// Whether the source contained a file or folder of this name, which then is not ours.
-fn is_listed(manifest: &Manifest, own: &str) -> bool {
-    let below = |name: &str| name.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
-    manifest.files.iter().flat_map(|file| file.stored()).any(|(name, _)| below(&name))
+fn is_listed(manifest: &Manifest, name: &str) -> bool {
+    let is_inside = |file: &str| file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    manifest.files.iter().flat_map(|file| file.stored()).any(|(file, _)| is_inside(&file))
 }
 
 /// The kernels attached to the bundle in `dir`, if any.
@@ -342,7 +345,7 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
         Err(_) if force => read_index(&path).ok().flatten().and_then(|(_, index, _)| index.plan),
         _ => return Err(BundleError::OutputExists { path }),
     };
-    place(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
+    write_attached(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
 }
 
 /// Attaches a tuned plan to a bundle and returns the size of the file. `change` receives the attached plan and returns
@@ -360,7 +363,7 @@ pub fn attach_plan<E: From<BundleError>>(
     let (binaries, old) = all_attached(dir)?;
     let kernels: Vec<_> = binaries.iter().map(|(kernel, binary)| (kernel.clone(), binary.as_slice())).collect();
     let plan = change(old.as_deref())?;
-    Ok(place(dir, &Attached::encode_with(&kernels, Some(&plan))?, &lock)?)
+    Ok(write_attached(dir, &Attached::encode_with(&kernels, Some(&plan))?, &lock)?)
 }
 
 /// Checks that [`attach`] could write now, before kernels are compiled for minutes.
@@ -368,7 +371,7 @@ pub fn attach_plan<E: From<BundleError>>(
 /// # Errors
 /// `dir` is not a bundle, it is not writable, or another process holds the lock for half a minute.
 pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
-    may_place(dir, &lock(dir)?)
+    check_writable(dir, &lock(dir)?)
 }
 
 /// Checks that [`attach_plan`] could write now, before minutes of measurements. Returns the attached plan.
@@ -378,12 +381,12 @@ pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
 pub fn may_attach_plan(dir: &Path) -> Result<Option<String>, BundleError> {
     let lock = lock(dir)?;
     let (_, plan) = all_attached(dir)?;
-    may_place(dir, &lock)?;
+    check_writable(dir, &lock)?;
     Ok(plan)
 }
 
-/// Checks that [`place`] could create its file.
-fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
+/// Checks that [`write_attached`] could create its file.
+fn check_writable(dir: &Path, _lock: &File) -> Result<(), BundleError> {
     let path = dir.join(ATTACHED_NAME);
     if path.is_dir() {
         return Err(BundleError::Io { action: "write the file", path, source: io::ErrorKind::IsADirectory.into() });
@@ -396,7 +399,7 @@ fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
 
 /// How long to wait for another process that attaches or detaches, so that compiled kernels and measurements are not
 /// lost.
-const PATIENCE: Duration = Duration::from_secs(30);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The attached kernels, each compared with its digest, and the plan.
 #[expect(clippy::type_complexity, reason = "kernels with their bytes, and the plan")]
@@ -407,7 +410,7 @@ fn all_attached(dir: &Path) -> Result<(Vec<(AttachedKernel, Vec<u8>)>, Option<St
 }
 
 /// Replaces the file atomically. Returns its size.
-fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
+fn write_attached(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let partial = dir.join(PARTIAL_NAME);
     // A file from a killed run: a running process would hold the lock.
@@ -456,28 +459,28 @@ pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
 /// Locks the bundle against attaching by other processes, until the result is dropped. The system releases the lock
 /// when the process ends.
 fn lock(dir: &Path) -> Result<File, BundleError> {
-    lock_within(dir, PATIENCE)
+    lock_within(dir, LOCK_TIMEOUT)
 }
 
-fn lock_within(dir: &Path, patience: Duration) -> Result<File, BundleError> {
-    let until = Instant::now() + patience;
-    let place = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()));
+fn lock_within(dir: &Path, timeout: Duration) -> Result<File, BundleError> {
+    let deadline = Instant::now() + timeout;
+    let identity = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()));
     loop {
         let manifest = read_manifest(dir)?;
         // Attaching replaces these files, so they must not be files of the model.
-        if let Some(taken) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
-            return Err(BundleError::NameTaken { path: dir.join(taken) });
+        if let Some(reserved_name) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
+            return Err(BundleError::NameTaken { path: dir.join(reserved_name) });
         }
         let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
         // Not every file system supports locks; creating an existing file fails in any case.
         while let Err(TryLockError::WouldBlock) = lock.try_lock() {
-            if Instant::now() >= until {
+            if Instant::now() >= deadline {
                 return Err(BundleError::Locked { path: dir.into(), by: Holder::of(&lock) });
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         // Otherwise another bundle has replaced this one.
-        if place(lock.metadata()) == place(dir.metadata()) {
+        if identity(lock.metadata()) == identity(dir.metadata()) {
             return Ok(lock);
         }
     }
@@ -487,7 +490,7 @@ fn lock_within(dir: &Path, patience: Duration) -> Result<File, BundleError> {
 fn remove(path: &Path) -> Result<Option<u64>, BundleError> {
     let bytes = match path.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(BundleError::io("look at the file", path))?.len(),
+        other => other.map_err(BundleError::io("read the metadata of the file", path))?.len(),
     };
     fs::remove_file(path).map_err(BundleError::io("remove the file", path))?;
     Ok(Some(bytes))
@@ -552,7 +555,7 @@ mod tests {
         make(&dir);
         let held = lock_within(&dir, Duration::ZERO).unwrap();
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| lock_within(&dir, PATIENCE).unwrap());
+            let waits = scope.spawn(|| lock_within(&dir, LOCK_TIMEOUT).unwrap());
             std::thread::sleep(Duration::from_millis(100));
             make(&dir);
             drop(held);

@@ -121,7 +121,7 @@ impl Bands {
     }
 
     /// The first block of a row of blocks whose digest differs from `expected`: its index and its actual digest.
-    pub(crate) fn wrong(&self, row: usize, read: &[u8], expected: &[Digest]) -> Option<(usize, Digest)> {
+    pub(crate) fn first_mismatch(&self, row: usize, read: &[u8], expected: &[Digest]) -> Option<(usize, Digest)> {
         let from = self.run().start;
         self.cols.clone().find_map(|col| {
             let (run, index) = (self.blocks.run(col), row * self.blocks.cols() + col);
@@ -139,9 +139,9 @@ impl Bands {
         cols: &Range<usize>,
     ) -> Vec<&'a [u8]> {
         let (run, tiles) = (self.run(), self.tile_rows(row));
-        let wanted = tiles.start.max(rows.start / TILE)..tiles.end.min(rows.end / TILE);
+        let tile_rows = tiles.start.max(rows.start / TILE)..tiles.end.min(rows.end / TILE);
         let part = cols.start / TILE * PACKED_TILE_BYTES - run.start..cols.end / TILE * PACKED_TILE_BYTES - run.start;
-        wanted.map(|row| &read[(row - tiles.start) * run.len()..][part.clone()]).collect()
+        tile_rows.map(|row| &read[(row - tiles.start) * run.len()..][part.clone()]).collect()
     }
 }
 
@@ -169,7 +169,7 @@ pub(crate) mod digits {
         let text = String::deserialize(deserializer)?;
         let whole = text.as_bytes().chunks_exact(DIGITS);
         if !whole.remainder().is_empty() {
-            return Err(D::Error::custom(format!("digests of 32 digits each do not make {} characters", text.len())));
+            return Err(D::Error::custom(format!("{} characters are not a list of digests of 32 digits", text.len())));
         }
         whole.map(|digits| std::str::from_utf8(digits).unwrap_or_default().parse().map_err(D::Error::custom)).collect()
     }
@@ -213,12 +213,12 @@ mod tests {
                             runs.iter().flat_map(|run| &packed[run.offset as usize..][..run.bytes]).copied().collect();
                         assert_eq!(read.len(), bands.bytes_of(row));
                         bytes += read.len() as u64;
-                        assert_eq!(bands.wrong(row, &read, &digests), None);
+                        assert_eq!(bands.first_mismatch(row, &read, &digests), None);
                         bands.tiles(row, &read, &rows, &cols).iter().for_each(|run| got.extend_from_slice(run));
                         // The digests cover every byte that is read.
                         for at in [0, read.len() / 2, read.len() - 1] {
                             read[at] ^= 1;
-                            assert!(bands.wrong(row, &read, &digests).is_some());
+                            assert!(bands.first_mismatch(row, &read, &digests).is_some());
                             read[at] ^= 1;
                         }
                     }

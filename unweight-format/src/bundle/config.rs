@@ -29,16 +29,16 @@ pub(crate) fn is_config(name: &str) -> bool {
 
 /// Checks the size of a `config.json`. The error is the reason why it does not get the keys.
 pub(crate) fn check_bytes(bytes: u64) -> Result<(), &'static str> {
-    if bytes > BYTES_MAX { Err("it has more than 16 MiB") } else { Ok(()) }
+    if bytes > BYTES_MAX { Err("it is larger than 16 MiB") } else { Ok(()) }
 }
 
 /// Checks whether a `config.json` can get the keys. The error is the reason why it cannot.
 pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
-    let no_object = "it is no JSON object";
-    std::str::from_utf8(text).map_err(|_| no_object)?;
-    let _: HashMap<String, IgnoredAny> = serde_json::from_slice(&strict(text)).map_err(|_| no_object)?;
+    let object_error = "it is not a JSON object";
+    std::str::from_utf8(text).map_err(|_| object_error)?;
+    let _: HashMap<String, IgnoredAny> = serde_json::from_slice(&strict(text)).map_err(|_| object_error)?;
     if matches!(last(text, WEIGHTS_KEY), Some((_, false))) {
-        return Err("it has transformers_weights of its own");
+        return Err("it already has the key transformers_weights");
     }
     Ok(())
 }
@@ -265,28 +265,28 @@ mod tests {
 
     #[test]
     fn unmarked_configs_have_a_reason() {
-        let no_object = "it is no JSON object";
+        let object_error = "it is not a JSON object";
         for (text, reason) in [
-            ("", no_object),
-            ("[]", no_object),
-            ("{\"a\": 1", no_object),
-            ("{\"a\": 1} {}", no_object),
-            ("\u{feff}{}", no_object),
-            ("\"{\"", no_object),
-            ("{\"a\": NaN NaN}", no_object),
-            ("{\"a\": 1NaN}", no_object),
-            ("{\"a\": 1.Infinity}", no_object),
-            ("{\"a\": \"\\", no_object),
-            (r#"{"transformers_weights": "x"}"#, "it has transformers_weights of its own"),
+            ("", object_error),
+            ("[]", object_error),
+            ("{\"a\": 1", object_error),
+            ("{\"a\": 1} {}", object_error),
+            ("\u{feff}{}", object_error),
+            ("\"{\"", object_error),
+            ("{\"a\": NaN NaN}", object_error),
+            ("{\"a\": 1NaN}", object_error),
+            ("{\"a\": 1.Infinity}", object_error),
+            ("{\"a\": \"\\", object_error),
+            (r#"{"transformers_weights": "x"}"#, "it already has the key transformers_weights"),
             (
                 r#"{"transformers_weights": null, "transformers\u005fweights": ""}"#,
-                "it has transformers_weights of its own",
+                "it already has the key transformers_weights",
             ),
         ] {
             assert_eq!(check(text.as_bytes()), Err(reason), "{text}");
         }
-        assert_eq!(check(b"{\"\xff\": 1}"), Err(no_object));
-        assert_eq!(check(b"{\"a\": \"\xff\"}"), Err(no_object));
+        assert_eq!(check(b"{\"\xff\": 1}"), Err(object_error));
+        assert_eq!(check(b"{\"a\": \"\xff\"}"), Err(object_error));
         assert_eq!(
             check(br#"{"text_config": {"quantization_config": {}}}"#),
             Ok(()),

@@ -54,7 +54,7 @@ fn run(
 ) -> Result<DecompressReport, BundleError> {
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
-    let replaceable = if options.force { Some(given_back(output, &manifest, progress)?) } else { None };
+    let replaceable = if options.force { Some(files_of_bundle(output, &manifest, progress)?) } else { None };
     let inputs = [bundle.to_path_buf()];
     Stage::check(&inputs, output, replaceable.as_ref())?;
     // Check every file before decoding, so that a missing shard is reported at once.
@@ -80,8 +80,8 @@ fn run(
 
 /// The files at `output` that the bundle can restore. Names and sizes do not distinguish models, so the contents of
 /// each candidate are compared.
-fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
-    let mut same = HashMap::new();
+fn files_of_bundle(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
+    let mut stamps = HashMap::new();
     for file in &manifest.files {
         let path = output.join(file.name());
         if !path.symlink_metadata().is_ok_and(|metadata| metadata.is_file() && metadata.len() == file.size()) {
@@ -90,13 +90,13 @@ fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Re
         let Ok(input) = Input::open(&path) else { continue };
         let each = |_| if progress.cancelled() { Err(BundleError::Cancelled) } else { Ok(()) };
         match compare_original(&input, file, each) {
-            Ok(None) => _ = same.insert(file.name().to_owned(), input.stamp()),
+            Ok(None) => _ = stamps.insert(file.name().to_owned(), input.stamp()),
             Err(BundleError::Cancelled) => return Err(BundleError::Cancelled),
             // The file differs: it is not replaceable.
             _ => {}
         }
     }
-    Ok(Replaceable::Files(same))
+    Ok(Replaceable::Files(stamps))
 }
 
 struct Job<'a> {
@@ -240,7 +240,7 @@ impl Job<'_> {
         self.progress.advance(begun_bytes.saturating_sub(file.header_bytes));
         let write = |bytes: &[u8], at: u64| {
             files::write_at(&target, bytes, at).map_err(self.stage.write_error(&work))?;
-            self.stage.wrote(bytes.len() as u64);
+            self.stage.count_written(bytes.len() as u64);
             Ok(())
         };
         write(&header, 0)?;
@@ -276,10 +276,10 @@ impl Job<'_> {
             Work::Pieces(_) => CHUNK as u64,
         });
         let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
-        let (give_back, free) = mpsc::channel::<Vec<u8>>();
+        let (recycle, free) = mpsc::channel::<Vec<u8>>();
         for _ in 0..2 {
             // The receiver still exists.
-            _ = give_back.send(shard.buffer(pooled)?);
+            _ = recycle.send(shard.buffer(pooled)?);
         }
         thread::scope(|scope| {
             let (gate, failed, write) = (&gate, &failed, &write);
@@ -293,7 +293,7 @@ impl Job<'_> {
                     }
                     if buffer.len() as u64 == pooled {
                         // The decoding thread drops the receiver when it needs no more buffers.
-                        _ = give_back.send(buffer);
+                        _ = recycle.send(buffer);
                     }
                     gate.leave(bytes as u64);
                 }

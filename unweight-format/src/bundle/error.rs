@@ -77,7 +77,7 @@ pub enum BundleError {
         free_bytes: u64,
     },
     /// The disk became full while a file was written.
-    #[error("{}: no room to write{}", path.display(), room(*needed_bytes, *free_bytes))]
+    #[error("{}: no space left to write{}", path.display(), space_note(*needed_bytes, *free_bytes))]
     DiskFull {
         /// The file that was written.
         path: PathBuf,
@@ -97,7 +97,7 @@ pub enum BundleError {
         source: io::Error,
     },
     /// The path is not a directory.
-    #[error("{}: not a directory; give the directory that holds the model", path.display())]
+    #[error("{}: not a directory; pass the directory of the model", path.display())]
     NotADirectory {
         /// The path given.
         path: PathBuf,
@@ -149,7 +149,7 @@ pub enum BundleError {
         file: String,
     },
     /// Neither could the finished output get its name, nor could the old one get its name back.
-    #[error("{}: cannot rename the finished output to its name; the old one is in {}: move it where it is safe, or run again to replace it", output.display(), old.display())]
+    #[error("{}: cannot rename the finished output to its final name; the old output is in {}: move it to a safe place, or run again to replace it", output.display(), old.display())]
     SetAside {
         /// The output, which does not exist now.
         output: PathBuf,
@@ -159,7 +159,7 @@ pub enum BundleError {
         source: io::Error,
     },
     /// Another process is writing the same output, or is attaching to the same bundle.
-    #[error("{}: {by} is writing here; wait for it, or end it", path.display())]
+    #[error("{}: {by} is writing here; wait for it, or stop it", path.display())]
     Locked {
         /// The partial directory, or the bundle.
         path: PathBuf,
@@ -208,7 +208,7 @@ pub enum BundleError {
         reason: String,
     },
     /// The name of a source tensor is reserved for bundles.
-    #[error("{}: tensor '{tensor}': names with '.unweight.' or 'unweight.source_header' are reserved for bundles; is this a bundle already?", path.display())]
+    #[error("{}: tensor '{tensor}': names with '.unweight.' or 'unweight.source_header' are reserved for bundles; is this already a bundle?", path.display())]
     ReservedTensor {
         /// Path of the file.
         path: PathBuf,
@@ -216,7 +216,7 @@ pub enum BundleError {
         tensor: String,
     },
     /// The name of a source file is reserved for bundles.
-    #[error("{}: the name is reserved for bundles; is this a bundle already? (decompress it, or move the file away)", path.display())]
+    #[error("{}: the name is reserved for bundles; is this already a bundle? (decompress it, or move the file away)", path.display())]
     ReservedFile {
         /// Path of the file.
         path: PathBuf,
@@ -240,7 +240,7 @@ pub enum BundleError {
         change: &'static str,
     },
     /// Reading a file failed.
-    #[error("{}: cannot read at byte {offset}; look at the disk, or fetch the file again", path.display())]
+    #[error("{}: cannot read at byte {offset}; check the disk, or fetch the file again", path.display())]
     Read {
         /// Path of the file.
         path: PathBuf,
@@ -250,7 +250,7 @@ pub enum BundleError {
         source: io::Error,
     },
     /// A file exceeds a limit of the format.
-    #[error("{}: {got} bytes, above the limit of {limit}; it is not what its name says", path.display())]
+    #[error("{}: {got} bytes, above the limit of {limit}; check that this is the right file", path.display())]
     TooLarge {
         /// Path of the file.
         path: PathBuf,
@@ -260,7 +260,7 @@ pub enum BundleError {
         got: u64,
     },
     /// A tensor does not fit in memory.
-    #[error("{}: {needed_bytes} bytes of memory are needed at once, this machine has {memory_bytes}; work on it on a larger machine", path.display())]
+    #[error("{}: {needed_bytes} bytes of memory are needed at once, but this machine has {memory_bytes}; use a larger machine", path.display())]
     Memory {
         /// Path of the file.
         path: PathBuf,
@@ -283,7 +283,7 @@ pub enum BundleError {
     },
     /// The manifest would exceed the limit of readers.
     #[error(
-        "the bundle's unweight.json would have {got} bytes or more, above the {limit} that are read of one; compress fewer files at a time"
+        "the bundle's unweight.json would have {got} bytes or more, above the limit of {limit}; compress fewer files at a time"
     )]
     ManifestTooLarge {
         /// Minimum size of the manifest in bytes.
@@ -292,7 +292,7 @@ pub enum BundleError {
         limit: u64,
     },
     /// A tensor's shape has too many extents.
-    #[error("{}: tensor '{tensor}': a shape of {got} extents, above the limit of {limit}; store it with fewer", path.display())]
+    #[error("{}: tensor '{tensor}': {got} dimensions, above the limit of {limit}; reshape it", path.display())]
     Rank {
         /// Path of the file.
         path: PathBuf,
@@ -332,7 +332,7 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// The bundle is not complete: a run is writing it or was interrupted.
-    #[error("{}: not finished: an interrupted run, or one that still works, keeps what is done in {}", path.display(), partial.display())]
+    #[error("{}: not finished: a running or interrupted process keeps its progress in {}", path.display(), partial.display())]
     Unfinished {
         /// Path of the directory.
         path: PathBuf,
@@ -375,7 +375,7 @@ pub enum BundleError {
         what: &'static str,
     },
     /// The parts were made by another version of the program.
-    #[error("{}: made by {creator}, whose bundles this program does not make; merge with the program that made the parts", path.display())]
+    #[error("{}: made by {creator}, whose bundles this program does not write; merge with the program that made the parts", path.display())]
     PartCreator {
         /// The part's folder.
         path: PathBuf,
@@ -383,7 +383,7 @@ pub enum BundleError {
         creator: String,
     },
     /// A part was given twice.
-    #[error("{}: part {part}, as {} is; give each part once", path.display(), other.display())]
+    #[error("{}: part {part}, and so is {}; pass each part once", path.display(), other.display())]
     PartTwice {
         /// Index and number of parts.
         part: Part,
@@ -393,21 +393,19 @@ pub enum BundleError {
         other: PathBuf,
     },
     /// A part is missing.
-    #[error("part {part} is missing; make it, or name its folder, too")]
+    #[error("part {part} is missing; make it, or pass its directory, too")]
     PartMissing {
         /// Index and number of parts.
         part: Part,
     },
     /// Parts without SHA-256 cannot be signed.
-    #[error(
-        "{file}: its part has no SHA-256, and a signature of other digests proves nothing; make the parts with SHA-256"
-    )]
+    #[error("{file}: its part has no SHA-256, and other digests can be forged; make the parts with SHA-256")]
     UnsignableParts {
         /// Name of the file.
         file: String,
     },
     /// The bundle has a development version, or an older major version.
-    #[error("{}: format version {version} of a development version of the program, this one reads {supported}; compress the model again with this program", path.display())]
+    #[error("{}: format version {version} of a development version of the program, but this one reads {supported}; compress the model again with this program", path.display())]
     OldVersion {
         /// Path of the manifest.
         path: PathBuf,
@@ -435,10 +433,10 @@ pub enum BundleError {
         reason: String,
     },
     /// The manifest could not be signed.
-    #[error("the manifest could not be signed")]
+    #[error("cannot sign the manifest")]
     Sign(#[source] Box<dyn Error + Send + Sync>),
     /// The text is not a minisign public key.
-    #[error("not a minisign public key ({reason}); give the text or the second line of a minisign.pub")]
+    #[error("not a minisign public key ({reason}); pass the text or the second line of a minisign.pub")]
     PublicKey {
         /// Reason of the error.
         reason: String,
@@ -483,8 +481,8 @@ pub enum BundleError {
     },
     /// A `config.json` belongs to another bundle.
     #[error(
-        "{}: it is of another bundle: it names the weights {got}, and those of unweight.json are {expected}; fetch the \
-         bundle again, all files from one place, or take quantization_config out of this file",
+        "{}: it belongs to another bundle: it names the weights {got}, but those of unweight.json are {expected}; fetch \
+         all files of the bundle again from one place, or remove quantization_config from this file",
         path.display()
     )]
     OtherConfig {
@@ -519,7 +517,7 @@ pub enum BundleError {
     },
     /// An interrupted run left a file that it was about to attach.
     #[error(
-        "{file}: an interrupted run was about to attach this; it does not belong to the bundle, and the next run that \
+        "{file}: left by an interrupted run that attached it; it does not belong to the bundle, and the next run that \
              attaches or detaches removes it"
     )]
     HalfAttached {
@@ -551,7 +549,7 @@ pub enum BundleError {
         name: String,
     },
     /// Several files of the bundle contain a tensor of this name.
-    #[error("tensor '{name}' is in {} files ({}); name the file, too", files.len(), files.join(", "))]
+    #[error("tensor '{name}' is in {} files ({}); pass the file, too", files.len(), files.join(", "))]
     AmbiguousTensor {
         /// The requested name.
         name: String,
@@ -569,7 +567,7 @@ pub enum BundleError {
         shape: Vec<usize>,
     },
     /// The requested part of a tensor is empty or exceeds the tensor.
-    #[error("{file}: tensor '{tensor}' has {of} {axis}, and no part {start}..{end}; ask for at least one of them")]
+    #[error("{file}: tensor '{tensor}' has {of} {axis}, and no part {start}..{end}; request at least one of them")]
     PartOutside {
         /// Relative path.
         file: String,
@@ -709,7 +707,7 @@ pub fn io_code(error: &io::Error) -> &'static str {
 }
 
 /// The bytes needed and free, as far as they are known.
-fn room(needed_bytes: u64, free_bytes: u64) -> String {
+fn space_note(needed_bytes: u64, free_bytes: u64) -> String {
     match needed_bytes {
         0 => format!(", {free_bytes} bytes are free"),
         _ => format!(", about {needed_bytes} more bytes are needed and {free_bytes} are free"),

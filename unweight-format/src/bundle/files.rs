@@ -41,10 +41,10 @@ impl Stamp {
     /// Returns how a later stamp differs, if it does.
     fn difference(&self, later: &Self) -> Option<&'static str> {
         if self.identity != later.identity {
-            return Some("another file has its name now");
+            return Some("it was replaced");
         }
         if self.bytes != later.bytes {
-            return Some("its size is another now");
+            return Some("its size changed");
         }
         (self != later).then_some("it was written to")
     }
@@ -73,7 +73,7 @@ impl Input {
             .custom_flags(libc::O_NONBLOCK)
             .open(path)
             .map_err(BundleError::io("open the file", path))?;
-        let metadata = file.metadata().map_err(BundleError::io("look at the file", path))?;
+        let metadata = file.metadata().map_err(BundleError::io("read the metadata of the file", path))?;
         if !metadata.is_file() {
             return Err(BundleError::Unstorable { path: path.into(), reason: "not a regular file; move it away" });
         }
@@ -185,9 +185,9 @@ impl Input {
     /// # Errors
     /// The file was changed or replaced.
     pub fn check_unchanged(&self) -> Result<(), BundleError> {
-        let named = fs::metadata(&self.path).map_err(BundleError::io("look at the file", &self.path))?;
-        let own = self.file.metadata().map_err(BundleError::io("look at the file", &self.path))?;
-        for now in [own, named] {
+        let named = fs::metadata(&self.path).map_err(BundleError::io("read the metadata of the file", &self.path))?;
+        let opened = self.file.metadata().map_err(BundleError::io("read the metadata of the file", &self.path))?;
+        for now in [opened, named] {
             if let Some(change) = self.stamp.difference(&Stamp::of(&now)) {
                 return Err(BundleError::SourceChanged { path: self.path.clone(), change });
             }
@@ -290,8 +290,8 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
 /// Fails if the process may not write a file of that length: the write would raise SIGXFSZ, whose default action ends
 /// the process.
 fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
-    let most = getrlimit(Resource::Fsize).current;
-    if most.is_some_and(|most| at.saturating_add(bytes.len() as u64) > most) {
+    let limit = getrlimit(Resource::Fsize).current;
+    if limit.is_some_and(|limit| at.saturating_add(bytes.len() as u64) > limit) {
         return Err(io::ErrorKind::FileTooLarge.into());
     }
     Ok(())
@@ -326,7 +326,7 @@ pub(crate) fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
 
 /// Like [`walk`], for the selected files.
 pub(crate) fn walk_selected(root: &Path, selection: &Selection) -> Result<Vec<(String, PathBuf)>, BundleError> {
-    if !fs::metadata(root).map_err(BundleError::io("look at the directory", root))?.is_dir() {
+    if !fs::metadata(root).map_err(BundleError::io("read the metadata of the directory", root))?.is_dir() {
         return Err(BundleError::NotADirectory { path: root.into() });
     }
     let mut found = Vec::new();
@@ -337,8 +337,8 @@ pub(crate) fn walk_selected(root: &Path, selection: &Selection) -> Result<Vec<(S
                 let path = root.join(name);
                 let unstorable = |reason| BundleError::Unstorable { path: path.clone(), reason };
                 manifest::check_name(name).map_err(unstorable)?;
-                if !fs::metadata(&path).map_err(BundleError::io("look at the file", &path))?.is_file() {
-                    return Err(unstorable("not a regular file; give a directory alone, or files"));
+                if !fs::metadata(&path).map_err(BundleError::io("read the metadata of the file", &path))?.is_file() {
+                    return Err(unstorable("not a regular file; pass one directory, or files"));
                 }
                 if !selection.skips(name) {
                     found.push((name.clone(), path));
@@ -355,14 +355,14 @@ fn walk_into(
     dir: &Path,
     prefix: &str,
     selection: &Selection,
-    above: &mut Vec<PathBuf>,
+    ancestors: &mut Vec<PathBuf>,
     found: &mut Vec<(String, PathBuf)>,
 ) -> Result<(), BundleError> {
     let real = dir.canonicalize().map_err(BundleError::io("follow the path", dir))?;
-    if above.contains(&real) {
+    if ancestors.contains(&real) {
         return Err(BundleError::Unstorable { path: dir.into(), reason: "a loop of symbolic links; remove it" });
     }
-    above.push(real);
+    ancestors.push(real);
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
         let path = entry.map_err(BundleError::io("list the directory", dir))?.path();
         let unstorable = |reason| BundleError::Unstorable { path: path.clone(), reason };
@@ -373,19 +373,19 @@ fn walk_into(
             continue;
         }
         manifest::check_name(&name).map_err(unstorable)?;
-        let metadata = fs::metadata(&path).map_err(BundleError::io("look at the file", &path))?;
+        let metadata = fs::metadata(&path).map_err(BundleError::io("read the metadata of the file", &path))?;
         if metadata.is_dir() {
             if is_weights(&name) {
                 return Err(unstorable("a directory with the name of a weights file; rename it"));
             }
-            walk_into(&path, &format!("{name}/"), selection, above, found)?;
+            walk_into(&path, &format!("{name}/"), selection, ancestors, found)?;
         } else if metadata.is_file() {
             found.push((name, path));
         } else {
             return Err(unstorable("neither a file nor a directory; move it away"));
         }
     }
-    above.pop();
+    ancestors.pop();
     Ok(())
 }
 
@@ -402,6 +402,6 @@ pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), 
         }
         Ok(_) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
-        Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
+        Err(source) => Err(BundleError::Io { action: "read the metadata of the file", path: dir.join(file), source }),
     }
 }

@@ -10,7 +10,7 @@ use std::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
     /// Process id and name; unknown for a process in another container or on another machine.
-    known: Option<(u32, String)>,
+    process: Option<(u32, String)>,
 }
 
 impl Holder {
@@ -18,17 +18,17 @@ impl Holder {
     pub fn of(file: &File) -> Self {
         let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
         let process = file.metadata().ok().and_then(|metadata| process(&locks, metadata.dev(), metadata.ino()));
-        let known = process.map(|process| {
+        let process = process.map(|process| {
             let name = fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
             (process, name.trim().escape_debug().to_string())
         });
-        Self { known }
+        Self { process }
     }
 }
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.known {
+        match &self.process {
             None => f.write_str("another process"),
             Some((process, _)) if *process == std::process::id() => f.write_str("another run of this process"),
             Some((process, name)) if name.is_empty() => write!(f, "process {process}"),
@@ -43,9 +43,9 @@ impl fmt::Display for Holder {
 /// 3: -> FLOCK  ADVISORY  WRITE 714 08:02:1441831 0 EOF
 /// ```
 fn process(locks: &str, dev: u64, ino: u64) -> Option<u32> {
-    let place = format!("{:02x}:{:02x}:{ino}", libc::major(dev), libc::minor(dev));
+    let file = format!("{:02x}:{:02x}:{ino}", libc::major(dev), libc::minor(dev));
     let of = |line: &str| match line.split_whitespace().collect::<Vec<_>>()[..] {
-        [_, "FLOCK", _, _, process, at, ..] if at == place => process.parse().ok(),
+        [_, "FLOCK", _, _, process, locked, ..] if locked == file => process.parse().ok(),
         _ => None,
     };
     // 0: a process in another container.
@@ -64,22 +64,22 @@ mod tests {
         let of = |major, minor, ino| process(locks, libc::makedev(major, minor), ino);
         assert_eq!((of(8, 2, 11), of(8, 2, 12), of(0xfd, 0x1a, 11)), (Some(11), Some(9), Some(10)));
         assert_eq!((of(8, 2, 13), of(8, 2, 1), process("", 0, 0)), (None, None, None));
-        let said = |known: Option<(u32, &str)>| {
-            Holder { known: known.map(|(process, name)| (process, name.to_owned())) }.to_string()
+        let text = |process: Option<(u32, &str)>| {
+            Holder { process: process.map(|(process, name)| (process, name.to_owned())) }.to_string()
         };
         assert_eq!(
-            [said(Some((9, "cat"))), said(Some((9, ""))), said(None)],
+            [text(Some((9, "cat"))), text(Some((9, ""))), text(None)],
             ["process 9 (cat)", "process 9", "another process"]
         );
-        assert_eq!(said(Some((std::process::id(), "cat"))), "another run of this process");
+        assert_eq!(text(Some((std::process::id(), "cat"))), "another run of this process");
     }
 
     #[test]
-    fn own_lock_is_recognised() {
+    fn lock_of_this_process_is_recognised() {
         let file = tempfile::tempfile().unwrap();
         file.lock().unwrap();
-        let own = Holder::of(&file);
+        let holder = Holder::of(&file);
         // On some file systems /proc/locks has other device numbers than the file; then the holder is unknown.
-        assert!(own.known.as_ref().is_none_or(|(process, _)| *process == std::process::id()), "{own}");
+        assert!(holder.process.as_ref().is_none_or(|(process, _)| *process == std::process::id()), "{holder}");
     }
 }

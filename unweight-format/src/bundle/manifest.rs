@@ -295,8 +295,8 @@ mod section_names {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Section, D::Error> {
         let name = String::deserialize(deserializer)?;
-        let mut known = ENCODINGS.iter().flat_map(|encoding| encoding.sections()).copied();
-        known.find(|s| s.name() == name && !name.is_empty()).ok_or_else(|| D::Error::custom("unknown section name"))
+        let mut sections = ENCODINGS.iter().flat_map(|encoding| encoding.sections()).copied();
+        sections.find(|s| s.name() == name && !name.is_empty()).ok_or_else(|| D::Error::custom("unknown section name"))
     }
 }
 
@@ -399,29 +399,31 @@ impl TensorEntry {
     /// Returns how the fields contradict each other, if they do.
     pub(crate) fn contradiction(&self) -> Option<String> {
         let Some(original) = self.original_bytes() else {
-            return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
+            return Some(format!("the size of {} {:?} overflows", self.dtype, self.shape));
         };
         if self.encoding == EncodingId::RAW {
             let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
             return coded.then(|| "a raw tensor has rows, cols or sections".into());
         }
-        let takes = |float: &Float| self.encoding.encoding().floats().contains(float);
-        let Some(float) = Float::of(self.dtype).filter(takes) else {
+        let supports_float = |float: &Float| self.encoding.encoding().floats().contains(float);
+        let Some(float) = Float::of(self.dtype).filter(supports_float) else {
             return Some(format!("{} cannot be {}", self.dtype, self.encoding));
         };
         let (rows, cols) = (self.rows.unwrap_or(0), self.cols.unwrap_or(0));
-        let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is no matrix")) };
+        let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is not a matrix")) };
         if (grid.elements() * float.bytes()) as u64 != original {
             return Some(format!("[{rows}, {cols}] does not have the elements of {:?}", self.shape));
         }
         if grid.elements() as u64 > ELEMENTS_MAX {
-            return Some(format!("[{rows}, {cols}] has more than {ELEMENTS_MAX} elements: only a raw tensor may"));
+            return Some(format!(
+                "[{rows}, {cols}] has more than {ELEMENTS_MAX} elements: only a raw tensor may have more"
+            ));
         }
         if let Err(why) = self.encoding.encoding().fits(grid) {
             return Some(format!("[{rows}, {cols}] cannot be {}: {why}", self.encoding));
         }
         if !self.sections.iter().map(|s| &s.name).eq(self.encoding.encoding().sections()) {
-            return Some("its sections are not those of its encoding, in order".into());
+            return Some("its sections are not those of its encoding, or not in order".into());
         }
         self.sections.iter().find_map(|section| {
             // A larger section would make the tensor larger than raw.
@@ -437,7 +439,7 @@ impl TensorEntry {
             let got = section.blocks.len();
             (got != expected).then(|| {
                 let name = section.name.name();
-                format!("section {name} of [{rows}, {cols}] has {expected} blocks with digests, it lists {got}")
+                format!("section {name} of [{rows}, {cols}] has {expected} blocks with digests, but lists {got}")
             })
         })
     }
@@ -492,14 +494,14 @@ impl Manifest {
     /// unknown encoding; or the fields contradict each other.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, BundleError> {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
-        let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
+        let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; the file is damaged".into()))?;
         let stored = String::from_utf8_lossy(&bytes[at.clone()]).into_owned();
         // Hash zeros in place of the digits without copying the manifest.
         let mut digester = Digester::default();
         [&bytes[..at.start], &[b'0'; DIGEST_DIGITS], &bytes[at.end..]].iter().for_each(|part| digester.update(part));
         let digest = digester.finish();
         if digest.to_string() != stored {
-            return Err(fail(format!("its digest is {digest}, it says {stored}; it is damaged")));
+            return Err(fail(format!("its digest is {digest}, but it states {stored}; the file is damaged")));
         }
         // Parse format and version first: a manifest of another version may have fields of another type.
         #[derive(Deserialize)]
@@ -548,7 +550,10 @@ impl Manifest {
             let sum = |sum: u64, bytes: u64| sum.checked_add(bytes).filter(|&sum| sum <= i64::MAX as u64);
             let stored = file.stored().iter().try_fold(stored_bytes, |all, (_, bytes)| sum(all, *bytes));
             let Some((all, stored)) = sum(source, file.size()).zip(stored) else {
-                return Err(format!("file '{}': the sizes up to it add up to more than 2^63", name.escape_default()));
+                return Err(format!(
+                    "file '{}': the sizes up to this file sum to more than 2^63",
+                    name.escape_default()
+                ));
             };
             (source, stored_bytes) = (all, stored);
         }
@@ -557,7 +562,7 @@ impl Manifest {
             for (slash, _) in name.match_indices('/') {
                 if names.contains(&name[..slash]) {
                     let (file, name) = (name[..slash].escape_default(), name.escape_default());
-                    return Err(format!("file '{file}' would have to be the directory of '{name}'"));
+                    return Err(format!("file '{file}' is also the directory of '{name}'"));
                 }
             }
         }
@@ -577,17 +582,17 @@ pub(crate) fn check_weights(file: &WeightsFile) -> Result<(), String> {
             return Err(fail(reason));
         }
         let original = tensor.original_bytes().unwrap_or(u64::MAX);
-        source = source.checked_add(original).ok_or_else(|| fail("the file's bytes cannot be counted".into()))?;
+        source = source.checked_add(original).ok_or_else(|| fail("the file's size overflows".into()))?;
         shard = shard.and_then(|sum| sum.checked_add(tensor.stored_bytes()));
     }
     if source != file.size {
-        return Err(format!("its header and tensors have {source} bytes, its size is {}", file.size));
+        return Err(format!("its header and tensors have {source} bytes, but its size is {}", file.size));
     }
     if shard != Some(file.shard_size) {
         return Err(format!("its stored parts do not add up to its shard_size {}", file.shard_size));
     }
     if WeightsFile::digest_of(file.header_digest, &file.tensors) != file.digest {
-        return Err("its digest is not that of its parts".into());
+        return Err("its digest does not match its parts".into());
     }
     Ok(())
 }
@@ -606,7 +611,7 @@ pub(crate) fn check_bytes(bytes: u64) -> Result<(), BundleError> {
 }
 
 /// Minimum size of a tensor's entry in bytes, in any encoding.
-pub(crate) fn least_entry_bytes(tensor: &TensorInfo) -> u64 {
+pub(crate) fn min_entry_bytes(tensor: &TensorInfo) -> u64 {
     // Keys, punctuation and the digest of a raw tensor; each extent is a digit and a comma.
     100 + (tensor.name.len() + 2 * tensor.shape.len()) as u64
 }

@@ -21,7 +21,7 @@ use super::{
     decompress::check_contents,
     files::{self, Input, check_size},
     manifest::FileEntry,
-    part_file::{FILE_NAME, PartFile, agreeing},
+    part_file::{FILE_NAME, PartFile, check_agreement},
     pipeline::on_threads,
     report::{coded, peak_rss_bytes, ratio, saved, totals},
     shard::Shard,
@@ -51,7 +51,7 @@ pub fn merge(
         Ok((dir, part))
     }
     let parts = parts.iter().map(|dir| read(dir)).collect::<Result<Vec<_>, BundleError>>()?;
-    let first = agreeing(&parts)?;
+    let first = check_agreement(&parts)?;
     if options.sign.is_some() {
         let files = parts.iter().flat_map(|(_, part)| &part.files);
         if let Some(file) = files.into_iter().find(|file| file.sha256().is_none()) {
@@ -66,16 +66,16 @@ pub fn merge(
         parts.iter().flat_map(|(dir, part)| part.files.iter().map(|file| (*dir, file.clone()))).collect();
     entries.sort_by(|(_, a), (_, b)| a.name().cmp(b.name()));
     for (dir, part) in &parts {
-        let here = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
+        let part_error = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
         for (name, bytes) in part.stored() {
-            check_size(dir, name, bytes).map_err(here)?;
+            check_size(dir, name, bytes).map_err(part_error)?;
         }
         for file in part.files.iter().filter_map(FileEntry::weights) {
-            Shard::open(dir, file.clone()).map_err(here)?;
+            Shard::open(dir, file.clone()).map_err(part_error)?;
         }
     }
     let stage = Stage::open(&inputs, output, replaceable, false)?;
-    let made = on_threads(options.threads, || {
+    let sealed = on_threads(options.threads, || {
         let total: u64 = entries.iter().map(|(_, file)| file.size()).sum();
         let tensors = entries.iter().filter_map(|(_, file)| file.weights()).flat_map(|file| &file.tensors);
         let verified = match options.verify {
@@ -89,7 +89,7 @@ pub fn merge(
                 return Err(stage.interrupted());
             }
             progress.file(file.name());
-            kinds.push(take(&stage, dir, file, progress)?);
+            kinds.push(move_file(&stage, dir, file, progress)?);
         }
         let files = entries.into_iter().map(|(_, file)| file).collect();
         let finish = Finish {
@@ -102,49 +102,54 @@ pub fn merge(
         seal(&finish, kinds.iter().map(Option::as_ref), files, first.options.clone())
     });
     // Nothing is kept for another run, so an error must not suggest resuming.
-    let made = made.map_err(|error| match error {
+    let sealed = sealed.map_err(|error| match error {
         BundleError::Interrupted { .. } => BundleError::Cancelled,
         BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },
         other => other,
     })?;
     stage.finish()?;
-    let tensors = tensor_reports(&made.manifest.files);
-    let original_bytes = made.manifest.files.iter().map(FileEntry::size).sum();
+    let tensors = tensor_reports(&sealed.manifest.files);
+    let original_bytes = sealed.manifest.files.iter().map(FileEntry::size).sum();
     Ok(CompressReport {
         encodings: totals(&tensors),
         coded_tensors: coded(&tensors),
-        saved_bytes: saved(original_bytes, made.stored_bytes),
+        saved_bytes: saved(original_bytes, sealed.stored_bytes),
         tensors,
         part: None,
-        files: made.manifest.files.len() as u64,
+        files: sealed.manifest.files.len() as u64,
         large_copies: Vec::new(),
         unmarked_configs: Vec::new(),
         resumed_files: Vec::new(),
         resumed_tensors: 0,
         original_bytes,
-        stored_bytes: made.stored_bytes,
-        ratio: ratio(made.stored_bytes, original_bytes),
-        verified_tensors: made.verified_tensors,
+        stored_bytes: sealed.stored_bytes,
+        ratio: ratio(sealed.stored_bytes, original_bytes),
+        verified_tensors: sealed.verified_tensors,
         seconds: started.elapsed().as_secs_f64(),
         peak_rss_bytes: peak_rss_bytes(),
-        manifest_digest: made.manifest.manifest_digest,
+        manifest_digest: sealed.manifest.manifest_digest,
     })
 }
 
 /// Moves a file of a part to the output. Returns the kind of a file that the bundle stores with other contents.
-fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<Option<Kind>, BundleError> {
+fn move_file(
+    stage: &Stage,
+    dir: &Path,
+    file: &FileEntry,
+    progress: &dyn Progress,
+) -> Result<Option<Kind>, BundleError> {
     let advance = |bytes| {
         progress.advance(bytes);
         if progress.cancelled() { Err(stage.interrupted()) } else { Ok(()) }
     };
-    let here = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
+    let part_error = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
     let Some(original) = file.original() else {
         stage.link(&dir.join(file.name()), file.name(), advance)?;
         return Ok(None);
     };
     let from = Input::open(&dir.join(&original))?;
     stage.copy(&from, &original, file.sha256().is_some(), advance, |got| {
-        check_contents(file, &original, got).map_err(here)
+        check_contents(file, &original, got).map_err(part_error)
     })?;
     if file.changed().is_none() {
         return Ok(None);
@@ -155,8 +160,9 @@ fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) ->
     Ok(match file {
         FileEntry::Index(_) => Some(Kind::Index(index_of(&dir.join(original), &text)?)),
         FileEntry::Config(_) => {
-            let kept = config::check(&text).map(|()| Kind::Config(text));
-            Some(kept.map_err(|reason| fail(format!("'{}' gets no keys: {reason}", file.name().escape_default())))?)
+            let name = file.name().escape_default();
+            let kind = config::check(&text).map(|()| Kind::Config(text));
+            Some(kind.map_err(|reason| fail(format!("'{name}' cannot be marked as a bundle's: {reason}")))?)
         }
         FileEntry::Weights(_) | FileEntry::Copied(_) => None,
     })

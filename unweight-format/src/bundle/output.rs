@@ -140,7 +140,7 @@ impl OutputFile<'_> {
     pub fn write_at(&self, bytes: &[u8], at: u64) -> Result<(), BundleError> {
         let stage = &self.output.stage;
         files::write_at(&self.file, bytes, at).map_err(stage.write_error(&self.work))?;
-        stage.wrote(bytes.len() as u64);
+        stage.count_written(bytes.len() as u64);
         Ok(())
     }
 

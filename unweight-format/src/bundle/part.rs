@@ -49,7 +49,7 @@ impl FromStr for Part {
     fn from_str(text: &str) -> Result<Self, String> {
         let numbers = text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
         let part = numbers.and_then(|(index, of)| Self::new(index, of));
-        part.ok_or_else(|| format!("write I/N, such as 2/5: a part I from 1 to N of at most {PARTS_MAX}"))
+        part.ok_or_else(|| format!("expected I/N, such as 2/5, with I from 1 to N and N at most {PARTS_MAX}"))
     }
 }
 

@@ -15,11 +15,11 @@ use crate::Digest;
 /// The name of the file that marks a directory as a part of `compress --shard`.
 pub const FILE_NAME: &str = "unweight.part";
 /// Maximum size of a copied file whose digest every part contains.
-const DIGESTED_MAX: u64 = 16 << 20;
+const DIGESTED_BYTES_MAX: u64 = 16 << 20;
 
 /// A file of the source, as every part records it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Seen {
+struct SourceEntry {
     name: String,
     size: u64,
     /// For weights, of length and header; for other files, of the contents, unless they are large.
@@ -37,7 +37,7 @@ pub(crate) struct PartFile {
     fingerprint: String,
     pub(super) options: Options,
     /// All files of the source, sorted by name.
-    source: Vec<Seen>,
+    source: Vec<SourceEntry>,
     /// The files of this part, sorted by name. The stored contents of changed files are not made yet.
     pub(crate) files: Vec<FileEntry>,
 }
@@ -54,16 +54,16 @@ impl PartFile {
         model: &Source,
         files: Vec<FileEntry>,
     ) -> Result<Self, BundleError> {
-        let seen = |file: &SourceFile| {
+        let entry = |file: &SourceFile| {
             let digest = match &file.kind {
                 Kind::Weights { header_bytes, .. } => Some(Digest::of(header_bytes)),
-                _ if file.bytes <= DIGESTED_MAX => {
+                _ if file.bytes <= DIGESTED_BYTES_MAX => {
                     let input = Input::open_same(&file.path, &file.stamp)?;
                     Some(Digest::of(&input.read(0, file.bytes)?))
                 }
                 _ => None,
             };
-            Ok(Seen { name: file.name.clone(), size: file.bytes, digest })
+            Ok(SourceEntry { name: file.name.clone(), size: file.bytes, digest })
         };
         Ok(Self {
             format: FORMAT.into(),
@@ -72,7 +72,7 @@ impl PartFile {
             part,
             fingerprint,
             options,
-            source: model.files.iter().map(seen).collect::<Result<_, BundleError>>()?,
+            source: model.files.iter().map(entry).collect::<Result<_, BundleError>>()?,
             files,
         })
     }
@@ -92,16 +92,16 @@ impl PartFile {
         }
         let fail = |reason: String| BundleError::Manifest { path: path.clone(), reason };
         let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
-        let (digest, json) = bytes.split_at_checked(33).ok_or_else(|| fail("it is cut off".into()))?;
+        let (digest, json) = bytes.split_at_checked(33).ok_or_else(|| fail("the file is truncated".into()))?;
         if digest != format!("{}\n", Digest::of(json)).as_bytes() {
-            return Err(fail("its digest is not that of its bytes; make the part again".into()));
+            return Err(fail("its digest does not match its contents; make the part again".into()));
         }
         let part: Self = serde_json::from_slice(json).map_err(|error| fail(error.to_string()))?;
         if part.format != FORMAT {
             return Err(fail(format!("its format is '{}', not '{FORMAT}'", part.format.escape_default())));
         }
         if Part::new(part.part.index, part.part.of).is_none() {
-            return Err(fail(format!("there is no part {}", part.part)));
+            return Err(fail(format!("part {} does not exist", part.part)));
         }
         Manifest::new(part.options.clone(), part.files.clone()).check().map_err(fail)?;
         Ok(Some(part))
@@ -125,7 +125,7 @@ impl PartFile {
 }
 
 /// Checks that these are all parts of one model, each once. Returns one of them.
-pub(super) fn agreeing<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFile, BundleError> {
+pub(super) fn check_agreement<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFile, BundleError> {
     let Some((first_dir, first)) = parts.first() else { return Err(BundleError::NoParts) };
     let mut by_index: BTreeMap<u32, &Path> = BTreeMap::new();
     for (dir, part) in parts {
@@ -159,24 +159,26 @@ pub(super) fn agreeing<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFil
         return Err(BundleError::PartMissing { part: Part { index, of } });
     }
     // Every file of the source must be in exactly one part, as all parts recorded it.
-    let mut left: BTreeMap<&str, &Seen> = first.source.iter().map(|seen| (seen.name.as_str(), seen)).collect();
+    let mut remaining: BTreeMap<&str, &SourceEntry> =
+        first.source.iter().map(|entry| (entry.name.as_str(), entry)).collect();
     for (dir, part) in parts {
         for file in &part.files {
-            let known = left.remove(file.name()).is_some_and(|seen| {
+            let matches = remaining.remove(file.name()).is_some_and(|entry| {
                 let digest = file.weights().map_or_else(|| file.digest(), |weights| weights.header_digest);
-                seen.size == file.size() && seen.digest.is_none_or(|seen| seen == digest)
+                entry.size == file.size() && entry.digest.is_none_or(|entry| entry == digest)
             });
-            if !known {
-                let reason = format!("file '{}' is not as all parts saw it", file.name().escape_default());
+            if !matches {
+                let reason =
+                    format!("file '{}' does not match the source that the parts list", file.name().escape_default());
                 return Err(BundleError::Manifest { path: dir.join(FILE_NAME), reason });
             }
         }
     }
-    match left.keys().next() {
+    match remaining.keys().next() {
         None => Ok(first),
         Some(name) => Err(BundleError::Manifest {
             path: first_dir.join(FILE_NAME),
-            reason: format!("no part has the file '{}'", name.escape_default()),
+            reason: format!("no part contains the file '{}'", name.escape_default()),
         }),
     }
 }

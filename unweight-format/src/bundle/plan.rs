@@ -89,19 +89,19 @@ pub struct EncodingChoice {
     encoding: EncodingId,
     grid: Option<TileGrid>,
     /// The encodings that were tried and cannot store the matrix, in order.
-    misfits: Vec<(EncodingId, NotEncodable)>,
+    rejections: Vec<(EncodingId, NotEncodable)>,
     raw: Option<Reason>,
 }
 
 impl EncodingChoice {
     /// Chooses raw, for this reason.
     pub fn raw(reason: Reason) -> Self {
-        Self { encoding: EncodingId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
+        Self { encoding: EncodingId::RAW, grid: None, rejections: Vec::new(), raw: Some(reason) }
     }
 
     /// Chooses an encoding for a matrix, or its fallback if it does not support the shape.
     pub fn of(encoding: EncodingId, grid: TileGrid) -> Self {
-        let choice = Self { encoding, grid: Some(grid), misfits: Vec::new(), raw: None };
+        let choice = Self { encoding, grid: Some(grid), rejections: Vec::new(), raw: None };
         match encoding.encoding().fits(grid) {
             Ok(()) => choice,
             Err(why) => choice.unfit(why),
@@ -110,7 +110,7 @@ impl EncodingChoice {
 
     /// Replaces an encoding that cannot store the matrix by its fallback.
     pub fn unfit(mut self, why: NotEncodable) -> Self {
-        self.misfits.push((self.encoding, why));
+        self.rejections.push((self.encoding, why));
         self.encoding = self.encoding.encoding().fallback();
         match self.grid {
             // The chain of fallbacks ends with raw, which can store all.
@@ -140,7 +140,7 @@ impl EncodingChoice {
     /// Why the tensor is raw, or has another encoding than requested.
     pub fn reason(&self) -> Option<String> {
         let mut parts: Vec<String> =
-            self.misfits.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
+            self.rejections.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
         match self.raw {
             Some(Reason::NotSmaller(encoding)) if !parts.is_empty() => parts.push(format!("not smaller as {encoding}")),
             Some(reason) => parts.push(reason.to_string()),
@@ -186,7 +186,7 @@ impl PlanFile {
     pub fn read(path: &Path) -> Result<Self, BundleError> {
         match files::read_small(path, PLAN_FILE_MAX) {
             Ok(text) => Self::parse(&text, path),
-            Err(BundleError::Unstorable { .. }) => Err(unfollowable(path, "not a regular file")),
+            Err(BundleError::Unstorable { .. }) => Err(plan_file_error(path, "not a regular file")),
             Err(error) => Err(error),
         }
     }
@@ -196,11 +196,11 @@ impl PlanFile {
     /// # Errors
     /// The text is not valid JSON of this form.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, BundleError> {
-        serde_json::from_slice(text).map_err(|error| unfollowable(path, error))
+        serde_json::from_slice(text).map_err(|error| plan_file_error(path, error))
     }
 }
 
-fn unfollowable(path: &Path, why: impl fmt::Display) -> BundleError {
+fn plan_file_error(path: &Path, why: impl fmt::Display) -> BundleError {
     let example = r#"{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}]}"#;
     BundleError::PlanFile { path: path.into(), reason: format!("{why}; a plan file is {example}") }
 }
@@ -241,8 +241,8 @@ impl Planner {
     /// Decides the encoding of a tensor.
     pub fn decide(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Decision {
         let (role, layer) = roles::of(name);
-        let wanted = eligible(dtype, shape).and_then(|of| Ok((self.wanted(name, role, layer)?, of)));
-        let choice = match wanted {
+        let requested = eligible(dtype, shape).and_then(|of| Ok((self.requested_encoding(name, role, layer)?, of)));
+        let choice = match requested {
             Err(reason) => EncodingChoice::raw(reason),
             Ok((EncodingId::RAW, _)) => EncodingChoice::raw(Reason::PlanFile),
             Ok((encoding, (float, grid))) => EncodingChoice::of(encoding.for_float(float), grid),
@@ -250,7 +250,7 @@ impl Planner {
         Decision { role, layer, choice }
     }
 
-    fn wanted(&self, name: &str, role: Role, layer: Option<u32>) -> Result<EncodingId, Reason> {
+    fn requested_encoding(&self, name: &str, role: Role, layer: Option<u32>) -> Result<EncodingId, Reason> {
         if let Some(rule) = self.rules.iter().rev().find(|rule| matches(&rule.pattern, name)) {
             return Ok(rule.encoding);
         }

@@ -129,14 +129,14 @@ impl Bundle {
     pub fn tensor(&self, name: &str) -> Result<TensorHandle<'_>, BundleError> {
         match self.by_name.get(name).map(Vec::as_slice) {
             None | Some([]) => Err(BundleError::UnknownTensor { name: name.into() }),
-            Some(&[place]) => Ok(self.handle(place)),
-            Some(places) => {
-                let file = |place: &(usize, usize)| &self.shards[place.0].file.name;
-                let of_model: Vec<_> = places.iter().filter(|place| self.is_of_model(file(place))).collect();
+            Some(&[location]) => Ok(self.handle(location)),
+            Some(locations) => {
+                let file = |location: &(usize, usize)| &self.shards[location.0].file.name;
+                let of_model: Vec<_> = locations.iter().filter(|location| self.is_of_model(file(location))).collect();
                 match of_model[..] {
-                    [&place] => Ok(self.handle(place)),
+                    [&location] => Ok(self.handle(location)),
                     _ => {
-                        let files = places.iter().map(|place| file(place).clone()).collect();
+                        let files = locations.iter().map(|location| file(location).clone()).collect();
                         Err(BundleError::AmbiguousTensor { name: name.into(), files })
                     }
                 }
@@ -149,10 +149,10 @@ impl Bundle {
     /// # Errors
     /// The file does not contain the tensor.
     pub fn tensor_in(&self, file: &str, name: &str) -> Result<TensorHandle<'_>, BundleError> {
-        let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
-        let place = places.iter().find(|(shard, _)| self.shards[*shard].file.name == file);
-        place
-            .map(|&place| self.handle(place))
+        let locations = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
+        let location = locations.iter().find(|(shard, _)| self.shards[*shard].file.name == file);
+        location
+            .map(|&location| self.handle(location))
             .ok_or_else(|| BundleError::UnknownTensor { name: format!("{file}: {name}") })
     }
 
@@ -166,8 +166,8 @@ impl Bundle {
     /// # Errors
     /// The file is larger than `limit` bytes, missing, unreadable or damaged.
     pub fn copied(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, BundleError> {
-        let kept = |entry: &&FileEntry| matches!(entry, FileEntry::Copied(_) | FileEntry::Config(_));
-        let Some(entry) = self.manifest.files.iter().filter(kept).find(|entry| entry.name() == file) else {
+        let is_copy = |entry: &&FileEntry| matches!(entry, FileEntry::Copied(_) | FileEntry::Config(_));
+        let Some(entry) = self.manifest.files.iter().filter(is_copy).find(|entry| entry.name() == file) else {
             return Ok(None);
         };
         let stored = entry.original().unwrap_or_default();

@@ -42,7 +42,7 @@ pub(crate) struct Shard {
     pub(crate) file: WeightsFile,
     input: Input,
     /// For each tensor, the ranges of its sections, or the one range of a raw tensor.
-    places: Vec<Vec<Range<u64>>>,
+    ranges: Vec<Vec<Range<u64>>>,
     source_header: Range<u64>,
 }
 
@@ -67,9 +67,9 @@ impl Shard {
             let got = file.shard_size.to_string();
             return Err(mismatch("header".into(), 0, format!("{} bytes", file.shard_header_bytes), got));
         }
-        let most = HEADER_MAX + LENGTH_BYTES;
-        if file.shard_header_bytes > most {
-            return Err(BundleError::TooLarge { path, limit: most, got: file.shard_header_bytes });
+        let limit = HEADER_MAX + LENGTH_BYTES;
+        if file.shard_header_bytes > limit {
+            return Err(BundleError::TooLarge { path, limit, got: file.shard_header_bytes });
         }
         let header_bytes = input.read(0, file.shard_header_bytes)?;
         let digest = Digest::of(&header_bytes);
@@ -79,10 +79,10 @@ impl Shard {
         let header = Header::parse(&header_bytes, file.shard_size, HEADER_MAX)
             .map_err(|source| BundleError::Header { path: file.name.clone().into(), source })?;
         let stored: HashMap<&str, &TensorInfo> = header.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
-        let mut seen = HashSet::new();
-        let mut place = |name: &str, dtype: Dtype, shape: &[usize], bytes: u64| match stored.get(name) {
+        let mut offsets = HashSet::new();
+        let mut locate = |name: &str, dtype: Dtype, shape: &[usize], bytes: u64| match stored.get(name) {
             Some(t) if t.dtype == dtype && t.shape == shape && t.bytes == bytes => {
-                seen.insert(t.offset);
+                offsets.insert(t.offset);
                 Ok(t.offset..t.offset + t.bytes)
             }
             Some(t) => Err(mismatch(
@@ -93,29 +93,29 @@ impl Shard {
             )),
             None => Err(mismatch(format!("'{name}'"), 0, "an entry in the header".into(), "none".into())),
         };
-        let places = file
+        let ranges = file
             .tensors
             .iter()
             .map(|tensor| {
                 let Some(grid) = tensor.grid().filter(|_| tensor.encoding != EncodingId::RAW) else {
                     // The manifest was checked, so the size is known.
                     let bytes = tensor.original_bytes().unwrap_or(0);
-                    return Ok(vec![place(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
+                    return Ok(vec![locate(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
                 };
                 let section = |section: &manifest::SectionEntry| {
                     let shape = section.name.shape(grid, section.bytes as usize);
-                    place(&section_name(&tensor.name, section.name), section.name.dtype(), &shape, section.bytes)
+                    locate(&section_name(&tensor.name, section.name), section.name.dtype(), &shape, section.bytes)
                 };
                 tensor.sections.iter().map(section).collect()
             })
             .collect::<Result<Vec<Vec<_>>, BundleError>>()?;
-        let source_header = place(SOURCE_HEADER, Dtype::U8, &[file.header_bytes as usize], file.header_bytes)?;
-        let expected = places.iter().map(Vec::len).sum::<usize>() + 1;
+        let source_header = locate(SOURCE_HEADER, Dtype::U8, &[file.header_bytes as usize], file.header_bytes)?;
+        let expected = ranges.iter().map(Vec::len).sum::<usize>() + 1;
         if stored.len() != expected {
             let got = format!("{} entries", stored.len());
             return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
         }
-        Ok(Self { input, places, source_header, file })
+        Ok(Self { input, ranges, source_header, file })
     }
 
     /// Length and header of the source file, compared with their digest.
@@ -156,13 +156,13 @@ impl Shard {
         let entry = &self.file.tensors[index];
         // The manifest was checked: raw tensors, and only these, have no rows and columns.
         let Some(grid) = entry.grid() else {
-            let place = self.places[index][0].clone();
+            let range = self.ranges[index][0].clone();
             let what = || format!("tensor '{}'", entry.name);
-            return self.part(place, entry.digest, Some(&entry.name), what).map(StoredTensor::raw);
+            return self.part(range, entry.digest, Some(&entry.name), what).map(StoredTensor::raw);
         };
-        let sections = entry.sections.iter().zip(&self.places[index]).map(|(section, place)| {
+        let sections = entry.sections.iter().zip(&self.ranges[index]).map(|(section, range)| {
             let what = || format!("tensor '{}', section {}", entry.name, section.name.name());
-            self.part(place.clone(), section.digest, Some(&entry.name), what)
+            self.part(range.clone(), section.digest, Some(&entry.name), what)
         });
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
         let stored =
@@ -182,7 +182,7 @@ impl Shard {
         BundleError::Codec {
             file: self.file.name.clone(),
             tensor: self.file.tensors[index].name.clone(),
-            offset: self.places[index].iter().map(|place| place.start).min().unwrap_or(0),
+            offset: self.ranges[index].iter().map(|range| range.start).min().unwrap_or(0),
             source,
         }
     }
@@ -191,8 +191,8 @@ impl Shard {
     pub(crate) fn is_sound(&self, index: usize) -> bool {
         let entry = &self.file.tensors[index];
         let digests = entry.sections.iter().map(|section| section.digest).chain([entry.digest]);
-        self.places[index].iter().zip(digests).all(|(place, expected)| {
-            let got = self.input.stream(place.start, place.end - place.start, |_| Ok(()));
+        self.ranges[index].iter().zip(digests).all(|(range, expected)| {
+            let got = self.input.stream(range.start, range.end - range.start, |_| Ok(()));
             got.is_ok_and(|got| got == expected)
         })
     }
@@ -200,11 +200,11 @@ impl Shard {
     /// Decodes a tensor into `out`. Every stored section and the result are compared with their digests; with `blocks`,
     /// also the blocks, which only matter for reading parts.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
-        let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
+        let (entry, offset) = (&self.file.tensors[index], self.ranges[index][0].start);
         let tensor = Some(&*entry.name);
         if entry.encoding == EncodingId::RAW {
-            self.input.read_at_together(place, out)?;
-            return self.compare(Digest::of(out), entry.digest, place, tensor, || format!("tensor '{}'", entry.name));
+            self.input.read_at_together(offset, out)?;
+            return self.compare(Digest::of(out), entry.digest, offset, tensor, || format!("tensor '{}'", entry.name));
         }
         let stored = self.tensor(index)?;
         if blocks {
@@ -212,7 +212,7 @@ impl Shard {
         }
         stored.decode(out).map_err(|source| self.codec_error(index, source))?;
         // All sections match the manifest: if the result does not, the manifest was forged.
-        self.compare(Digest::of(out), entry.digest, place, tensor, || format!("tensor '{}', decoded", entry.name))
+        self.compare(Digest::of(out), entry.digest, offset, tensor, || format!("tensor '{}', decoded", entry.name))
     }
 
     fn check_blocks(&self, index: usize, stored: &StoredTensor<Vec<u8>>) -> Result<(), BundleError> {
@@ -223,7 +223,7 @@ impl Shard {
             // The section matches the manifest: if a block does not, the manifest was forged.
             let name = &self.file.tensors[index].name;
             let what = || format!("tensor '{name}', block {block}");
-            let at = self.places[index].last().map_or(0, |place| place.start);
+            let at = self.ranges[index].last().map_or(0, |range| range.start);
             self.compare(got[block], digests[block], at, Some(name), what)
         })
     }
@@ -272,14 +272,14 @@ impl Shard {
         };
         // The tensor is in memory, so its size fits usize.
         let element = element as usize;
-        let cut = (cols.start - first.1) * element..(cols.end - first.1) * element;
-        if cut.len() == width * element && decoded.len() == rows.len() * cut.len() {
+        let col_bytes = (cols.start - first.1) * element..(cols.end - first.1) * element;
+        if col_bytes.len() == width * element && decoded.len() == rows.len() * col_bytes.len() {
             return Ok(TensorPart { bytes: decoded, read_bytes });
         }
-        let mut bytes = self.buffer((rows.len() * cut.len()) as u64)?;
+        let mut bytes = self.buffer((rows.len() * col_bytes.len()) as u64)?;
         let from = &decoded[(rows.start - first.0) * width * element..];
-        let pairs = bytes.par_chunks_exact_mut(cut.len()).zip(from.par_chunks_exact(width * element));
-        pairs.for_each(|(out, row)| out.copy_from_slice(&row[cut.clone()]));
+        let pairs = bytes.par_chunks_exact_mut(col_bytes.len()).zip(from.par_chunks_exact(width * element));
+        pairs.for_each(|(out, row)| out.copy_from_slice(&row[col_bytes.clone()]));
         Ok(TensorPart { bytes, read_bytes })
     }
 
@@ -303,21 +303,22 @@ impl Shard {
         let entry = &self.file.tensors[index];
         let what = |section: Section| format!("tensor '{}', section {}", entry.name, section.name());
         let find = |name: Section| {
-            let mut pairs = entry.sections.iter().zip(&self.places[index]);
+            let mut pairs = entry.sections.iter().zip(&self.ranges[index]);
             pairs.find(|(section, _)| section.name == name).expect("the manifest was checked: its encoding has it")
         };
         // Window, heads and lists are small, so they are read and compared as a whole.
         let small = |name: Section| {
-            let (section, place) = find(name);
-            self.part(place.clone(), section.digest, Some(&entry.name), || what(name))
+            let (section, range) = find(name);
+            self.part(range.clone(), section.digest, Some(&entry.name), || what(name))
         };
         let codec = |source| self.codec_error(index, source);
         let window = small(Section::PACKED_WINDOW)?;
         let stored = window.as_slice().try_into().expect("the manifest was checked: its size is that of a window");
         let window = Window::from_stored(stored).map_err(codec)?;
         let (heads, escapes) = (small(Section::ESCAPE_HEADS)?, small(Section::ESCAPES)?);
-        let (grid, own_heads, own_escapes) = slice_lists(blocks.grid(), &heads, &escapes, rows, cols).map_err(codec)?;
-        let (_, place) = find(Section::PACKED);
+        let (grid, sliced_heads, sliced_escapes) =
+            slice_lists(blocks.grid(), &heads, &escapes, rows, cols).map_err(codec)?;
+        let (_, range) = find(Section::PACKED);
         let bands = blocks.bands(rows, cols);
         let tiles: Vec<Vec<u8>> = bands
             .rows()
@@ -327,11 +328,11 @@ impl Shard {
                 let mut rest = &mut read[..];
                 for run in bands.runs(row) {
                     let (piece, tail) = std::mem::take(&mut rest).split_at_mut(run.bytes);
-                    self.input.read_at(place.start + run.offset, piece)?;
+                    self.input.read_at(range.start + run.offset, piece)?;
                     rest = tail;
                 }
-                if let Some((block, got)) = bands.wrong(row, &read, digests) {
-                    let at = place.start + bands.runs(row).first().map_or(0, |run| run.offset);
+                if let Some((block, got)) = bands.first_mismatch(row, &read, digests) {
+                    let at = range.start + bands.runs(row).first().map_or(0, |run| run.offset);
                     let what = || format!("{}, block {block}", what(Section::PACKED));
                     self.compare(got, digests[block], at, Some(&entry.name), what)?;
                 }
@@ -341,7 +342,8 @@ impl Shard {
         let small_bytes =
             [Section::PACKED_WINDOW, Section::ESCAPE_HEADS, Section::ESCAPES].map(|name| find(name).0.bytes);
         let read_bytes = small_bytes.iter().sum::<u64>() + bands.bytes();
-        let part = PackedTensor::from_parts(grid, window, tiles.concat(), own_heads, own_escapes).map_err(codec)?;
+        let part =
+            PackedTensor::from_parts(grid, window, tiles.concat(), sliced_heads, sliced_escapes).map_err(codec)?;
         Ok((part, read_bytes))
     }
 
@@ -351,22 +353,22 @@ impl Shard {
         index: usize,
         each: impl FnMut(&[u8]) -> Result<(), BundleError>,
     ) -> Result<(), BundleError> {
-        let (entry, place) = (&self.file.tensors[index], &self.places[index][0]);
-        let got = self.input.stream(place.start, place.end - place.start, each)?;
-        self.compare(got, entry.digest, place.start, Some(&entry.name), || format!("tensor '{}'", entry.name))
+        let (entry, range) = (&self.file.tensors[index], &self.ranges[index][0]);
+        let got = self.input.stream(range.start, range.end - range.start, each)?;
+        self.compare(got, entry.digest, range.start, Some(&entry.name), || format!("tensor '{}'", entry.name))
     }
 
     /// Reads a part of the shard, which belongs to `tensor` if there is one, and compares it with its digest.
     fn part(
         &self,
-        place: Range<u64>,
+        range: Range<u64>,
         expected: Digest,
         tensor: Option<&str>,
         what: impl Fn() -> String,
     ) -> Result<Vec<u8>, BundleError> {
-        let mut bytes = self.buffer(place.end - place.start)?;
-        self.input.read_at_together(place.start, &mut bytes)?;
-        self.compare(Digest::of(&bytes), expected, place.start, tensor, what)?;
+        let mut bytes = self.buffer(range.end - range.start)?;
+        self.input.read_at_together(range.start, &mut bytes)?;
+        self.compare(Digest::of(&bytes), expected, range.start, tensor, what)?;
         Ok(bytes)
     }
 

@@ -24,7 +24,9 @@ pub(crate) fn public_key(text: &str) -> Result<PublicKey, BundleError> {
 pub(crate) fn check(dir: &Path, key: &PublicKey, bytes: &[u8], manifest: &Manifest) -> Result<String, BundleError> {
     let path = dir.join(manifest::SIGNATURE_NAME);
     if path.symlink_metadata().is_err() {
-        return Err(BundleError::Signature { reason: "missing; the bundle was not signed, or lost it" });
+        return Err(BundleError::Signature {
+            reason: "missing; the bundle was not signed, or its signature was removed",
+        });
     }
     let text = files::read_small(&path, SIGNATURE_MAX)?;
     let signature = std::str::from_utf8(&text).ok().and_then(|text| Signature::decode(text).ok());
@@ -32,7 +34,7 @@ pub(crate) fn check(dir: &Path, key: &PublicKey, bytes: &[u8], manifest: &Manife
     key.verify(bytes, &signature, false).map_err(|error| BundleError::Signature {
         reason: match error {
             minisign_verify::Error::UnexpectedKeyId => "made with another key; ask its publisher for the key",
-            _ => "not of this manifest; the bundle is not what was signed",
+            _ => "does not match the manifest; the bundle is not the signed one",
         },
     })?;
     // The other digests only detect accidents: files with the same digests can be forged.

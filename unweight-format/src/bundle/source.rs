@@ -21,7 +21,7 @@ use crate::{
 const INDEX_MAX: u64 = 100_000_000;
 
 /// Endings of files that usually contain the same weights in another format.
-const WEIGHTS_IN_OTHER_FORMS: &[&str] = &[
+const OTHER_WEIGHT_SUFFIXES: &[&str] = &[
     ".bin",
     ".pt",
     ".pth",
@@ -84,8 +84,8 @@ pub(crate) struct Index {
 impl Source {
     /// Finds and checks the files of a model.
     pub(crate) fn open(root: &Path, selection: &Selection) -> Result<Self, BundleError> {
-        let not_there = BundleError::io("open the model directory", root);
-        if !root.metadata().map_err(not_there)?.is_dir() {
+        let open_error = BundleError::io("open the model directory", root);
+        if !root.metadata().map_err(open_error)?.is_dir() {
             return Err(BundleError::NotADirectory { path: root.into() });
         }
         let source = Self::scan(root, selection)?;
@@ -93,14 +93,14 @@ impl Source {
             return Err(BundleError::NoWeights { path: root.into() });
         }
         let changed = source.files.iter().filter(|file| matches!(file.kind, Kind::Index(_) | Kind::Config(_)));
-        let beside = changed.map(|file| format!("{}{}", file.name, manifest::SOURCE_SUFFIX));
-        let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME, ATTACHED_NAME].map(str::to_owned);
-        let reserved: HashSet<String> = beside.chain(own).collect();
+        let source_names = changed.map(|file| format!("{}{}", file.name, manifest::SOURCE_SUFFIX));
+        let bundle_names = [manifest::FILE_NAME, manifest::SIGNATURE_NAME, ATTACHED_NAME].map(str::to_owned);
+        let reserved: HashSet<String> = source_names.chain(bundle_names).collect();
         for file in &source.files {
             // Check the file and all folders above it.
             let folders = file.name.match_indices('/').map(|(slash, _)| &file.name[..slash]);
-            if let Some(taken) = folders.chain([file.name.as_str()]).find(|name| reserved.contains(*name)) {
-                return Err(BundleError::ReservedFile { path: root.join(taken) });
+            if let Some(reserved_name) = folders.chain([file.name.as_str()]).find(|name| reserved.contains(*name)) {
+                return Err(BundleError::ReservedFile { path: root.join(reserved_name) });
             }
         }
         source.files.iter().try_for_each(|file| match &file.kind {
@@ -109,7 +109,7 @@ impl Source {
         })?;
         let sizes = source.files.iter().map(|file| (file.path.as_path(), file.bytes));
         check_sum(sizes)?;
-        manifest::check_bytes(source.tensors().map(manifest::least_entry_bytes).sum())?;
+        manifest::check_bytes(source.tensors().map(manifest::min_entry_bytes).sum())?;
         Ok(source)
     }
 
@@ -147,8 +147,8 @@ impl Source {
         let folder = |name: &str| name.rfind('/').map_or(0, |slash| slash + 1);
         let weights = self.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. }));
         let folders: HashSet<String> = weights.map(|file| file.name[..folder(&file.name)].to_owned()).collect();
-        let is_beside = |name: &str| config::is_config(name) && folders.contains(&name[..folder(name)]);
-        for file in self.files.iter_mut().filter(|file| is_beside(&file.name)) {
+        let is_next_to_weights = |name: &str| config::is_config(name) && folders.contains(&name[..folder(name)]);
+        for file in self.files.iter_mut().filter(|file| is_next_to_weights(&file.name)) {
             let text = match config::check_bytes(file.bytes) {
                 Ok(()) => Input::open_same(&file.path, &file.stamp)?.read(0, file.bytes)?,
                 Err(reason) => {
@@ -172,7 +172,7 @@ impl Source {
         }
         let is_large = |name: &str, bytes: u64| {
             let lower = name.to_ascii_lowercase();
-            let superfluous = history(name).is_some() || WEIGHTS_IN_OTHER_FORMS.iter().any(|end| lower.ends_with(end));
+            let superfluous = history(name).is_some() || OTHER_WEIGHT_SUFFIXES.iter().any(|end| lower.ends_with(end));
             bytes >= if superfluous { SUPERFLUOUS_BYTES } else { LARGE_BYTES }
         };
         let large = copies.into_iter().filter(|&(name, bytes)| is_large(name, bytes));
@@ -204,7 +204,7 @@ impl Source {
             match names.get(shard.as_str()) {
                 None => return fail(format!("the shard '{shard}' of tensor '{tensor}' is missing")),
                 Some(names) if !names.contains(tensor.as_str()) => {
-                    return fail(format!("tensor '{tensor}' is listed in '{shard}', but is not there"));
+                    return fail(format!("tensor '{tensor}' is listed in '{shard}', which does not contain it"));
                 }
                 Some(_) => {}
             }
@@ -228,7 +228,9 @@ impl Source {
         stray.sort();
         match stray.first() {
             None => Ok(()),
-            Some(shard) => fail(format!("the shard '{shard}' belongs to it by its name, but is not listed")),
+            Some(shard) => {
+                fail(format!("the shard '{shard}' has the name of a shard of this index, but is not listed"))
+            }
         }
     }
 }
@@ -260,7 +262,7 @@ fn check_sum<'a>(sizes: impl Iterator<Item = (&'a Path, u64)>) -> Result<(), Bun
     for (path, bytes) in sizes {
         sum = sum.checked_add(bytes).filter(|&sum| sum <= i64::MAX as u64).ok_or_else(|| BundleError::Unstorable {
             path: path.into(),
-            reason: "the sizes up to it add up to more than 2^63 bytes; leave it out",
+            reason: "the sizes up to this file sum to more than 2^63 bytes; leave the file out",
         })?;
     }
     Ok(())
@@ -299,7 +301,7 @@ pub(crate) fn index_of(path: &Path, bytes: &[u8]) -> Result<Index, BundleError> 
     let stored: Stored = serde_json::from_slice(bytes).map_err(|error| fail(error.to_string()))?;
     if let Some((tensor, shard)) = stored.weight_map.0.iter().find(|(_, shard)| manifest::check_name(shard).is_err()) {
         return Err(fail(format!(
-            "tensor '{tensor}' is said to be in '{}', which is no plain file name",
+            "tensor '{tensor}' is listed in '{}', which is not a plain file name",
             shard.escape_default()
         )));
     }
@@ -313,20 +315,22 @@ impl Part {
         let mut weights: Vec<&SourceFile> =
             model.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. })).collect();
         weights.sort_by(|a, b| (b.bytes, &a.name).cmp(&(a.bytes, &b.name)));
-        let mut held: BTreeMap<u32, u64> = (1..=self.of).map(|part| (part, 0)).collect();
-        let mut own = HashSet::new();
+        let mut bytes_by_part: BTreeMap<u32, u64> = (1..=self.of).map(|part| (part, 0)).collect();
+        let mut names = HashSet::new();
         for file in weights {
-            let Some((&part, bytes)) = held.iter_mut().min_by_key(|(part, bytes)| (**bytes, **part)) else { break };
+            let Some((&part, bytes)) = bytes_by_part.iter_mut().min_by_key(|(part, bytes)| (**bytes, **part)) else {
+                break;
+            };
             *bytes += file.bytes;
             if part == self.index {
-                own.insert(file.name.clone());
+                names.insert(file.name.clone());
             }
         }
         if self.has_copies() {
             let others = model.files.iter().filter(|file| !matches!(file.kind, Kind::Weights { .. }));
-            own.extend(others.map(|file| file.name.clone()));
+            names.extend(others.map(|file| file.name.clone()));
         }
-        own
+        names
     }
 }
 
@@ -336,10 +340,10 @@ mod tests {
 
     #[test]
     fn size_sums_that_overflow_are_rejected() {
-        let most = i64::MAX as u64;
+        let max = i64::MAX as u64;
         let sum = |sizes: &[u64]| check_sum(sizes.iter().map(|&bytes| (Path::new("a"), bytes)));
-        assert!(sum(&[]).is_ok() && sum(&[most]).is_ok() && sum(&[most - 1, 1]).is_ok());
-        for sizes in [&[most, 1][..], &[most, most, most], &[u64::MAX]] {
+        assert!(sum(&[]).is_ok() && sum(&[max]).is_ok() && sum(&[max - 1, 1]).is_ok());
+        for sizes in [&[max, 1][..], &[max, max, max], &[u64::MAX]] {
             assert!(matches!(sum(sizes), Err(BundleError::Unstorable { .. })), "{sizes:?}");
         }
     }

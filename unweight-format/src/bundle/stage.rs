@@ -58,7 +58,7 @@ pub(crate) struct Stage {
     /// Which output may be replaced, if any.
     replaceable: Option<Replaceable>,
     /// Bytes still to be written, as far as known; for the error message when the disk is full.
-    left_bytes: AtomicU64,
+    remaining_bytes: AtomicU64,
     _lock: Lock,
 }
 
@@ -87,7 +87,7 @@ pub fn discard_partial(output: &Path) -> Result<(), BundleError> {
         return Ok(());
     };
     let _lock = lock(&partial)?;
-    check_own(&partial)?;
+    check_owner(&partial)?;
     for name in ["records", "tree", "work"] {
         remove(&partial.join(name))?;
     }
@@ -122,7 +122,7 @@ impl Stage {
     ) -> Result<Self, BundleError> {
         let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
         let (Some(parent), Some(partial)) = (output.parent(), partial_of(&output)) else {
-            return Err(BundleError::Unstorable { path: output, reason: "not a name for an output" });
+            return Err(BundleError::Unstorable { path: output, reason: "not a valid name for an output" });
         };
         check_overlap(inputs, &output)?;
         check_output(&output, replaceable.as_ref())?;
@@ -131,10 +131,10 @@ impl Stage {
         check_overlap(inputs, &output)?;
         let lock = lock(&partial)?;
         failpoint("locked");
-        check_own(&partial)?;
+        check_owner(&partial)?;
         // The process that held the lock may have finished this output.
         check_output(&output, replaceable.as_ref())?;
-        let stage = Self { output, partial, replaceable, left_bytes: AtomicU64::new(0), _lock: lock };
+        let stage = Self { output, partial, replaceable, remaining_bytes: AtomicU64::new(0), _lock: lock };
         if !resume {
             // Records first: a finished shard without a record is not taken over.
             remove(&stage.records())?;
@@ -201,7 +201,7 @@ impl Stage {
 
     /// Fails early if `bytes` do not fit on the disk; otherwise stores them as still to be written.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<(), BundleError> {
-        self.left_bytes.store(bytes, Ordering::Relaxed);
+        self.remaining_bytes.store(bytes, Ordering::Relaxed);
         match self.free_bytes() {
             Some(free_bytes) if free_bytes < bytes => {
                 self.remove_if_empty();
@@ -219,16 +219,16 @@ impl Stage {
         }
     }
 
-    pub(crate) fn wrote(&self, bytes: u64) {
+    pub(crate) fn count_written(&self, bytes: u64) {
         // The value only appears in a message.
-        let left = self.left_bytes.load(Ordering::Relaxed);
-        self.left_bytes.store(left.saturating_sub(bytes), Ordering::Relaxed);
+        let left = self.remaining_bytes.load(Ordering::Relaxed);
+        self.remaining_bytes.store(left.saturating_sub(bytes), Ordering::Relaxed);
     }
 
     /// Returns the error for a failed write.
     pub(crate) fn write_error(&self, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
         let (path, needed_bytes, free_bytes) =
-            (path.to_path_buf(), self.left_bytes.load(Ordering::Relaxed), self.free_bytes().unwrap_or(0));
+            (path.to_path_buf(), self.remaining_bytes.load(Ordering::Relaxed), self.free_bytes().unwrap_or(0));
         move |source| match source.kind() {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 BundleError::DiskFull { path, needed_bytes, free_bytes, source }
@@ -253,7 +253,7 @@ impl Stage {
     pub(crate) fn put(&self, name: &str, bytes: &[u8]) -> Result<(), BundleError> {
         let work = self.work().join("file");
         files::write_durably(&work, bytes).map_err(self.write_error(&work))?;
-        self.wrote(bytes.len() as u64);
+        self.count_written(bytes.len() as u64);
         self.accept(&work, name)
     }
 
@@ -270,7 +270,7 @@ impl Stage {
         let mut file = files::create(&work).map_err(self.write_error(&work))?;
         let contents = files::read_input(from, sha256, |chunk| {
             files::append(&mut file, chunk).map_err(self.write_error(&work))?;
-            self.wrote(chunk.len() as u64);
+            self.count_written(chunk.len() as u64);
             advance(chunk.len() as u64)
         })?;
         from.check_unchanged()?;
@@ -289,11 +289,11 @@ impl Stage {
         name: &str,
         mut advance: impl FnMut(u64) -> Result<(), BundleError>,
     ) -> Result<(), BundleError> {
-        let metadata = from.symlink_metadata().map_err(BundleError::io("look at the file", from))?;
+        let metadata = from.symlink_metadata().map_err(BundleError::io("read the metadata of the file", from))?;
         let work = self.work().join("file");
         // The staging directory may only contain this user's regular files.
-        let own = metadata.is_file() && metadata.uid() == rustix::process::geteuid().as_raw();
-        if own && fs::hard_link(from, &work).is_ok() {
+        let is_own_file = metadata.is_file() && metadata.uid() == rustix::process::geteuid().as_raw();
+        if is_own_file && fs::hard_link(from, &work).is_ok() {
             advance(metadata.len())?;
             return self.accept(&work, name);
         }
@@ -304,9 +304,8 @@ impl Stage {
     /// interrupted run that this run does not use.
     pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
         allow_changes(&self.tree())?;
-        let wanted: HashSet<PathBuf> =
-            growing.iter().flat_map(|name| [self.growing(name), self.journal(name)]).collect();
-        for (_, path) in files::walk(&self.work())?.into_iter().filter(|(_, path)| !wanted.contains(path)) {
+        let kept: HashSet<PathBuf> = growing.iter().flat_map(|name| [self.growing(name), self.journal(name)]).collect();
+        for (_, path) in files::walk(&self.work())?.into_iter().filter(|(_, path)| !kept.contains(path)) {
             fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
         }
         for (name, path) in files::walk(&self.tree())? {
@@ -381,24 +380,24 @@ impl Stage {
     }
 }
 
-const PUBLISH: &str = "rename the finished output to its name";
+const PUBLISH: &str = "rename the finished output to its final name";
 
 fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
     let metadata = match output.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        other => other.map_err(BundleError::io("look at the output", output))?,
+        other => other.map_err(BundleError::io("read the metadata of the output", output))?,
     };
     let Some(replaceable) = replaceable else { return Err(BundleError::OutputExists { path: output.into() }) };
     if metadata.is_symlink() {
-        let reason = "a symbolic link, which is not replaced; give the directory that it leads to";
+        let reason = "a symbolic link, which is not replaced; pass the directory that it points to";
         return Err(BundleError::Unstorable { path: output.into(), reason });
     }
     if !metadata.is_dir() {
-        let reason = "a file, and only a directory is replaced; choose another name";
+        let reason = "a file, but only a directory can be replaced; choose another name";
         return Err(BundleError::Unstorable { path: output.into(), reason });
     }
     let mut other_version = None;
-    let own: HashMap<String, Option<Stamp>> = match replaceable {
+    let replaceable_files: HashMap<String, Option<Stamp>> = match replaceable {
         Replaceable::Files(files) => files.iter().map(|(name, stamp)| (name.clone(), Some(*stamp))).collect(),
         Replaceable::Bundle => {
             let path = output.join(manifest::FILE_NAME);
@@ -420,21 +419,21 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
                 _ => Vec::new(),
             };
             if !stored.is_empty() {
-                let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME];
+                let own_files = [manifest::FILE_NAME, manifest::SIGNATURE_NAME];
                 // Compiled kernels can be compiled again.
-                stored.extend(own.into_iter().chain([ATTACHED_NAME, PARTIAL_NAME]).map(str::to_owned));
+                stored.extend(own_files.into_iter().chain([ATTACHED_NAME, PARTIAL_NAME]).map(str::to_owned));
             }
             stored.into_iter().map(|name| (name, None)).collect()
         }
     };
     let folders: HashSet<&str> =
-        own.keys().flat_map(|name| name.match_indices('/').map(|(slash, _)| &name[..slash])).collect();
-    let is_own = |name: &str, metadata: &fs::Metadata| match own.get(name) {
+        replaceable_files.keys().flat_map(|name| name.match_indices('/').map(|(slash, _)| &name[..slash])).collect();
+    let is_replaceable = |name: &str, metadata: &fs::Metadata| match replaceable_files.get(name) {
         _ if metadata.is_dir() => folders.contains(name),
         Some(stamp) => stamp.is_none_or(|stamp| stamp == Stamp::of(metadata)),
         None => false,
     };
-    match (entries(output, "")?.into_iter().find(|(name, metadata)| !is_own(name, metadata)), other_version) {
+    match (entries(output, "")?.into_iter().find(|(name, metadata)| !is_replaceable(name, metadata)), other_version) {
         (None, _) => Ok(()),
         (_, Some((version, age))) => Err(BundleError::OtherOutput { path: output.into(), version, age }),
         (Some((file, _)), None) => Err(BundleError::NotReplaceable { path: output.into(), file }),
@@ -446,7 +445,7 @@ fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, Bund
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
         let entry = entry.map_err(BundleError::io("list the directory", dir))?;
-        let metadata = entry.metadata().map_err(BundleError::io("look at the file", entry.path()))?;
+        let metadata = entry.metadata().map_err(BundleError::io("read the metadata of the file", entry.path()))?;
         let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
         if metadata.is_dir() {
             found.extend(entries(&entry.path(), &format!("{name}/"))?);
@@ -473,22 +472,23 @@ fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
 
 /// Checks that the folder and everything in it are directories and regular files of this user, and that other users
 /// cannot write to the folder.
-fn check_own(partial: &Path) -> Result<(), BundleError> {
-    let own = rustix::process::geteuid().as_raw();
+fn check_owner(partial: &Path) -> Result<(), BundleError> {
+    let user = rustix::process::geteuid().as_raw();
     let foreign = |path: &Path, reason| Err(BundleError::ForeignPartial { path: path.into(), reason });
-    let metadata = partial.symlink_metadata().map_err(BundleError::io("look at the directory", partial))?;
+    let metadata =
+        partial.symlink_metadata().map_err(BundleError::io("read the metadata of the directory", partial))?;
     if !metadata.is_dir() {
         return foreign(partial, "not a directory");
     }
-    if metadata.uid() != own {
-        return foreign(partial, "another user made it");
+    if metadata.uid() != user {
+        return foreign(partial, "it belongs to another user");
     }
     if metadata.mode() & 0o022 != 0 {
-        return foreign(partial, "other users may write to it");
+        return foreign(partial, "it is writable by other users");
     }
     for (name, metadata) in entries(partial, "")? {
-        if metadata.uid() != own {
-            return foreign(&partial.join(name), "another user made it");
+        if metadata.uid() != user {
+            return foreign(&partial.join(name), "it belongs to another user");
         }
         if !metadata.is_file() && !metadata.is_dir() {
             return foreign(&partial.join(name), "neither a file nor a directory");
@@ -524,14 +524,14 @@ fn lock(partial: &Path) -> Result<Lock, BundleError> {
                     other => other.map_err(BundleError::io("list the directory", partial))?,
                 };
                 if names.next().is_some() && path.symlink_metadata().is_err() && partial.symlink_metadata().is_ok() {
-                    let reason = "it has no lock of an interrupted run";
+                    let reason = "it has no lock file of an interrupted run";
                     return Err(BundleError::ForeignPartial { path: partial.into(), reason });
                 }
                 // Check the owner before opening anything in it.
                 match partial.symlink_metadata() {
                     Err(_) => continue,
                     Ok(metadata) if metadata.uid() != rustix::process::geteuid().as_raw() => {
-                        let reason = "another user made it";
+                        let reason = "it belongs to another user";
                         return Err(BundleError::ForeignPartial { path: partial.into(), reason });
                     }
                     Ok(metadata) if !metadata.is_dir() => {
@@ -581,7 +581,7 @@ fn remove_empty_dirs(dir: &Path) -> Result<bool, BundleError> {
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
         let entry = entry.map_err(BundleError::io("list the directory", dir))?;
         let path = entry.path();
-        let is_dir = entry.file_type().map_err(BundleError::io("look at the file", &path))?.is_dir();
+        let is_dir = entry.file_type().map_err(BundleError::io("read the metadata of the file", &path))?.is_dir();
         if is_dir && remove_empty_dirs(&path)? {
             fs::remove_dir(&path).map_err(BundleError::io("remove the directory", &path))?;
         } else {
@@ -607,14 +607,14 @@ fn remove(dir: &Path) -> Result<(), BundleError> {
 
 /// Makes a directory and all below it writable for this user: a replaced output may be read-only.
 fn allow_changes(dir: &Path) -> Result<(), BundleError> {
-    let mode = dir.symlink_metadata().map_err(BundleError::io("look at the directory", dir))?.mode();
+    let mode = dir.symlink_metadata().map_err(BundleError::io("read the metadata of the directory", dir))?.mode();
     if mode & 0o700 != 0o700 {
         let allowed = fs::Permissions::from_mode(mode & 0o7777 | 0o700);
         fs::set_permissions(dir, allowed).map_err(BundleError::io("change the mode of the directory", dir))?;
     }
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
         let entry = entry.map_err(BundleError::io("list the directory", dir))?;
-        if entry.file_type().map_err(BundleError::io("look at the file", entry.path()))?.is_dir() {
+        if entry.file_type().map_err(BundleError::io("read the metadata of the file", entry.path()))?.is_dir() {
             allow_changes(&entry.path())?;
         }
     }

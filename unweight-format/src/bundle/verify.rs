@@ -110,10 +110,10 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
         }
     }
     if let Some(source) = against {
-        let known: HashSet<&str> = manifest.files.iter().map(FileEntry::name).collect();
+        let listed: HashSet<&str> = manifest.files.iter().map(FileEntry::name).collect();
         for (name, _) in files::walk_selected(source, &options.selection)?
             .into_iter()
-            .filter(|(name, _)| !known.contains(name.as_str()))
+            .filter(|(name, _)| !listed.contains(name.as_str()))
         {
             let code = "source-file-not-in-bundle";
             let message = format!("{name}: in the source, but not in the bundle");
@@ -157,11 +157,12 @@ fn check_cancelled(progress: &dyn Progress) -> Result<(), BundleError> {
 }
 
 fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) -> Result<(), BundleError> {
-    let known: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+    let listed: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
     for (file, path) in files::walk(bundle)? {
         if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
-            report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
-        } else if !known.contains(&file) && file != ATTACHED_NAME {
+            report.stored_bytes +=
+                path.metadata().map_err(BundleError::io("read the metadata of the file", &path))?.len();
+        } else if !listed.contains(&file) && file != ATTACHED_NAME {
             let error = match file.as_str() {
                 PARTIAL_NAME => BundleError::HalfAttached { file: file.clone() },
                 _ => BundleError::ExtraFile { file: file.clone() },
@@ -267,13 +268,13 @@ fn compare(
     progress: &dyn Progress,
 ) -> Result<Option<String>, BundleError> {
     let path = source.join(file.name());
-    let size = |got: u64| format!("the bundle was made from {} bytes, the source has {got}", file.size());
+    let size = |got: u64| format!("the bundle was made from {} bytes, but the source has {got}", file.size());
     if !path.exists() {
-        return Ok(Some("it has no such file".into()));
+        return Ok(Some("the source has no such file".into()));
     }
     check_cancelled(progress)?;
     if quick {
-        let got = path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
+        let got = path.metadata().map_err(BundleError::io("read the metadata of the file", &path))?.len();
         progress.advance(file.size());
         return Ok((got != file.size()).then(|| size(got)));
     }

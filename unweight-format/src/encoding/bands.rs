@@ -65,7 +65,7 @@ struct Band {
 }
 
 /// Tiles of a band: enough to make a task worth scheduling, few enough to balance (256 tiles are 2 MiB of weights).
-const BAND_TILES: usize = 256;
+pub(crate) const BAND_TILES: usize = 256;
 
 /// Encodes band by band, for the encodings whose tiles have verbatim rows. With `HUFFMAN`, coded rows go to the word
 /// stream and their lengths to `out` (64 bytes per tile); otherwise their packed indices go to `out` (2048 bytes per

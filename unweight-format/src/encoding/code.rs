@@ -34,8 +34,8 @@ impl Palette {
         if !(1..=PALETTE_MAX).contains(&len) {
             return fail("it must have 1 to 16 entries");
         }
-        let mut seen = [false; 256];
-        if stored[..len].iter().any(|&e| std::mem::replace(&mut seen[usize::from(e)], true)) {
+        let mut is_used = [false; 256];
+        if stored[..len].iter().any(|&e| std::mem::replace(&mut is_used[usize::from(e)], true)) {
             return fail("an exponent appears twice");
         }
         if stored[len..].iter().any(|&e| e != 0) {

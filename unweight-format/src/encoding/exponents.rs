@@ -15,7 +15,7 @@ use super::{
         encode_exponents,
     },
     sample::fixed_bytes,
-    tiles::{check_room, debug_sizes, small},
+    tiles::{check_out_bytes, debug_sizes, fixed_section},
 };
 use crate::{
     Code, CodeLimit, CodecError, Float, FloatMatrix, TileGrid,
@@ -226,7 +226,7 @@ pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>) -> Result<Vec<
 /// # Errors
 /// `out` does not have the size of the matrix, or the errors of [`decode`].
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
-    check_room(tensor.float, tensor.grid(), out)?;
+    check_out_bytes(tensor.float, tensor.grid(), out)?;
     let rest = Fractions { float: tensor.float, bytes: tensor.bytes.as_ref(), bits: tensor.bits.as_ref() };
     decode_rows(&tensor.exponents, &rest, out)
 }
@@ -307,7 +307,7 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
     /// # Errors
     /// A section has the wrong size, or does not satisfy an invariant that a reader must check.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
-        let format = small(section(Section::FLOAT_FORMAT), Section::FLOAT_FORMAT, grid)?;
+        let format = fixed_section(section(Section::FLOAT_FORMAT), Section::FLOAT_FORMAT, grid)?;
         let float = float_of(format)?;
         let (bytes, bits) = (section(Section::FRACTION_BYTES), section(Section::FRACTION_BITS));
         let rest = Rest::of(float);
@@ -330,7 +330,7 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
             (Section::VERBATIM_EXPONENTS, exponents.verbatim_exponents()),
         ] {
             if exponents.iter().copied().max().is_some_and(|exponent| exponent > most) {
-                let reason = "it holds an exponent that the type does not have";
+                let reason = "it has an exponent that the type does not have";
                 return Err(CodecError::Code { section: section.name(), reason });
             }
         }
@@ -414,7 +414,7 @@ fn filled(section: Section, bytes: &[u8], used: usize, expected: usize) -> Resul
 }
 
 fn not_zero(section: Section) -> CodecError {
-    CodecError::Code { section: section.name(), reason: "what fills it up must be 0" }
+    CodecError::Code { section: section.name(), reason: "its padding must be 0" }
 }
 
 impl ExponentsTensor<Vec<u8>> {

@@ -35,11 +35,12 @@ impl EncodingId {
     /// # Panics
     /// As [`EncodingId::encoding`].
     pub(crate) fn for_float(self, float: Float) -> Self {
-        let takes = |encoding: &&dyn Encoding| encoding.id() != Self::RAW && encoding.floats().contains(&float);
+        let supports_float =
+            |encoding: &&dyn Encoding| encoding.id() != Self::RAW && encoding.floats().contains(&float);
         if self.encoding().floats().contains(&float) {
             return self;
         }
-        ENCODINGS.iter().copied().find(takes).map_or(Self::RAW, |encoding| encoding.id())
+        ENCODINGS.iter().copied().find(supports_float).map_or(Self::RAW, |encoding| encoding.id())
     }
 
     fn find(self) -> Option<&'static dyn Encoding> {

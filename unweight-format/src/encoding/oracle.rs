@@ -144,13 +144,13 @@ pub fn pack(matrix: Matrix<'_>) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
     for tile in 0..grid.tiles() {
         for block in 0..packed::ROW_BLOCKS {
             let mut records = Vec::new();
-            for (step, register, lane, half) in places() {
-                let (row, col) = packed::place(block, step, lane, register, half);
+            for (step, register, lane, half) in element_positions() {
+                let (row, col) = packed::element_at(block, step, lane, register, half);
                 let weight = matrix.get(tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
                 let nibble = window.nibble(bf16::exponent(weight)).unwrap_or_else(|| {
                     let operand = u32::from(window.operand(weight).expect("looked at above"));
-                    let place = 4 * step + register;
-                    records.push(operand | (lane as u32) << 16 | (place as u32) << 21 | (half as u32) << 25);
+                    let position = 4 * step + register;
+                    records.push(operand | (lane as u32) << 16 | (position as u32) << 21 | (half as u32) << 25);
                     0
                 });
                 let packed_half = u32::from(weight & 0x807f | u16::from(nibble) << 7) << (16 * half);
@@ -184,7 +184,7 @@ pub fn pack(matrix: Matrix<'_>) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
 }
 
 /// The step, register, lane and half of every operand of a row block.
-fn places() -> impl Iterator<Item = (usize, usize, usize, usize)> {
+fn element_positions() -> impl Iterator<Item = (usize, usize, usize, usize)> {
     (0..packed::STEPS * 4 * packed::LANES * 2).map(|i| (i / 256, i / 64 % 4, i / 2 % 32, i % 2))
 }
 
@@ -195,13 +195,13 @@ pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
     let mut out = vec![0u8; grid.elements() * 2];
     for tile in 0..grid.tiles() {
         let mut put = |block, (step, register, lane, half), weight: u16| {
-            let (row, col) = packed::place(block, step, lane, register, half);
+            let (row, col) = packed::element_at(block, step, lane, register, half);
             let (row, col) = (tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
             let at = (row * grid.cols() + col) * 2;
             out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
         };
         for block in 0..packed::ROW_BLOCKS {
-            for (step, register, lane, half) in places() {
+            for (step, register, lane, half) in element_positions() {
                 let word = |i: usize| {
                     let at = tile * packed::TILE_BYTES + packed::word_offset(block, 3 * step + i, lane);
                     u32::from_le_bytes(tensor.packed()[at..at + 4].try_into().expect("4 bytes"))
@@ -239,7 +239,7 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
             CodecError::Row { tile, row: lane / 4, reason }
         };
         let mut put = |block, step, lane, register, half, weight: u16| {
-            let (row, col) = packed::place(block, step, lane, register, half);
+            let (row, col) = packed::element_at(block, step, lane, register, half);
             let (row, col) = (tile / grid.tile_cols() * TILE + row, tile % grid.tile_cols() * TILE + col);
             let at = (row * grid.cols() + col) * 2;
             out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
@@ -262,10 +262,10 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
                     let index: usize = (0..9).map(|i| next(i).unwrap_or(0) << i).sum();
                     let entry = table[index];
                     used[chain] += usize::from(entry >> 12);
-                    for place in 0..4 {
-                        let (step, register, half) = (quad / 2, 2 * (quad % 2) + place / 2, place % 2);
+                    for element in 0..4 {
+                        let (step, register, half) = (quad / 2, 2 * (quad % 2) + element / 2, element % 2);
                         let dense = dense_half(tensor.dense(), tile, (block, step, lane, register, half));
-                        let above = (entry >> (3 * place) & 7) << 2 | dense >> 7 & 3;
+                        let above = (entry >> (3 * element) & 7) << 2 | dense >> 7 & 3;
                         let exponent = u16::from(tensor.window().base()) + above;
                         put(block, step, lane, register, half, dense & 0x807f | exponent << 7);
                     }
@@ -500,7 +500,7 @@ fn symbol(reader: &mut BitReader<'_>, code: &Code, tile: usize, row: usize) -> R
             }
         }
         if length > 15 {
-            return Err(CodecError::Row { tile, row, reason: "it holds bits that are no code" });
+            return Err(CodecError::Row { tile, row, reason: "it has bits that are not a code" });
         }
     }
 }

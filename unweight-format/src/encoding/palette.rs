@@ -9,7 +9,7 @@ use super::{
     Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
     bands::bands,
     sample::fixed_bytes,
-    tiles::{check_metadata, check_out, debug_sizes, join, low_bits, small},
+    tiles::{check_metadata, check_out, debug_sizes, fixed_section, join, low_bits},
 };
 use crate::{
     Code, CodeLimit, CodecError, FloatMatrix, Matrix, TileGrid, TileMetadata,
@@ -147,7 +147,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
     /// # Errors
     /// A section has the wrong size, invariant 2 does not hold, a `start_word` is not 0, or the palette is not valid.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
-        let stored = small(section(Section::PALETTE), Section::PALETTE, grid)?;
+        let stored = fixed_section(section(Section::PALETTE), Section::PALETTE, grid)?;
         // Unused entries are 0, and the last used entry may be 0, too. The two cases need not be distinguished.
         Palette::from_stored(stored, stored.iter().rposition(|&e| e != 0).map_or(1, |last| last + 1))?;
         let tensor = Self {
@@ -178,7 +178,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
                 let used = if coded >> row & 1 == 1 { width } else { 0 };
                 let half_used = used % 2 == 1 && indices[used / 2] >> 4 != 0;
                 if half_used || indices[used.div_ceil(2)..].iter().any(|&pair| pair != 0) {
-                    let reason = "palette indices that stand for nothing are not 0";
+                    let reason = "unused palette indices are not 0";
                     return Err(CodecError::Row { tile, row, reason });
                 }
             }

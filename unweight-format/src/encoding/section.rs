@@ -124,7 +124,7 @@ impl<'a> Sections<'a> {
 
     /// The bytes of a section; empty if the encoding does not contain it.
     pub fn get(&self, section: Section) -> &'a [u8] {
-        self.0.iter().find(|(own, _)| *own == section).map_or(&[], |(_, bytes)| bytes)
+        self.0.iter().find(|(name, _)| *name == section).map_or(&[], |(_, bytes)| bytes)
     }
 }
 

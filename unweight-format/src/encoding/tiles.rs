@@ -26,7 +26,7 @@ pub(crate) fn low_bits(n: usize) -> u64 {
     if n >= 64 { u64::MAX } else { (1 << n) - 1 }
 }
 
-pub(crate) fn small<B: AsRef<[u8]>>(
+pub(crate) fn fixed_section<B: AsRef<[u8]>>(
     bytes: B,
     section: Section,
     grid: TileGrid,
@@ -89,11 +89,11 @@ pub(crate) fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
 
 /// Checks that `out` has the size of the BF16 weights of `grid`.
 pub(crate) fn check_out(grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
-    check_room(Float::Bf16, grid, out)
+    check_out_bytes(Float::Bf16, grid, out)
 }
 
 /// Like [`check_out`], for any type.
-pub(crate) fn check_room(float: Float, grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
+pub(crate) fn check_out_bytes(float: Float, grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
     // No overflow: the grid has checked four bytes per element.
     let expected = grid.elements() * float.bytes();
     if out.len() == expected {

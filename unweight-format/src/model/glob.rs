@@ -11,9 +11,9 @@ pub fn matches(pattern: &str, name: &str) -> bool {
             p += 1;
         } else if pattern.get(p).is_some_and(|&c| c == '?' || c == name[n]) {
             (p, n) = (p + 1, n + 1);
-        } else if let Some((at, taken)) = star {
-            star = Some((at, taken + 1));
-            (p, n) = (at + 1, taken + 1);
+        } else if let Some((star_at, matched_end)) = star {
+            star = Some((star_at, matched_end + 1));
+            (p, n) = (star_at + 1, matched_end + 1);
         } else {
             return false;
         }

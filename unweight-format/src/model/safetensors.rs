@@ -50,7 +50,7 @@ pub enum HeaderError {
     },
     /// The header ends after the end of the file.
     #[error(
-        "at byte 0: a header of {header_bytes} bytes in a file of {file_bytes}; the file is truncated, or no safetensors file"
+        "at byte 0: a header of {header_bytes} bytes in a file of {file_bytes}; the file is truncated, or not a safetensors file"
     )]
     Truncated {
         /// Length of the header.
@@ -91,7 +91,7 @@ pub enum HeaderError {
         got: u64,
     },
     /// The size of the tensor overflows, or is not a whole number of bytes.
-    #[error("tensor '{tensor}': the bytes of {dtype} {shape:?} cannot be counted")]
+    #[error("tensor '{tensor}': the size of {dtype} {shape:?} overflows or is not in whole bytes")]
     Shape {
         /// Name of the tensor.
         tensor: String,
@@ -101,7 +101,7 @@ pub enum HeaderError {
         shape: Vec<usize>,
     },
     /// The tensor's data does not start where the previous tensor's data ends.
-    #[error("tensor '{tensor}': its data starts at byte {got}, that before it ends at byte {expected} ({})", if got > expected { "a hole" } else { "an overlap" })]
+    #[error("tensor '{tensor}': its data starts at byte {got}, but the previous tensor ends at byte {expected} ({})", if got > expected { "a hole" } else { "an overlap" })]
     Offsets {
         /// Name of the tensor.
         tensor: String,
@@ -121,7 +121,7 @@ pub enum HeaderError {
         end: u64,
     },
     /// The tensors do not end at the end of the file.
-    #[error("the tensors end at byte {expected}, the file at byte {got}; it is {}", if got < expected { "truncated" } else { "too long" })]
+    #[error("the tensors end at byte {expected}, but the file ends at byte {got}; it is {}", if got < expected { "truncated" } else { "too long" })]
     End {
         /// End of the tensors.
         expected: u64,
@@ -313,8 +313,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let (mut pairs, mut seen) = (Vec::new(), HashSet::new());
-                while let Some(key) = map.next_key_seed(Key(&mut seen))? {
+                let (mut pairs, mut keys) = (Vec::new(), HashSet::new());
+                while let Some(key) = map.next_key_seed(Key(&mut keys))? {
                     pairs.push((key, map.next_value()?));
                 }
                 Ok(pairs)
@@ -350,8 +350,8 @@ impl<'de> Deserialize<'de> for Entries {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Entries, A::Error> {
-                let (mut entries, mut seen) = (Entries::default(), HashSet::new());
-                while let Some(key) = map.next_key_seed(Key(&mut seen))? {
+                let (mut entries, mut keys) = (Entries::default(), HashSet::new());
+                while let Some(key) = map.next_key_seed(Key(&mut keys))? {
                     if key == "__metadata__" {
                         let pairs: Option<Ordered<String>> = map.next_value()?;
                         entries.metadata = pairs.map(|pairs| pairs.0).unwrap_or_default();

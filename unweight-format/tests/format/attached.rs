@@ -93,7 +93,7 @@ fn attach_and_detach_change_no_other_byte() {
     let fewer = attach(&dir, &kernels()[..1], true).unwrap();
     assert!(fewer < bytes);
     assert_eq!(Bundle::open(&dir).unwrap().attached().unwrap().unwrap().kernels().len(), 1);
-    assert_eq!(detach(&dir).unwrap().map(|gone| (gone.bytes, gone.had_plan)), Some((fewer, false)));
+    assert_eq!(detach(&dir).unwrap().map(|detached| (detached.bytes, detached.had_plan)), Some((fewer, false)));
     assert_eq!(detach(&dir).unwrap(), None);
     assert!(read_tree(&dir) == before);
 }
@@ -166,25 +166,25 @@ fn concurrent_attaches_wait_for_each_other() {
         &|dir| _ = detach(dir).unwrap(),
     ];
     for (at, writer) in writers.iter().enumerate() {
-        let held = File::open(&dir).unwrap();
-        held.lock().unwrap();
+        let locked_dir = File::open(&dir).unwrap();
+        locked_dir.lock().unwrap();
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| writer(&dir));
             std::thread::sleep(Duration::from_millis(100));
             assert!(!waits.is_finished(), "{at}");
-            drop(held);
+            drop(locked_dir);
         });
     }
     // After waiting, they use the state at that time.
-    let held = File::open(&dir).unwrap();
-    held.lock().unwrap();
+    let locked_dir = File::open(&dir).unwrap();
+    locked_dir.lock().unwrap();
     std::thread::scope(|scope| {
         let both = [
             scope.spawn(|| attach(&dir, &kernels(), false)),
             scope.spawn(|| add_plan(&dir, |old| format!("{}a plan", old.unwrap_or_default()))),
         ];
         std::thread::sleep(Duration::from_millis(50));
-        drop(held);
+        drop(locked_dir);
         both.into_iter().for_each(|one| _ = one.join().unwrap().unwrap());
     });
     let attached = Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
@@ -193,7 +193,7 @@ fn concurrent_attaches_wait_for_each_other() {
     let failed: Result<u64, Box<dyn std::error::Error>> = attach_plan(&dir, |_| Err("no".into()));
     assert_eq!(failed.unwrap_err().to_string(), "no");
     assert_eq!(may_attach_plan(&dir).unwrap().as_deref(), Some("a plan"));
-    assert!(detach(&dir).unwrap().is_some_and(|gone| gone.had_plan));
+    assert!(detach(&dir).unwrap().is_some_and(|detached| detached.had_plan));
 }
 
 /// Threads that extend a plan at the same time wait for each other, and no change is lost.
@@ -263,7 +263,7 @@ fn every_flipped_bit_and_truncation_is_detected() {
     assert_eq!(verify_with(&dir, &quick, &Silent).unwrap().problems[0].file, ATTACHED_NAME);
     decompress(&dir, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
     assert!(read_tree(&scratch.path("back")) == read_tree(&scratch.path("model")));
-    assert_eq!(detach(&dir).unwrap().map(|gone| gone.bytes), Some(40));
+    assert_eq!(detach(&dir).unwrap().map(|detached| detached.bytes), Some(40));
 }
 
 /// A file with a given index under the correct digest.
@@ -326,7 +326,7 @@ fn hostile_index_is_rejected() {
     head[16..24].copy_from_slice(&(512u64 << 20).to_le_bytes());
     fs::write(&path, head).unwrap();
     File::options().write(true).open(&path).unwrap().set_len(1 << 29).unwrap();
-    assert!(reason(Attached::open(&path)).contains("says that its index has"));
+    assert!(reason(Attached::open(&path)).contains("exceeds the file or the limit"));
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert!(reason(Attached::open(&path)).contains("not a regular file"));

@@ -36,7 +36,7 @@ impl<F: Fn() + Sync> When<F> {
         Self { tensor, name, done: AtomicBool::new(false), then }
     }
 
-    fn saw(&self, tensor: bool, name: &str) {
+    fn run_if_matches(&self, tensor: bool, name: &str) {
         if tensor == self.tensor && name.contains(self.name) && !self.done.swap(true, Ordering::Relaxed) {
             (self.then)();
         }
@@ -45,11 +45,11 @@ impl<F: Fn() + Sync> When<F> {
 
 impl<F: Fn() + Sync> Progress for When<F> {
     fn file(&self, name: &str) {
-        self.saw(false, name);
+        self.run_if_matches(false, name);
     }
 
     fn tensor(&self, name: &str) {
-        self.saw(true, name);
+        self.run_if_matches(true, name);
     }
 }
 
@@ -107,9 +107,9 @@ fn a_source_truncated_while_it_is_read_is_an_error_with_its_name() {
     let tensors: Vec<_> = (0..6).map(|i| tensor(&format!("t{i}"), "BF16", &[2048, 4096], &weights)).collect();
     fs::write(source.join("a.safetensors"), safetensors_file(&[], &tensors)).unwrap();
     let path = source.join("a.safetensors");
-    let cut = || fs::File::options().write(true).open(&path).unwrap().set_len(9 << 20).unwrap();
+    let truncate = || fs::File::options().write(true).open(&path).unwrap().set_len(9 << 20).unwrap();
     let options = CompressOptions::default().ram_bytes(64u64 << 20);
-    let error = compress(&source, &scratch.path("out"), &options, &When::new(true, "t0", cut)).unwrap_err();
+    let error = compress(&source, &scratch.path("out"), &options, &When::new(true, "t0", truncate)).unwrap_err();
     assert!(matches!(&error, BundleError::Read { .. } | BundleError::SourceChanged { .. }), "{}", chain(&error));
     assert!(chain(&error).contains("a.safetensors"), "{}", chain(&error));
     assert_eq!(error.class(), ErrorClass::Failed);
@@ -123,21 +123,21 @@ fn a_bundle_truncated_while_it_is_read_is_an_error_with_its_name() {
     compress(&source, &out, &CompressOptions::default(), &Silent).unwrap();
     let path = out.join("model-00001-of-00002.safetensors");
     let whole = fs::read(&path).unwrap();
-    let cut = || fs::write(&path, &whole[..whole.len() / 3]).unwrap();
-    let error = decompress(&out, &scratch.path("back"), &DecompressOptions::default(), &When::new(true, "", cut));
+    let truncate = || fs::write(&path, &whole[..whole.len() / 3]).unwrap();
+    let error = decompress(&out, &scratch.path("back"), &DecompressOptions::default(), &When::new(true, "", truncate));
     let error = error.unwrap_err();
     assert!(matches!(&error, BundleError::Read { .. }), "{}", chain(&error));
     assert!(chain(&error).contains("model-00001-of-00002.safetensors") && chain(&error).contains("at byte"));
     fs::write(&path, &whole).unwrap();
-    let error = verify(&out, None, &When::new(true, "", cut)).unwrap_err();
+    let error = verify(&out, None, &When::new(true, "", truncate)).unwrap_err();
     assert!(matches!(&error, BundleError::Read { .. }), "{}", chain(&error));
     fs::write(&path, &whole).unwrap();
     let bundle = Bundle::open(&out).unwrap();
-    cut();
-    let of_it: Vec<_> = bundle.tensors().filter(|tensor| path.ends_with(tensor.file())).collect();
-    let gone: Vec<_> = of_it.iter().filter_map(|tensor| tensor.stored().err()).collect();
-    assert!(!gone.is_empty() && gone.len() <= of_it.len(), "two thirds of the file are gone");
-    for error in &gone {
+    truncate();
+    let handles: Vec<_> = bundle.tensors().filter(|tensor| path.ends_with(tensor.file())).collect();
+    let errors: Vec<_> = handles.iter().filter_map(|tensor| tensor.stored().err()).collect();
+    assert!(!errors.is_empty() && errors.len() <= handles.len(), "tensors in the truncated part are errors");
+    for error in &errors {
         assert!(matches!(error, BundleError::Read { .. }), "{}", chain(error));
         assert!(chain(error).contains("model-00001-of-00002.safetensors"), "{}", chain(error));
     }
@@ -185,8 +185,8 @@ fn decompress_detects_a_flip_in_padding() {
         let path = out.join(shard);
         let whole = fs::read(&path).unwrap();
         let (header, data) = (common::header(&whole), 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()));
-        for (_, place) in header.as_object().unwrap().iter().filter(|(name, _)| name.ends_with(".encoded_exp")) {
-            let end = (data + place["data_offsets"][1].as_u64().unwrap()) as usize;
+        for (_, entry) in header.as_object().unwrap().iter().filter(|(name, _)| name.ends_with(".encoded_exp")) {
+            let end = (data + entry["data_offsets"][1].as_u64().unwrap()) as usize;
             if whole[end - 4..end] != [0; 4] {
                 continue;
             }
@@ -211,7 +211,7 @@ fn impossible_file_names_are_rejected() {
     compress(&source, &out, &CompressOptions::default(), &Silent).unwrap();
     let sound = fs::read(out.join("unweight.json")).unwrap();
     let long = "x".repeat(256);
-    for (name, why) in [("tokenizer.json/deeper", "would have to be the directory"), (&long, "at most 255 bytes")] {
+    for (name, why) in [("tokenizer.json/deeper", "is also the directory"), (&long, "at most 255 bytes")] {
         fs::write(out.join("unweight.json"), &sound).unwrap();
         reseal(&out, |manifest| {
             let files = manifest["files"].as_array_mut().unwrap();
@@ -270,15 +270,15 @@ fn child() {
             drop(decompress(&root.join("bundle"), &root.join("out"), &options, &Silent).unwrap());
         }
         limited if limited.ends_with(" in 8 GiB") => {
-            let most = Some(8 << 30);
-            setrlimit(Resource::As, Rlimit { current: most, maximum: most }).unwrap();
-            let said = if limited.starts_with("verify") {
+            let limit = Some(8 << 30);
+            setrlimit(Resource::As, Rlimit { current: limit, maximum: limit }).unwrap();
+            let result = if limited.starts_with("verify") {
                 verify(&root.join("out"), None, &Silent).map(|report| format!("{:?}", report.problems))
             } else {
                 let options = DecompressOptions::default();
                 decompress(&root.join("out"), &root.join("back"), &options, &Silent).map(|_| "done".into())
             };
-            println!("child says: {}", said.unwrap_or_else(|error| format!("{}: {}", error.code(), chain(&error))));
+            println!("child says: {}", result.unwrap_or_else(|error| format!("{}: {}", error.code(), chain(&error))));
         }
         other => panic!("{other}"),
     }
@@ -461,11 +461,11 @@ fn values(whole: &serde_json::Value, path: &mut Vec<String>, found: &mut Vec<ser
     };
     for change in changes {
         let mut copy = whole.clone();
-        let place = path.iter().fold(&mut copy, |at, key| match key.parse::<usize>() {
+        let value = path.iter().fold(&mut copy, |at, key| match key.parse::<usize>() {
             Ok(i) => &mut at[i],
             Err(_) => &mut at[key.as_str()],
         });
-        *place = change;
+        *value = change;
         found.push(copy);
     }
 }
@@ -480,7 +480,7 @@ fn links_planted_in_the_partial_folder_are_not_followed() {
     let precious = scratch.path("precious");
     fs::create_dir(&precious).unwrap();
     fs::write(precious.join("thesis"), "years").unwrap();
-    let refused = |what: &str| {
+    let assert_rejected = |what: &str| {
         for resume in [false, true] {
             let start = Instant::now();
             let options = CompressOptions::default().resume(resume);
@@ -501,31 +501,31 @@ fn links_planted_in_the_partial_folder_are_not_followed() {
     for name in ["tree", "work", "records"] {
         folder();
         symlink(&precious, partial.join(name)).unwrap();
-        refused(name);
+        assert_rejected(name);
     }
     folder();
     fs::create_dir(partial.join("tree")).unwrap();
     symlink(precious.join("thesis"), partial.join("tree/config.json")).unwrap();
-    refused("a file below tree");
+    assert_rejected("a file below tree");
     symlink(&precious, &partial).unwrap();
-    refused("the folder itself");
+    assert_rejected("the folder itself");
     fs::create_dir(&partial).unwrap();
     symlink(precious.join("thesis"), partial.join("lock")).unwrap();
-    refused("the lock");
+    assert_rejected("the lock");
     fs::create_dir(&partial).unwrap();
     symlink("nowhere", partial.join("lock")).unwrap();
-    refused("a lock that leads nowhere");
+    assert_rejected("a lock that leads nowhere");
     fs::create_dir(&partial).unwrap();
     assert!(Command::new("mkfifo").arg(partial.join("lock")).status().unwrap().success());
-    refused("a FIFO as lock");
+    assert_rejected("a FIFO as lock");
     folder();
     fs::set_permissions(&partial, fs::Permissions::from_mode(0o777)).unwrap();
-    refused("a folder that others may write to");
+    assert_rejected("a folder that other users may write to");
     // A folder of another user; only root can make one.
     folder();
     let made = Command::new("chown").arg("1234").arg(&partial).stderr(Stdio::null()).status().unwrap().success();
     if made {
-        refused("a folder of another user");
+        assert_rejected("a folder of another user");
     } else {
         fs::remove_dir_all(&partial).unwrap();
     }
@@ -596,7 +596,7 @@ fn sizes_that_overflow_are_rejected() {
         decompress(&out, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap_err(),
         Bundle::open(&out).unwrap_err(),
     ] {
-        assert!(chain(&error).contains("add up to more than 2^63"), "{}", chain(&error));
+        assert!(chain(&error).contains("sum to more than 2^63"), "{}", chain(&error));
         assert_eq!(error.class(), ErrorClass::Mismatch);
     }
     // Sparse files of that size, where the file system supports the sizes: in memory.
@@ -615,7 +615,7 @@ fn sizes_that_overflow_are_rejected() {
         compare(&source, std::slice::from_ref(&options)).unwrap_err(),
         compress(&source, &scratch.path("huge"), &options, &Silent).unwrap_err(),
     ] {
-        assert!(chain(&error).contains("b.bin: the sizes up to it add up to more than 2^63"), "{}", chain(&error));
+        assert!(chain(&error).contains("b.bin: the sizes up to this file sum to more than 2^63"), "{}", chain(&error));
     }
 }
 
@@ -624,12 +624,12 @@ fn sizes_that_overflow_are_rejected() {
 fn reader_and_writer_have_the_same_limits() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("one"), scratch.path("out"));
-    let most = CompressOptions::default();
+    let options = CompressOptions::default();
     for (dtype, bytes, rank) in [("BF16", 8192, 64), ("BF16", 8192, 65), ("BF16", 8192, 300), ("F32", 16384, 65)] {
         let shape = [vec![1; rank - 2], vec![64, 64]].concat();
         one_tensor(&scratch, dtype, &shape, &vec![0; bytes]);
-        let planned = plan(&source, &most);
-        let made = compress(&source, &out, &most, &Silent);
+        let planned = plan(&source, &options);
+        let made = compress(&source, &out, &options, &Silent);
         if rank <= 64 {
             planned.unwrap();
             made.unwrap();

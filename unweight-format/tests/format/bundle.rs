@@ -187,22 +187,22 @@ fn packed_profile_falls_back_with_a_reason() {
         assert!(bundle.tensor(name).unwrap().decode().unwrap() == *bytes, "{name}");
         // Decode into memory that is not zero, and refuse buffers of another size.
         let file = bundle.tensors().find(|tensor| tensor.entry().name == *name).unwrap().file();
-        let mut own = vec![0xa5; bytes.len() + 1];
+        let mut buffer = vec![0xa5; bytes.len() + 1];
         let stored = bundle.tensor(name).unwrap();
-        stored.decode_into(&mut own[..bytes.len()]).unwrap();
-        assert!(own[..bytes.len()] == *bytes, "{name}");
-        own.fill(0xa5);
-        bundle.tensor_in(file, name).unwrap().decode_into(&mut own[1..]).unwrap();
-        assert!(own[1..] == *bytes && own[0] == 0xa5, "{name}");
-        own.fill(0xa5);
-        let refused = match stored.decode_into(&mut own) {
+        stored.decode_into(&mut buffer[..bytes.len()]).unwrap();
+        assert!(buffer[..bytes.len()] == *bytes, "{name}");
+        buffer.fill(0xa5);
+        bundle.tensor_in(file, name).unwrap().decode_into(&mut buffer[1..]).unwrap();
+        assert!(buffer[1..] == *bytes && buffer[0] == 0xa5, "{name}");
+        buffer.fill(0xa5);
+        let is_rejected = match stored.decode_into(&mut buffer) {
             Err(BundleError::Codec { tensor, source: CodecError::TensorBytes { expected, got }, .. }) => {
                 tensor == *name && (expected, got) == (bytes.len() as u64, bytes.len() + 1)
             }
             _ => false,
         };
-        assert!(refused, "{name}");
-        assert!(own.iter().all(|byte| *byte == 0xa5), "{name}: nothing is written");
+        assert!(is_rejected, "{name}");
+        assert!(buffer.iter().all(|byte| *byte == 0xa5), "{name}: the buffer is unchanged");
         assert_eq!(bundle.tensor(name).unwrap().entry().reason, got.reason);
         // A plan uses samples: of such small tensors the sample is everything, but single elements are not checked.
         if *name != "huge" {
@@ -362,23 +362,23 @@ fn config_json_names_its_weights() {
         assert!(report.unmarked_configs.is_empty());
         let bundle = Bundle::open(&made).unwrap();
         let digest = manifest::weights_digest(&bundle.manifest().files).to_string();
-        let own = format!(
+        let keys = format!(
             "{{\n    \"quantization_config\": {{\"quant_method\": \"unweight\", \"manifest\": \"{digest}\"}},\n    \
              \"transformers_weights\": \"unweight.json\","
         );
         for folder in ["", "deeper/"] {
             let name = format!("{folder}config.json");
             let stored = String::from_utf8(files[&name].clone()).unwrap();
-            assert_eq!(stored, text.replacen('{', &own, 1));
+            assert_eq!(stored, text.replacen('{', &keys, 1));
             assert_eq!(files[&format!("{name}.source")], text.as_bytes());
-            assert_eq!(bundle.copied(&name, 1 << 20).unwrap().unwrap(), text.as_bytes(), "as the source had it");
+            assert_eq!(bundle.copied(&name, 1 << 20).unwrap().unwrap(), text.as_bytes(), "the original text");
         }
         assert_eq!(files["elsewhere/config.json"], text.as_bytes());
         assert!(!files.contains_key("elsewhere/config.json.source"));
         assert_eq!(plan(&source, &options).unwrap().unmarked_configs, []);
         digests.push(digest);
     }
-    assert_ne!(digests[0], digests[1], "bundles are told apart");
+    assert_ne!(digests[0], digests[1], "two bundles have different digests");
 
     // Another README changes the manifest, but not the digest of the weights.
     let digest = |source: &Path, name: &str| {
@@ -393,18 +393,18 @@ fn config_json_names_its_weights() {
     assert!(before.0 == after.0 && before.1 != after.1);
 
     // The name of the copy may be taken by a file or a folder, as may the bundle's own names.
-    let taken = |name: &str| {
+    let assert_reserved = |name: &str| {
         let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
         assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with(name)), "{name}: {error}");
         assert!(!scratch.path("out.partial").exists(), "{name}");
     };
     fs::write(source.join("config.json.source"), "mine").unwrap();
-    taken("config.json.source");
+    assert_reserved("config.json.source");
     fs::remove_file(source.join("config.json.source")).unwrap();
     for name in ["config.json.source", "unweight.json", "unweight.json.minisig"] {
         fs::create_dir(source.join(name)).unwrap();
         fs::write(source.join(name).join("mine"), "mine").unwrap();
-        taken(name);
+        assert_reserved(name);
         fs::remove_dir_all(source.join(name)).unwrap();
     }
 }
@@ -421,7 +421,7 @@ fn config_of_another_bundle_is_rejected() {
     });
     for folder in ["", "deeper"] {
         let config = one.join(folder).join("config.json");
-        let own = fs::read_to_string(&config).unwrap();
+        let text_before = fs::read_to_string(&config).unwrap();
         fs::copy(two.join(folder).join("config.json"), &config).unwrap();
         let error = Bundle::open_weights(&one).unwrap_err();
         assert!(matches!(&error, BundleError::OtherConfig { path, .. } if *path == config), "{error}");
@@ -431,14 +431,14 @@ fn config_of_another_bundle_is_rejected() {
         for text in [
             format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"manifest\": \"{digest}\"}}}}"),
             "{\"quantization_config\": {\"quant_method\": \"unweight\"}}".into(),
-            own.replace("\"a\": 1", "\"a\": 2, \"b\": NaN"),
+            text_before.replace("\"a\": 1", "\"a\": 2, \"b\": NaN"),
             "{\"quantization_config\": \"".into(),
             String::new(),
         ] {
             fs::write(&config, &text).unwrap();
             assert!(Bundle::open_weights(&one).is_ok(), "{text}");
         }
-        fs::write(&config, own).unwrap();
+        fs::write(&config, text_before).unwrap();
     }
     // This folder contains no weights.
     fs::copy(two.join("config.json"), one.join("elsewhere/config.json")).unwrap();
@@ -469,9 +469,9 @@ fn config_that_cannot_be_marked_is_copied_unchanged() {
     let scratch = Scratch::new();
     let large = format!("{{\"a\": \"{}\"}}", "a".repeat(16 << 20));
     let cases: [(&str, &[u8], &str); 3] = [
-        ("list", b"[1, 2]", "it is no JSON object"),
-        ("named", br#"{"transformers_weights": "model.safetensors"}"#, "it has transformers_weights of its own"),
-        ("large", large.as_bytes(), "it has more than 16 MiB"),
+        ("list", b"[1, 2]", "it is not a JSON object"),
+        ("named", br#"{"transformers_weights": "model.safetensors"}"#, "it already has the key transformers_weights"),
+        ("large", large.as_bytes(), "it is larger than 16 MiB"),
     ];
     for (name, text, reason) in cases {
         let source = configured(&scratch, name, text);
@@ -536,7 +536,7 @@ fn weights_open_without_the_other_files() {
     }
 
     let shard = "model-00002-of-00002.safetensors";
-    let refused = |bytes: Option<&[u8]>| {
+    let open_error = |bytes: Option<&[u8]>| {
         match bytes {
             Some(bytes) => fs::write(made.join(shard), bytes).unwrap(),
             None => fs::remove_file(made.join(shard)).unwrap(),
@@ -546,11 +546,11 @@ fn weights_open_without_the_other_files() {
         error
     };
     let bytes = &whole[shard];
-    assert!(matches!(refused(Some(&bytes[..bytes.len() - 1])), BundleError::FileSize { .. }));
+    assert!(matches!(open_error(Some(&bytes[..bytes.len() - 1])), BundleError::FileSize { .. }));
     let mut other = bytes.clone();
     other[20] ^= 1;
-    assert!(matches!(refused(Some(&other)), BundleError::Mismatch { .. }));
-    assert!(matches!(refused(None), BundleError::MissingFile { .. }));
+    assert!(matches!(open_error(Some(&other)), BundleError::Mismatch { .. }));
+    assert!(matches!(open_error(None), BundleError::MissingFile { .. }));
 }
 
 #[test]
@@ -597,7 +597,7 @@ fn patterns_and_plan_files_select_encodings() {
     }
 }
 
-fn refused(source: &Path, expected: &[&str]) {
+fn assert_rejected(source: &Path, expected: &[&str]) {
     let scratch = Scratch::new();
     for error in [
         compress(source, &scratch.path("out"), &CompressOptions::default(), &Silent).map(|_| ()).unwrap_err(),
@@ -607,7 +607,7 @@ fn refused(source: &Path, expected: &[&str]) {
         assert!(expected.iter().all(|part| text.contains(part)), "{text:?} misses one of {expected:?}");
         assert_eq!(error.class(), ErrorClass::Failed);
     }
-    assert_eq!(fs::read_dir(scratch.dir()).unwrap().count(), 0, "nothing is left behind");
+    assert_eq!(fs::read_dir(scratch.dir()).unwrap().count(), 0, "no files are left");
 }
 
 #[test]
@@ -619,7 +619,7 @@ fn invalid_sources_are_rejected() {
         for (file, bytes) in files {
             fs::write(dir.join(file), bytes).unwrap();
         }
-        refused(&dir, expected);
+        assert_rejected(&dir, expected);
     };
     let good = safetensors_file(&[], &[tensor("t", "BF16", &[64, 64], &common::weights(4096, 1))]);
     let other = safetensors_file(&[], &[tensor("u", "BF16", &[64, 64], &common::weights(4096, 2))]);
@@ -653,11 +653,11 @@ fn invalid_sources_are_rejected() {
         case(name, &files, expected);
     };
     indexed("missing shard", &[("t", one), ("u", two)], &[one], &["index.json", two, "'u'", "missing"]);
-    indexed("missing tensor", &[("t", one), ("v", two)], &[one, two], &["'v'", two, "not there"]);
+    indexed("missing tensor", &[("t", one), ("v", two)], &[one, two], &["'v'", two, "does not contain it"]);
     indexed("unlisted tensor", &[("t", one)], &[one, two], &["'m-00002-of-00002.safetensors'", "not listed"]);
-    indexed("wrong shard", &[("t", one), ("u", one)], &[one, two], &["'u'", one, "not there"]);
+    indexed("wrong shard", &[("t", one), ("u", one)], &[one, two], &["'u'", one, "does not contain it"]);
     indexed("extra shard", &[("t", one), ("u", two)], &[one, two, three], &[three, "not listed"]);
-    indexed("path", &[("t", "../x.safetensors")], &[one], &["../x.safetensors", "no plain file name"]);
+    indexed("path", &[("t", "../x.safetensors")], &[one], &["../x.safetensors", "not a plain file name"]);
     case(
         "index json",
         &[("a.safetensors", good.clone()), ("a.safetensors.index.json", b"{".to_vec())],
@@ -665,10 +665,10 @@ fn invalid_sources_are_rejected() {
     );
     let dir = scratch.path("directory");
     fs::create_dir_all(dir.join("a.safetensors")).unwrap();
-    refused(&dir, &["a.safetensors", "a directory"]);
-    refused(&scratch.path("absent"), &["absent"]);
+    assert_rejected(&dir, &["a.safetensors", "a directory"]);
+    assert_rejected(&scratch.path("absent"), &["absent"]);
     fs::write(scratch.path("file"), "x").unwrap();
-    refused(&scratch.path("file"), &["not a directory"]);
+    assert_rejected(&scratch.path("file"), &["not a directory"]);
 }
 
 #[test]
@@ -863,12 +863,12 @@ fn resume_with_other_options_says_that_it_starts_over() {
         let finished = left.keys().any(|name| name.starts_with("records/"));
         assert!(finished == (share == 2) && left.keys().any(|name| name.starts_with("work/journal-")), "{share}");
         for (options, count) in [(options.clone(), 0), (options.clone().sha256(true), 1)] {
-            let said = StartsOver::default();
+            let messages = StartsOver::default();
             write_tree(&partial, &left);
-            let report = compress(&source, &out, &options.resume(true), &said).unwrap();
-            let said = said.0.into_inner().unwrap();
-            assert_eq!((said.len(), report.resumed_tensors == 0), (count, count == 1), "{share}: {said:?}");
-            assert!(said.iter().all(|reason| reason.contains("other options")), "{said:?}");
+            let report = compress(&source, &out, &options.resume(true), &messages).unwrap();
+            let messages = messages.0.into_inner().unwrap();
+            assert_eq!((messages.len(), report.resumed_tensors == 0), (count, count == 1), "{share}: {messages:?}");
+            assert!(messages.iter().all(|reason| reason.contains("other options")), "{messages:?}");
             fs::remove_dir_all(&out).unwrap();
         }
     }
@@ -885,9 +885,9 @@ fn resume_continues_inside_a_file() {
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
     let (whole, total) =
         (read_tree(&scratch.path("whole")), fs::metadata(source.join("model.safetensors")).unwrap().len());
-    let half = |then: fn()| CancelAfter { bytes: total / 2, done: AtomicU64::new(0), then };
+    let stop_halfway = |then: fn()| CancelAfter { bytes: total / 2, done: AtomicU64::new(0), then };
     let nothing: fn() = || ();
-    compress(&source, &out, &options, &half(nothing)).unwrap_err();
+    compress(&source, &out, &options, &stop_halfway(nothing)).unwrap_err();
     let left = read_tree(&partial);
     let find = |prefix: &str| left.keys().find(|name| name.starts_with(prefix)).unwrap().clone();
     let (shard, journal) = (find("work/shard-"), find("work/journal-"));
@@ -949,7 +949,7 @@ fn resume_continues_inside_a_file() {
     // The same for decompression.
     let (back, partial) = (scratch.path("back"), scratch.path("back.partial"));
     let options = DecompressOptions::default().ram_bytes(Some(1 << 20));
-    decompress(&out, &back, &options, &half(nothing)).unwrap_err();
+    decompress(&out, &back, &options, &stop_halfway(nothing)).unwrap_err();
     let left = read_tree(&partial);
     let begun = left.keys().find(|name| name.starts_with("work/shard-")).unwrap();
     for (what, at) in [("as it was left", None), ("the header", Some(9)), ("the middle", Some(left[begun].len() / 2))] {
@@ -981,7 +981,7 @@ fn file_modes_and_times_are_restored() {
     let (source, bundle, back) = (scratch.path("model"), scratch.path("bundle"), scratch.path("back"));
     small_model(&source);
     let names: Vec<String> = read_tree(&source).into_keys().collect();
-    let facts = |root: &Path, name: &str| {
+    let mode_and_time = |root: &Path, name: &str| {
         let metadata = fs::metadata(root.join(name)).unwrap();
         (metadata.permissions().mode() & 0o7777, metadata.modified().unwrap())
     };
@@ -995,9 +995,9 @@ fn file_modes_and_times_are_restored() {
     compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
     decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
     for name in &names {
-        let (mode, modified) = facts(&source, name);
+        let (mode, modified) = mode_and_time(&source, name);
         // The setuid bit is not restored.
-        assert_eq!(facts(&back, name), (mode & 0o777, modified), "{name}");
+        assert_eq!(mode_and_time(&back, name), (mode & 0o777, modified), "{name}");
     }
     // The bytes of a bundle do not depend on modes and times.
     let tree = read_tree(&bundle);

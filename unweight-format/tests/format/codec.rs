@@ -176,15 +176,15 @@ fn unaligned_slices_are_rejected() {
         assert_eq!(columns, CodecError::Slice { axis: "columns", start, end, of: 192 });
     }
     let error = tensor.slice(0..128, 0..65).unwrap_err().to_string();
-    assert!(error.starts_with("columns 0..65 cannot be cut out of 192:") && error.contains("unpack"), "{error}");
+    assert!(error.starts_with("cannot slice columns 0..65 of 192:") && error.contains("unpack"), "{error}");
 }
 
 #[test]
 fn special_values_are_packed_exactly() {
     const SPECIAL: [u16; 13] =
         [0, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x7f7f, 0x4000];
-    type Draw = fn(u64) -> u16;
-    let cases: [(&str, Draw); 4] = [
+    type RandomBits = fn(u64) -> u16;
+    let cases: [(&str, RandomBits); 4] = [
         ("exact zeros", |_| 0),
         ("subnormals", |bits| bits as u16 & 0x807f),
         ("inf and nan", |bits| 0x7f80 | bits as u16 & 0x807f),
@@ -288,7 +288,7 @@ fn each_broken_rule_of_the_packed_encoding_has_its_error() {
                 b[15] = 1
             }
         }),
-        ("do not follow", |s, b| {
+        ("do not follow the previous", |s, b| {
             if s == Section::ESCAPE_HEADS {
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list] ^= 1
@@ -328,8 +328,8 @@ fn each_broken_rule_of_the_packed_encoding_has_its_error() {
     let hostile = PackedTensor::from_parts(tensor.grid(), tensor.window(), tensor.packed().to_vec(), heads, Vec::new());
     assert!(hostile.unwrap_err().to_string().contains("operand has no weight"));
     let odd = TileGrid::new(64, 65).unwrap();
-    let refused = PackedTensor::from_parts(odd, Window::new(100).unwrap(), vec![0; 12288], vec![0; 32], Vec::new());
-    assert!(matches!(refused, Err(CodecError::PackedShape { rows: 64, cols: 65 })));
+    let result = PackedTensor::from_parts(odd, Window::new(100).unwrap(), vec![0; 12288], vec![0; 32], Vec::new());
+    assert!(matches!(result, Err(CodecError::PackedShape { rows: 64, cols: 65 })));
 }
 
 proptest! {
@@ -501,7 +501,7 @@ fn damaged_codes_never_panic() {
     let bytes = Weights::TRAINED.bytes(130 * 192, 7);
     let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let words = tensor.encoded_exp().len();
-    let mut noticed = 0;
+    let mut errors = 0;
     for at in (0..words).step_by(7) {
         let damaged = HuffmanTensor::from_sections(tensor.grid(), |s| {
             let mut section = tensor.section(s).unwrap().into_owned();
@@ -513,7 +513,7 @@ fn damaged_codes_never_panic() {
         .unwrap();
         let (fast, slow) = (huffman::decode(&damaged), oracle::decode_huffman(&damaged));
         match &fast {
-            Err(_) => noticed += 1,
+            Err(_) => errors += 1,
             Ok(decoded) => {
                 assert!(*decoded != bytes || at + 4 >= words || slow.is_err(), "a flipped code bit changes something")
             }
@@ -522,7 +522,7 @@ fn damaged_codes_never_panic() {
         assert!(fast.is_ok() || slow.is_err(), "the fast decoder may not be the stricter one");
         let _ = huffman::transcode(&damaged);
     }
-    assert!(noticed > 0);
+    assert!(errors > 0);
 }
 
 #[test]
@@ -617,7 +617,7 @@ fn trained_weights_take_less_than_10_85_bits() {
 }
 
 #[test]
-fn packed_round_trips_every_bit_pattern() {
+fn compact_round_trips_every_bit_pattern() {
     let special = [0x0000, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x0180];
     let bytes = sprinkled(256, 192, 400, 5, |bits| special[bits as usize % special.len()]);
     let tensor = check_compact(&bytes, 256, 192).unwrap();
@@ -640,7 +640,7 @@ fn packed_round_trips_every_bit_pattern() {
 }
 
 #[test]
-fn misfits_of_the_compact_encoding_are_named() {
+fn uncompactable_matrices_name_the_reason() {
     let encode = |bytes: &[u8], rows, cols| {
         compact::encode(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes)).unwrap_err()
     };
@@ -732,7 +732,7 @@ fn each_broken_rule_of_the_compact_encoding_has_its_error() {
         ("start is", Section::CLASS_TILES, |b| b[0] ^= 1),
         ("is not the end", Section::CLASS_TILES, |b| b[32] ^= 1),
         ("is not the end", Section::CLASS_TILES, |b| b[44] ^= 1),
-        ("do not follow", Section::CLASS_TILES, |b| b[12] ^= 1),
+        ("do not follow the previous", Section::CLASS_TILES, |b| b[12] ^= 1),
         ("not 0, one record", Section::CLASS_TILES, |b| b[4..8].copy_from_slice(&[1, 0, 0, 0])),
         ("wrong length", Section::CLASS_ESCAPES, |b| b[0..4].fill(0xff)),
         ("not in order", Section::CLASS_ESCAPES, |b| b.copy_within(4..8, 8)),
@@ -752,16 +752,16 @@ fn each_broken_rule_of_the_compact_encoding_has_its_error() {
         assert!(error.contains(message), "{message}: {error}");
     }
     // A flipped bit in a stream decodes to another quad, or a lane ends at the wrong bit; it never panics.
-    let mut refused = 0;
+    let mut errors = 0;
     for at in 32..400 {
         let changed = tampered_compact(|s, b| {
             if s == Section::CLASS_STREAMS {
                 b[at] ^= 0x10
             }
         });
-        refused += usize::from(changed.is_err());
+        errors += usize::from(changed.is_err());
     }
-    assert!(refused > 100, "{refused}");
+    assert!(errors > 100, "{errors}");
     // The lengths of two lanes change in opposite directions, so the tile still ends at the right bit.
     let moved = (0..31).filter(|&lane| {
         let moved = tampered_compact(|s, b| {

@@ -186,11 +186,11 @@ fn hostile_manifests_are_rejected() {
         ("shard_size", |m| shard(m)["shard_size"] = u64::MAX.into()),
         ("shard_size", |m| shard(m)["shard_header_bytes"] = u64::MAX.into()),
         ("its size is", |m| shard(m)["header_bytes"] = 0.into()),
-        ("cannot be counted", |m| coded(m)["shape"] = serde_json::json!([u64::MAX, u64::MAX])),
-        ("no matrix", |m| coded(m)["rows"] = 0.into()),
-        ("no matrix", |m| coded(m)["rows"] = u64::MAX.into()),
+        ("overflows", |m| coded(m)["shape"] = serde_json::json!([u64::MAX, u64::MAX])),
+        ("not a matrix", |m| coded(m)["rows"] = 0.into()),
+        ("not a matrix", |m| coded(m)["rows"] = u64::MAX.into()),
         ("does not have the elements", |m| coded(m)["rows"] = 1.into()),
-        ("asks for", |m| coded(m)["sections"][0]["bytes"] = 17.into()),
+        ("the shape needs", |m| coded(m)["sections"][0]["bytes"] = 17.into()),
         ("larger than the tensor", |m| coded(m)["sections"][5]["bytes"] = (1u64 << 60).into()),
         ("sections are not", |m| {
             coded(m)["sections"].as_array_mut().unwrap().swap(0, 1);
@@ -202,7 +202,7 @@ fn hostile_manifests_are_rejected() {
             coded(m)["dtype"] = "F16".into();
         }),
         ("reserved or listed twice", |m| coded(m)["name"] = "a.unweight.palette".into()),
-        ("digest is not that of its parts", |m| coded(m)["digest"] = "0".repeat(32).into()),
+        ("digest does not match its parts", |m| coded(m)["digest"] = "0".repeat(32).into()),
         ("digest", |m| coded(m)["digest"] = "xyz".into()),
         ("code limit 99", |m| m["options"]["code_limit"] = 99.into()),
         ("format is 'other'", |m| m["format"] = "other".into()),
@@ -265,10 +265,10 @@ fn hostile_manifests_of_packed_tensors_are_rejected() {
             tensor["rows"] = 32.into();
             tensor["cols"] = (elements / 32).into();
         }),
-        ("asks for 16", |m| packed(m)["sections"][0]["bytes"] = 1.into()),
-        ("asks for", |m| packed(m)["sections"][3]["bytes"] = 6143.into()),
-        ("12 bytes stored, the shape asks for 16", |m| packed(m)["sections"][2]["bytes"] = 12.into()),
-        ("3 bytes stored, the shape asks for 16", |m| packed(m)["sections"][2]["bytes"] = 3.into()),
+        ("the shape needs 16", |m| packed(m)["sections"][0]["bytes"] = 1.into()),
+        ("the shape needs", |m| packed(m)["sections"][3]["bytes"] = 6143.into()),
+        ("12 bytes stored, but the shape needs 16", |m| packed(m)["sections"][2]["bytes"] = 12.into()),
+        ("3 bytes stored, but the shape needs 16", |m| packed(m)["sections"][2]["bytes"] = 3.into()),
         ("larger than the tensor", |m| packed(m)["sections"][2]["bytes"] = (1u64 << 60).into()),
         ("sections are not", |m| packed(m)["encoding"] = "palette".into()),
         ("cannot be packed", |m| packed(m)["dtype"] = "F16".into()),

@@ -145,8 +145,8 @@ fn worked_example() {
 fn bf16_and_wrong_buffers_are_refused() {
     let bytes = common::weights(64 * 64, 6);
     let matrix = Matrix::new(&bytes, 64, 64).unwrap();
-    let refused = exponents::encode(matrix.into(), CodeLimit::DEFAULT).unwrap_err();
-    assert_eq!(refused, CodecError::Type { float: Float::Bf16 });
+    let error = exponents::encode(matrix.into(), CodeLimit::DEFAULT).unwrap_err();
+    assert_eq!(error, CodecError::Type { float: Float::Bf16 });
     assert!(FloatMatrix::new(Float::F16, &bytes, 64, 64).unwrap().bf16().is_err());
     assert!(matches!(
         FloatMatrix::new(Float::F32, &bytes, 64, 64),
@@ -197,8 +197,8 @@ fn each_broken_invariant_has_its_own_error() {
                     }
                 });
                 let untouched = !longer && tampered(float, |_, _| {}).unwrap().section(section).unwrap().is_empty();
-                let refused = matches!(result, Err(CodecError::SectionBytes { .. }));
-                assert!(refused || untouched, "{float:?} {section:?}: {result:?}");
+                let is_error = matches!(result, Err(CodecError::SectionBytes { .. }));
+                assert!(is_error || untouched, "{float:?} {section:?}: {result:?}");
             }
         }
         code(Section::FLOAT_FORMAT, 0, 9);
@@ -224,7 +224,7 @@ fn each_broken_invariant_has_its_own_error() {
 /// For any bytes, the fast decoder terminates, stays within its buffers, and is not stricter than the oracle.
 #[test]
 fn damaged_sections_never_panic() {
-    let (mut noticed, mut decoded) = (0, 0);
+    let (mut errors, mut decoded) = (0, 0);
     for float in CODED {
         let mut random = Random::new(10);
         for _ in 0..150 {
@@ -237,7 +237,7 @@ fn damaged_sections_never_panic() {
                 }
             });
             let Ok(tensor) = result else {
-                noticed += 1;
+                errors += 1;
                 continue;
             };
             let (fast, slow) = (exponents::decode(&tensor), oracle::decode_exponents(&tensor));
@@ -248,7 +248,7 @@ fn damaged_sections_never_panic() {
             }
         }
     }
-    assert!(noticed > 50 && decoded > 50, "{noticed} {decoded}");
+    assert!(errors > 50 && decoded > 50, "{errors} {decoded}");
 }
 
 /// An FP8 checkpoint: weights with scales, norms in BF16, a head in F16, a router in F32.

@@ -31,8 +31,8 @@ const THREADS: &str = "UNWEIGHT_TEST_THREADS";
 fn child() {
     let Ok(root) = std::env::var(ROOT) else { return };
     if let Ok(threads) = std::env::var(THREADS) {
-        let most = threads.parse().ok();
-        setrlimit(Resource::Nproc, Rlimit { current: most, maximum: most }).unwrap();
+        let limit = threads.parse().ok();
+        setrlimit(Resource::Nproc, Rlimit { current: limit, maximum: limit }).unwrap();
     }
     let root = Path::new(&root);
     let (model, bundle, out) = (root.join("model"), root.join("bundle"), root.join("out"));
@@ -50,8 +50,8 @@ fn child() {
         "resume decompress" => decompress(&DecompressOptions::default().resume(true)),
         other => panic!("{other}"),
     };
-    let said = |error| format!("{}: {}", BundleError::code(&error), chain(&error));
-    println!("child says: {}", result.map_or_else(said, |()| "done".into()));
+    let message = |error| format!("{}: {}", BundleError::code(&error), chain(&error));
+    println!("child says: {}", result.map_or_else(message, |()| "done".into()));
 }
 
 /// The test [`child`] in its own process, and what it prints.
@@ -91,7 +91,7 @@ impl Child {
     }
 
     /// What the child prints; empty if it was aborted.
-    fn says(mut self) -> String {
+    fn output(mut self) -> String {
         let output = loop {
             match self.0.output() {
                 // A process that another test is starting still has the copy open for writing.
@@ -103,13 +103,13 @@ impl Child {
         };
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         assert!(!text.contains("panicked"), "{text}");
-        text.split_once("child says: ").map_or("", |(_, said)| said).lines().next().unwrap_or_default().to_owned()
+        text.split_once("child says: ").map_or("", |(_, message)| message).lines().next().unwrap_or_default().to_owned()
     }
 
     /// Checks that the child aborts at a failpoint.
     fn crashes(self, point: &str) {
-        let said = self.with("UNWEIGHT_FAILPOINT", point).says();
-        assert_eq!(said, "", "{point}");
+        let message = self.with("UNWEIGHT_FAILPOINT", point).output();
+        assert_eq!(message, "", "{point}");
     }
 }
 
@@ -121,14 +121,17 @@ fn no_threads_is_an_error() {
     small_model(&scratch.path("model"));
     compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
     for what in ["demo", "compress", "verify", "decompress"] {
-        let said = Child::bound(scratch.dir(), what).with(THREADS, "1").says();
-        assert!(said.starts_with("threads-unavailable: "), "{what}: {said}");
+        let message = Child::bound(scratch.dir(), what).with(THREADS, "1").output();
+        assert!(message.starts_with("threads-unavailable: "), "{what}: {message}");
         // With a few threads, which one fails first depends on the number of processors.
-        for most in ["2", "3", "4", "5"] {
-            let said = Child::bound(scratch.dir(), what).with(THREADS, most).says();
-            assert!(said == "done" || said.starts_with("threads-unavailable: "), "{what} with {most}: {said}");
-            for made in ["demo", "out"] {
-                drop(fs::remove_dir_all(scratch.path(made)));
+        for limit in ["2", "3", "4", "5"] {
+            let message = Child::bound(scratch.dir(), what).with(THREADS, limit).output();
+            assert!(
+                message == "done" || message.starts_with("threads-unavailable: "),
+                "{what} with {limit}: {message}"
+            );
+            for output_name in ["demo", "out"] {
+                drop(fs::remove_dir_all(scratch.path(output_name)));
             }
         }
     }
@@ -140,15 +143,17 @@ fn each_missing_thread_is_an_error() {
     small_model(&scratch.path("model"));
     // For each of two shards, one thread reads, one writes, and one syncs.
     for missing in 1..=6 {
-        let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
-        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
+        let message =
+            Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
+        assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
     }
-    let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:7").says();
-    assert_eq!(said, "done");
+    let message = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:7").output();
+    assert_eq!(message, "done");
     fs::rename(scratch.path("out"), scratch.path("bundle")).unwrap();
     for missing in 1..=2 {
-        let said = Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
-        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
+        let message =
+            Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
+        assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
     }
 }
 
@@ -173,7 +178,7 @@ fn resume_works_with_a_read_only_source() {
         });
         let mode = fs::metadata(scratch.path("out.partial").join(found.unwrap())).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o444);
-        assert_eq!(Child::bound(scratch.dir(), second).says(), "done");
+        assert_eq!(Child::bound(scratch.dir(), second).output(), "done");
         let mode = fs::metadata(out.join("model-00001-of-00002.safetensors")).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o444);
         if first == "compress" {
@@ -198,13 +203,13 @@ fn force_replaces_an_output_with_a_read_only_folder() {
     };
     compress(&source, &out, &CompressOptions::new(Profile::Palette), &Silent).unwrap();
     lock();
-    assert_eq!(Child::bound(scratch.dir(), "replace").says(), "done");
+    assert_eq!(Child::bound(scratch.dir(), "replace").output(), "done");
     assert!(!scratch.path("out.partial").exists());
     // The same when a crash leaves it to the next run.
     lock();
     Child::bound(scratch.dir(), "replace").crashes("published");
     fs::rename(&out, scratch.path("first")).unwrap();
-    assert_eq!(Child::bound(scratch.dir(), "resume").says(), "done");
+    assert_eq!(Child::bound(scratch.dir(), "resume").output(), "done");
     assert!(!scratch.path("out.partial").exists());
     assert!(read_tree(&out) == read_tree(&scratch.path("first")));
 }
@@ -217,12 +222,12 @@ fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
     let scratch = Scratch::new();
     let (source, out, aside) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial/replaced"));
     small_model(&source);
-    let made = |name: &str, options: &CompressOptions| {
+    let output_name = |name: &str, options: &CompressOptions| {
         compress(&source, &scratch.path(name), options, &Silent).unwrap();
         read_tree(&scratch.path(name))
     };
-    let old = made("old", &CompressOptions::new(Profile::Palette));
-    let new = made("new", &CompressOptions::default());
+    let old = output_name("old", &CompressOptions::new(Profile::Palette));
+    let new = output_name("new", &CompressOptions::default());
     let begin = || {
         drop(fs::remove_dir_all(&out));
         fs::create_dir(&out).unwrap();
@@ -234,32 +239,32 @@ fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
         assert!(!scratch.path("out.partial").exists());
     };
     begin();
-    assert_eq!(replace("swap").says(), "done");
+    assert_eq!(replace("swap").output(), "done");
     whole();
     // A crash between the two renames, and after them.
     begin();
     replace("swap").crashes("set-aside");
     assert!(!out.exists() && read_tree(&aside) == old);
-    assert_eq!(replace("swap").says(), "done");
+    assert_eq!(replace("swap").output(), "done");
     whole();
     begin();
     replace("swap").crashes("published");
     assert!(read_tree(&out) == new && read_tree(&aside) == old);
-    assert_eq!(replace("swap").says(), "done");
+    assert_eq!(replace("swap").output(), "done");
     whole();
     // The second rename fails: the old output gets its name back.
     begin();
-    let said = replace("swap,publish").says();
-    assert!(said.contains("cannot rename the finished output to its name"), "{said}");
+    let message = replace("swap,publish").output();
+    assert!(message.contains("cannot rename the finished output to its final name"), "{message}");
     assert!(read_tree(&out) == old && !aside.exists());
-    assert_eq!(replace("swap").says(), "done");
+    assert_eq!(replace("swap").output(), "done");
     whole();
     // No rename works any more: the message contains the path of the old output.
     begin();
-    let said = replace("swap,publish,back").says();
-    assert!(said.starts_with("output-not-renamed: ") && said.contains(&aside.display().to_string()), "{said}");
+    let message = replace("swap,publish,back").output();
+    assert!(message.starts_with("output-not-renamed: ") && message.contains(&aside.display().to_string()), "{message}");
     assert!(!out.exists() && read_tree(&aside) == old);
-    assert_eq!(replace("swap").says(), "done");
+    assert_eq!(replace("swap").output(), "done");
     whole();
 }
 
@@ -275,7 +280,7 @@ fn resume_works_where_a_folder_became_a_file() {
     fs::remove_dir_all(source.join("sub")).unwrap();
     fs::write(source.join("sub"), "a file").unwrap();
     fs::write(source.join("b.safetensors"), &weights).unwrap();
-    assert_eq!(Child::new(scratch.dir(), "resume").says(), "done");
+    assert_eq!(Child::new(scratch.dir(), "resume").output(), "done");
     assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
 }
 
@@ -291,15 +296,15 @@ fn decompress_replaces_only_files_of_the_bundle() {
     fs::write(source.join("sub/vocab.txt"), "a b c").unwrap();
     compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
     let forced = DecompressOptions::default().force(true);
-    let again = || decompress(&bundle, &back, &forced, &Silent).map(drop);
-    let refused = |what: &str, named: &str| {
+    let decompress_again = || decompress(&bundle, &back, &forced, &Silent).map(drop);
+    let assert_rejected = |what: &str, named: &str| {
         let before = read_tree(&back);
-        let error = again().unwrap_err();
+        let error = decompress_again().unwrap_err();
         assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == named), "{what}: {error}");
         assert!(read_tree(&back) == before && !scratch.path("back.partial").exists(), "{what}");
     };
     decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
-    again().unwrap();
+    decompress_again().unwrap();
     // Another fine-tune with the same names, sizes, headers and times.
     for name in ["model-00002-of-00002.safetensors", "tokenizer.json"] {
         let path = back.join(name);
@@ -309,27 +314,27 @@ fn decompress_replaces_only_files_of_the_bundle() {
         other[at] ^= 1;
         fs::write(&path, other).unwrap();
         fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
-        refused("another model", name);
+        assert_rejected("another model", name);
         fs::write(&path, whole).unwrap();
     }
     fs::create_dir(back.join("mine")).unwrap();
-    refused("an empty folder of somebody's", "mine");
+    assert_rejected("an empty folder of the user", "mine");
     fs::remove_dir(back.join("mine")).unwrap();
     // A link to an identical file is not the same.
     fs::remove_file(back.join("tokenizer.json")).unwrap();
     std::os::unix::fs::symlink(source.join("tokenizer.json"), back.join("tokenizer.json")).unwrap();
-    refused("a link", "tokenizer.json");
+    assert_rejected("a link", "tokenizer.json");
     fs::remove_file(back.join("tokenizer.json")).unwrap();
     fs::remove_dir_all(back.join("sub")).unwrap();
-    again().unwrap();
+    decompress_again().unwrap();
     assert!(read_tree(&back) == read_tree(&source), "what was missing is there");
 
     fs::remove_dir_all(&back).unwrap();
     fs::create_dir(&back).unwrap();
     fs::write(back.join("config.json"), "{\"mine\": true}").unwrap();
-    refused("a folder with a configuration of somebody's", "config.json");
+    assert_rejected("a folder with a configuration of the user", "config.json");
     fs::remove_file(back.join("config.json")).unwrap();
-    again().unwrap();
+    decompress_again().unwrap();
 }
 
 /// Folders count as contents: `--force` must not take the result of `mkdir -p work/{a,b}` for an empty directory.
@@ -352,8 +357,8 @@ fn folder_of_empty_folders_is_not_empty() {
 /// An output that changes while the new one is made is not the one that was compared, and is kept.
 #[test]
 fn force_keeps_an_output_that_changes_meanwhile() {
-    struct Meddle<'a>(&'a Path);
-    impl Progress for Meddle<'_> {
+    struct ChangeOutput<'a>(&'a Path);
+    impl Progress for ChangeOutput<'_> {
         fn tensor(&self, _: &str) {
             fs::write(self.0, "mine now").unwrap();
         }
@@ -364,7 +369,8 @@ fn force_keeps_an_output_that_changes_meanwhile() {
     compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
     decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
     let file = back.join("tokenizer.json");
-    let error = decompress(&bundle, &back, &DecompressOptions::default().force(true), &Meddle(&file)).unwrap_err();
+    let error =
+        decompress(&bundle, &back, &DecompressOptions::default().force(true), &ChangeOutput(&file)).unwrap_err();
     assert!(matches!(&error, BundleError::NotReplaceable { .. }), "{error}");
     assert_eq!(fs::read(&file).unwrap(), b"mine now");
 }
@@ -432,16 +438,16 @@ fn cancel_stops_inside_a_file() {
     Child::new(scratch.dir(), "decompress").crashes("synced");
     let progress = StopAfter::new(2 * piece);
     let options = DecompressOptions::default().resume(true);
-    let cut = when_unlocked(|| decompress(&bundle, &out, &options, &progress)).unwrap_err();
-    stopped("decompress", &progress, cut);
+    let error = when_unlocked(|| decompress(&bundle, &out, &options, &progress)).unwrap_err();
+    stopped("decompress", &progress, error);
     let report = when_unlocked(|| decompress(&bundle, &out, &options, &Silent)).unwrap();
     assert!(report.files[0].resumed, "it was kept");
     fs::remove_dir_all(&out).unwrap();
     Child::new(scratch.dir(), "compress").crashes("synced");
     let progress = StopAfter::new(2 * piece);
     let options = CompressOptions::default().resume(true);
-    let cut = when_unlocked(|| compress(&source, &out, &options, &progress)).unwrap_err();
-    stopped("compress", &progress, cut);
+    let error = when_unlocked(|| compress(&source, &out, &options, &progress)).unwrap_err();
+    stopped("compress", &progress, error);
     let report = when_unlocked(|| compress(&source, &out, &options, &Silent)).unwrap();
     assert_eq!(report.resumed_files, ["a.safetensors"]);
 }

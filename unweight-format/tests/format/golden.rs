@@ -38,8 +38,8 @@ const VALID: [(&str, Profile); 5] = [
 fn cases(folder: &str) -> Vec<(String, String)> {
     let table = fs::read_to_string(golden().join("cases.tsv")).unwrap();
     let case = |line: &str| {
-        let [own, name, _why, message] = line.split('\t').collect::<Vec<_>>()[..] else { panic!("{line}") };
-        (own == folder).then(|| (name.to_owned(), message.to_owned()))
+        let [case_folder, name, _why, message] = line.split('\t').collect::<Vec<_>>()[..] else { panic!("{line}") };
+        (case_folder == folder).then(|| (name.to_owned(), message.to_owned()))
     };
     table.lines().filter_map(case).collect()
 }

@@ -53,8 +53,8 @@ fn peak(root: &Path, what: &str, ram: Option<u64>) -> (u64, String) {
     command.envs(ram.map(|bytes| (RAM, bytes.to_string())));
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-    let said = text.split_once("child says: ").map(|(_, said)| said.lines().next().unwrap_or_default());
-    let (peak, result) = said.and_then(|said| said.split_once(" kB | ")).unwrap_or_else(|| panic!("{text}"));
+    let result = text.split_once("child says: ").map(|(_, result)| result.lines().next().unwrap_or_default());
+    let (peak, result) = result.and_then(|result| result.split_once(" kB | ")).unwrap_or_else(|| panic!("{text}"));
     (peak.trim().parse::<u64>().unwrap() << 10, result.to_owned())
 }
 
@@ -79,12 +79,12 @@ fn holes(dir: &Path, total: u64, largest: u64) {
 fn memory_is_bounded_for_every_model() {
     let scratch = Scratch::new();
     let largest = 48 * MIB;
-    let most = 1024 * MIB + 2 * largest;
-    holes(&scratch.path("model"), most + 128 * MIB, largest);
+    let limit = 1024 * MIB + 2 * largest;
+    holes(&scratch.path("model"), limit + 128 * MIB, largest);
     for what in ["compress", "verify", "decompress"] {
-        let (peak, said) = peak(scratch.dir(), what, None);
-        assert_eq!(said, "done", "{what}");
-        assert!(peak <= most, "{what}: {} MiB", peak / MIB);
+        let (peak, result) = peak(scratch.dir(), what, None);
+        assert_eq!(result, "done", "{what}");
+        assert!(peak <= limit, "{what}: {} MiB", peak / MIB);
     }
 }
 
@@ -95,16 +95,21 @@ fn memory_stays_within_the_ram_option() {
     let (largest, ram) = (4 * MIB, 32 * MIB);
     holes(&scratch.path("model"), 320 * MIB, largest);
     // In addition, the program itself, stacks and tables.
-    let most = ram + 2 * largest + 32 * MIB;
+    let limit = ram + 2 * largest + 32 * MIB;
     for (what, made) in [("compress", "bundle"), ("verify", ""), ("decompress", "back")] {
-        let (unasked, said) = peak(scratch.dir(), what, None);
-        assert_eq!(said, "done", "{what}");
+        let (default_peak, result) = peak(scratch.dir(), what, None);
+        assert_eq!(result, "done", "{what}");
         if !made.is_empty() {
             fs::remove_dir_all(scratch.path(made)).unwrap();
         }
-        let (asked, said) = peak(scratch.dir(), what, Some(ram));
-        assert_eq!(said, "done", "{what}");
-        assert!(asked <= most && most < unasked, "{what}: {} MiB, else {}", asked / MIB, unasked / MIB);
+        let (limited_peak, result) = peak(scratch.dir(), what, Some(ram));
+        assert_eq!(result, "done", "{what}");
+        assert!(
+            limited_peak <= limit && limit < default_peak,
+            "{what}: {} MiB, else {}",
+            limited_peak / MIB,
+            default_peak / MIB
+        );
     }
 }
 
@@ -163,9 +168,9 @@ fn manifest_memory_is_bounded() {
         let end = text.len() - 2 - zeros.len();
         let text = format!("{}{digest}\"}}", &text[..end]);
         fs::write(bundle.join("unweight.json"), &text).unwrap();
-        let (all, said) = peak(scratch.dir(), "open", None);
+        let (all, result) = peak(scratch.dir(), "open", None);
         // It is parsed to its end: the error is about its fields.
-        assert!(!said.contains("damaged") && !said.contains("at line"), "{what}: {said}");
+        assert!(!result.contains("damaged") && !result.contains("at line"), "{what}: {result}");
         let times = (all - base) as f64 / text.len() as f64;
         assert!(times < 6.0, "{what}: {times:.1} times its bytes");
     }

@@ -74,7 +74,7 @@ fn merged_parts_equal_a_single_run() {
                 assert_eq!(report.verified_tensors, report.tensors.len() as u64);
                 assert!(report.part.as_ref().unwrap().ends_with(&format!("/{of}")));
                 let has_copies = report.part.as_ref().unwrap().starts_with("1/");
-                assert_eq!(report.unmarked_configs.len(), if has_copies { 1 } else { 0 }, "said once");
+                assert_eq!(report.unmarked_configs.len(), if has_copies { 1 } else { 0 }, "reported once");
             }
             let folders: Vec<PathBuf> = made.into_iter().map(|(folder, _)| folder).collect();
             let out = scratch.path("out");
@@ -156,13 +156,13 @@ fn interrupted_parts_resume() {
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
     let second = part(&scratch, &source, &options, 2, 2).0;
     let first = scratch.path("parts/first");
-    let own = |of| options.clone().part(Part::new(1, of));
+    let first_of = |of| options.clone().part(Part::new(1, of));
     let bytes: u64 = fs::read_dir(&source).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
     let stop = CancelAfter(bytes * 2 / 5, AtomicU64::new(0));
-    let error = compress(&source, &first, &own(2), &stop).unwrap_err();
+    let error = compress(&source, &first, &first_of(2), &stop).unwrap_err();
     assert!(matches!(error, BundleError::Interrupted { .. }), "{error}");
     assert!(!first.exists());
-    let report = compress(&source, &first, &own(2).resume(true), &Silent).unwrap();
+    let report = compress(&source, &first, &first_of(2).resume(true), &Silent).unwrap();
     assert!(!report.resumed_files.is_empty() || report.resumed_tensors > 0);
     let out = scratch.path("out");
     // The merge is stopped, too: no output appears, and it can be repeated.
@@ -172,13 +172,13 @@ fn interrupted_parts_resume() {
     merge(&folders, &out, &MergeOptions::default(), &Silent).unwrap();
     assert!(read_tree(&out) == read_tree(&scratch.path("whole")));
     // Force replaces a part by another, but nothing else.
-    let error = compress(&source, &first, &own(2), &Silent).unwrap_err();
+    let error = compress(&source, &first, &first_of(2), &Silent).unwrap_err();
     assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
     fs::write(first.join("precious"), "x").unwrap();
-    let error = compress(&source, &first, &own(3).force(true), &Silent).unwrap_err();
+    let error = compress(&source, &first, &first_of(3).force(true), &Silent).unwrap_err();
     assert!(matches!(error, BundleError::NotReplaceable { .. }), "{error}");
     fs::remove_file(first.join("precious")).unwrap();
-    compress(&source, &first, &own(3).force(true), &Silent).unwrap();
+    compress(&source, &first, &first_of(3).force(true), &Silent).unwrap();
 }
 
 #[test]
@@ -188,23 +188,23 @@ fn mismatched_parts_are_rejected_by_name() {
     let options = CompressOptions::default().verify(VerifyAfter::None);
     let made = parts(&scratch, &source, &options, 3);
     let out = scratch.path("out");
-    let refused = |folders: &[&Path], expected: &[&str]| {
+    let assert_rejected = |folders: &[&Path], expected: &[&str]| {
         let folders: Vec<PathBuf> = folders.iter().map(|folder| folder.to_path_buf()).collect();
         let error = merge(&folders, &out, &MergeOptions::default(), &Silent).unwrap_err();
         let text = chain(&error);
         assert!(expected.iter().all(|part| text.contains(part)), "{text:?} misses one of {expected:?}");
-        assert!(!out.exists() && !scratch.path("out.partial").exists(), "nothing is left behind");
+        assert!(!out.exists() && !scratch.path("out.partial").exists(), "no files are left");
         error
     };
     let [a, b, c] = [&made[0], &made[1], &made[2]].map(PathBuf::as_path);
-    refused(&[], &["no parts"]);
-    refused(&[a, c], &["part 2/3 is missing"]);
-    let error = refused(&[a, b, b, c], &["2-of-3", "part 2/3", "once"]);
+    assert_rejected(&[], &["no parts"]);
+    assert_rejected(&[a, c], &["part 2/3 is missing"]);
+    let error = assert_rejected(&[a, b, b, c], &["2-of-3", "part 2/3", "once"]);
     assert_eq!(error.class(), ErrorClass::Failed);
-    refused(&[a, b, c, &source], &["model", "no unweight.part"]);
+    assert_rejected(&[a, b, c, &source], &["model", "no unweight.part"]);
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
-    refused(&[a, &scratch.path("whole"), c], &["whole", "no unweight.part"]);
-    refused(&[a, b, &scratch.path("nothing")], &["nothing", "open the part"]);
+    assert_rejected(&[a, &scratch.path("whole"), c], &["whole", "no unweight.part"]);
+    assert_rejected(&[a, b, &scratch.path("nothing")], &["nothing", "open the part"]);
 
     let other = Scratch::new();
     let second = |options: &CompressOptions, source: &Path, of| part(&other, source, options, 2, of).0;
@@ -215,7 +215,7 @@ fn mismatched_parts_are_rejected_by_name() {
         ("made with other options", second(&options.clone().exclude(vec!["*.1.*".into()]), &source, 3)),
         ("made with another number of parts", second(&options, &source, 4)),
     ] {
-        refused(&[a, &folder, c], &[folder.to_str().unwrap(), what, "1-of-3"]);
+        assert_rejected(&[a, &folder, c], &[folder.to_str().unwrap(), what, "1-of-3"]);
     }
     // The path of a plan does not matter.
     let rules = r#"{"rules": [{"match": "*.0.mlp.*", "encoding": "palette"}]}"#;
@@ -252,7 +252,7 @@ fn mismatched_parts_are_rejected_by_name() {
     ];
     for change in changes {
         let folder = changed(change);
-        refused(&[a, &folder, c], &[folder.to_str().unwrap(), "made with another source"]);
+        assert_rejected(&[a, &folder, c], &[folder.to_str().unwrap(), "made with another source"]);
     }
 
     // Signatures need SHA-256, because other digests can be forged.
@@ -288,7 +288,7 @@ fn damaged_and_hostile_parts_are_rejected() {
         }
         _ = fs::remove_dir_all(scratch.path("out.partial"));
     };
-    let refused = |what: &str, expected: &[&str], change: &dyn Fn(&Path, &Path)| {
+    let assert_rejected = |what: &str, expected: &[&str], change: &dyn Fn(&Path, &Path)| {
         restore();
         change(&made[0], &made[1]);
         let error = merge(&made, &out, &MergeOptions::default(), &Silent).unwrap_err();
@@ -304,40 +304,44 @@ fn damaged_and_hostile_parts_are_rejected() {
         fs::write(path, bytes).unwrap();
     };
     let by_name = [made[1].to_str().unwrap(), shard.as_str()];
-    refused("missing", &by_name, &|_, second| fs::remove_file(second.join(&shard)).unwrap());
-    refused("cut off", &by_name, &|_, second| {
+    assert_rejected("missing", &by_name, &|_, second| fs::remove_file(second.join(&shard)).unwrap());
+    assert_rejected("truncated", &by_name, &|_, second| {
         let bytes = &sound[1][&shard];
         fs::write(second.join(&shard), &bytes[..bytes.len() - 1]).unwrap();
     });
-    refused("header", &by_name, &|_, second| flip(second.join(&shard), |_| 20));
-    refused("section", &[&shard], &|_, second| flip(second.join(&shard), |bytes| bytes - 5));
+    assert_rejected("header", &by_name, &|_, second| flip(second.join(&shard), |_| 20));
+    assert_rejected("section", &[&shard], &|_, second| flip(second.join(&shard), |bytes| bytes - 5));
     let copied = ["config.json.source", "tokenizer.json", "sub/README.md", "model.safetensors.index.json.source"];
     for name in copied {
-        refused(name, &[made[0].to_str().unwrap(), name], &|first, _| flip(first.join(name), |bytes| bytes / 2));
+        assert_rejected(name, &[made[0].to_str().unwrap(), name], &|first, _| {
+            flip(first.join(name), |bytes| bytes / 2)
+        });
     }
     for at in [|_| 3, |bytes| bytes / 2, |bytes| bytes - 1] {
-        refused("part", &[made[1].to_str().unwrap(), PART_FILE_NAME], &|_, second| {
+        assert_rejected("part", &[made[1].to_str().unwrap(), PART_FILE_NAME], &|_, second| {
             flip(second.join(PART_FILE_NAME), at)
         });
     }
-    refused("empty", &[PART_FILE_NAME, "cut off"], &|_, second| fs::write(second.join(PART_FILE_NAME), "").unwrap());
+    assert_rejected("empty", &[PART_FILE_NAME, "truncated"], &|_, second| {
+        fs::write(second.join(PART_FILE_NAME), "").unwrap()
+    });
     type Change = fn(&mut serde_json::Value);
     let cases: [(&str, Change); 9] = [
         ("its format is 'other'", |part| part["format"] = "other".into()),
-        ("there is no part 3/2", |part| part["part"]["index"] = 3.into()),
-        ("there is no part 0/0", |part| part["part"] = serde_json::json!({ "index": 0, "of": 0 })),
+        ("part 3/2 does not exist", |part| part["part"]["index"] = 3.into()),
+        ("part 0/0 does not exist", |part| part["part"] = serde_json::json!({ "index": 0, "of": 0 })),
         ("relative", |part| part["files"][0]["name"] = "../x.safetensors".into()),
         ("listed twice", |part| part["files"][1] = part["files"][0].clone()),
-        ("is not as all parts saw it", |part| part["files"][0]["name"] = "other.safetensors".into()),
-        ("no part has the file", |part| _ = part["files"].as_array_mut().unwrap().remove(0)),
+        ("does not match the source", |part| part["files"][0]["name"] = "other.safetensors".into()),
+        ("no part contains the file", |part| _ = part["files"].as_array_mut().unwrap().remove(0)),
         ("its size is", |part| part["files"][0]["size"] = 7.into()),
         ("missing field `source`", |part| _ = part.as_object_mut().unwrap().remove("source")),
     ];
     for (expected, change) in cases {
-        refused(expected, &[PART_FILE_NAME, expected], &|_, second| reseal(second, change));
+        assert_rejected(expected, &[PART_FILE_NAME, expected], &|_, second| reseal(second, change));
     }
     // Two parts contain the same file.
-    refused("twice", &[PART_FILE_NAME, "is not as all parts saw it"], &|first, second| {
+    assert_rejected("twice", &[PART_FILE_NAME, "does not match the source"], &|first, second| {
         let name = shard.clone();
         fs::copy(second.join(&name), first.join(&name)).unwrap();
         let json = fs::read(second.join(PART_FILE_NAME)).unwrap();

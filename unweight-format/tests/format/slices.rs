@@ -49,7 +49,7 @@ fn entry<'a>(bundle: &'a Bundle, name: &str) -> &'a TensorEntry {
 }
 
 /// The byte range of a section in the only shard.
-fn place(bundle: &Path, name: &str) -> Range<u64> {
+fn byte_range(bundle: &Path, name: &str) -> Range<u64> {
     let shard = fs::read(bundle.join("model.safetensors")).unwrap();
     let header = u64::from_le_bytes(shard[..8].try_into().unwrap());
     let json: serde_json::Value = serde_json::from_slice(&shard[8..8 + header as usize]).unwrap();
@@ -76,7 +76,7 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
             cuts.extend(halves(shape[0]).map(|rows| (rows, 0..shape[1])));
             cuts.extend(halves(shape[1]).map(|cols| (0..shape[0], cols)));
             cuts.push((0..shape[0], 0..shape[1]));
-            let mut least = u64::MAX;
+            let mut min_read = u64::MAX;
             for (rows, cols) in cuts {
                 let part = bundle.tensor(name).unwrap().decode_part(rows.clone(), cols.clone()).unwrap();
                 let row = |row: usize| &whole[2 * (row * shape[1] + cols.start)..2 * (row * shape[1] + cols.end)];
@@ -87,9 +87,9 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
                 assert!(part.read_bytes <= stored);
                 let of_file = bundle.tensor_in("model.safetensors", name).unwrap();
                 assert_eq!(of_file.decode_part(rows, cols).unwrap(), part);
-                least = least.min(part.read_bytes);
+                min_read = min_read.min(part.read_bytes);
             }
-            assert_eq!(least < stored, has_blocks, "{name}: {least} of {stored} bytes");
+            assert_eq!(min_read < stored, has_blocks, "{name}: {min_read} of {stored} bytes");
         }
         // Half of the rows is half of the tiles; both halves read the block in the middle.
         if profile == Profile::Packed {
@@ -119,7 +119,7 @@ fn invalid_slices_are_rejected_by_name() {
 fn slices_detect_only_damage_that_they_read() {
     let scratch = Scratch::new();
     let out = made(&scratch, Profile::Packed);
-    let packed = place(&out, "wide.unweight.packed");
+    let packed = byte_range(&out, "wide.unweight.packed");
     // 29 tiles per row: the first byte of tile (9, 9), in block (1, 1).
     let at = packed.start + (9 * 29 + 9) * 6144;
     let shard = fs::File::options().read(true).write(true).open(out.join("model.safetensors")).unwrap();
@@ -177,7 +177,7 @@ fn bundles_without_block_digests_are_refused() {
     let out = made(&scratch, Profile::Packed);
     with_blocks(&out, |section| _ = section.remove("blocks"));
     let error = Bundle::open_weights(&out).unwrap_err();
-    assert!(error.to_string().contains("blocks with digests, it lists 0"), "{error}");
+    assert!(error.to_string().contains("blocks with digests, but lists 0"), "{error}");
 }
 
 #[test]

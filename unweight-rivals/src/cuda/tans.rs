@@ -107,7 +107,7 @@ impl DeviceTans {
         let count = vector.states.len();
         let tiles = vector.per_stream / STEP;
         for (part, got, expected) in [
-            ("bytes a stream", vector.per_stream, (tiles * STEP).max(STEP)),
+            ("bytes per stream", vector.per_stream, (tiles * STEP).max(STEP)),
             ("partial", vector.partial.len(), count),
             ("offsets", vector.offsets.len(), count.div_ceil(128) + 1),
             ("rest", vector.rest.len(), count.saturating_mul(vector.per_stream / 2)),

@@ -60,15 +60,15 @@ impl Code {
         }
         let mut rarest: Vec<usize> = (0..256).filter(|&exponent| counts[exponent] > 0).collect();
         rarest.sort_by_key(|&exponent| counts[exponent]);
-        for most in 2..rarest.len() {
-            let (within, without) = (counts[rarest[most - 1]], counts[rarest[most]]);
+        for count in 2..rarest.len() {
+            let (last_lowered, next) = (counts[rarest[count - 1]], counts[rarest[count]]);
             // The choice does not matter among exponents that have frequency 1 anyway.
-            if within == without && within > 1 {
-                return Err(NotEncodable::Tie { count: within });
+            if last_lowered == next && last_lowered > 1 {
+                return Err(NotEncodable::Tie { count: last_lowered });
             }
-            let mut fewer = *counts;
-            rarest[..most].iter().for_each(|&exponent| fewer[exponent] = 1);
-            if let Some(code) = huffman(&fewer) {
+            let mut lowered = *counts;
+            rarest[..count].iter().for_each(|&exponent| lowered[exponent] = 1);
+            if let Some(code) = huffman(&lowered) {
                 return Ok(code);
             }
         }
@@ -177,7 +177,7 @@ impl Code {
                 if value >= FIRST_JUMP {
                     let to = 256 - usize::from(value);
                     if to >= rows {
-                        return fail(entry, "a jump to a row that is not there");
+                        return fail(entry, "a jump to a missing row");
                     }
                     if to <= row {
                         // A repeated jump is filler.
@@ -186,18 +186,18 @@ impl Code {
                     }
                     if reached[to].is_none() {
                         if depth == 3 {
-                            return fail(entry, "a jump behind four bytes; codes have 32 bits at most");
+                            return fail(entry, "a jump after four bytes; codes have at most 32 bits");
                         }
                         reached[to] = Some((depth + 1, aligned));
                     }
                 } else if words[usize::from(value)].bits == 0 && lengths[usize::from(value)] > 0 {
                     let bits = lengths[usize::from(value)];
                     if bits <= 8 * depth || bits > 8 * depth + 8 {
-                        return fail(entry, "an exponent whose length is not that of its row");
+                        return fail(entry, "an exponent whose code length does not match its row");
                     }
                     let span = 1usize << (8 * depth + 8 - bits);
                     if !entry.is_multiple_of(span) || entries[entry..entry + span].iter().any(|&other| other != value) {
-                        return fail(entry, "an exponent that does not have all entries of its code");
+                        return fail(entry, "an exponent without all entries of its code");
                     }
                     next = entry + span;
                     words[usize::from(value)] = Codeword { bits, value: aligned >> (CODE_BITS_MAX - bits) };
@@ -206,7 +206,11 @@ impl Code {
             }
         }
         if let Some(entry) = (0..256).find(|&exponent| lengths[exponent] > 0 && words[exponent].bits == 0) {
-            return Err(UnitError::Luts { row: rows, entry, reason: "a length of an exponent that no row has" });
+            return Err(UnitError::Luts {
+                row: rows,
+                entry,
+                reason: "an exponent with a code length, but without a row",
+            });
         }
         Ok(Self { words, end: None })
     }
@@ -238,8 +242,8 @@ fn huffman(counts: &[u64; 256]) -> Option<Code> {
             Node::End => code.end = Some(word),
             Node::Both(..) if word.bits == CODE_BITS_MAX => return None,
             Node::Both(small, large) => {
-                let with = |bit| Codeword { bits: word.bits + 1, value: word.value << 1 | bit };
-                open.extend([(small, with(0)), (large, with(1))]);
+                let append = |bit| Codeword { bits: word.bits + 1, value: word.value << 1 | bit };
+                open.extend([(small, append(0)), (large, append(1))]);
             }
         }
     }

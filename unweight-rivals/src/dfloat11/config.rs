@@ -33,16 +33,16 @@ pub(super) struct Config {
 /// The value of the key, as the package writes it.
 #[derive(Deserialize)]
 struct Stored {
-    threads_per_block: OneOrMore,
+    threads_per_block: OneOrMany,
     bytes_per_thread: u64,
     pattern_dict: Patterns,
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "threads_per_block is no number, and no list of numbers")]
-enum OneOrMore {
+#[serde(untagged, expecting = "threads_per_block is neither a number nor a list of numbers")]
+enum OneOrMany {
     One(u64),
-    More(Vec<u64>),
+    Many(Vec<u64>),
 }
 
 /// Patterns in stored order; the first match applies.
@@ -74,42 +74,49 @@ impl Config {
     /// Parses the key; `None` if the object does not contain it.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Option<Self>, ConvertError> {
         let fail = |reason: String| ConvertError::Config { path: path.into(), reason };
-        let members = members(text).map_err(|at| fail(format!("{}; fetch the model again", no_object(text, at))))?;
-        let Some(place) = place(members, KEY) else { return Ok(None) };
-        let value = &text[place.clone()];
+        let members = members(text).map_err(|at| fail(format!("{}; fetch the model again", object_error(text, at))))?;
+        let Some(range) = value_range(members, KEY) else { return Ok(None) };
+        let value = &text[range.clone()];
         let stored: Stored = serde_json::from_slice(value).map_err(|error| {
-            let at = place.start + offset(value, &error);
+            let at = range.start + offset(value, &error);
             let what = error.to_string();
             let what = what.rsplit_once(" at line ").map_or(what.as_str(), |(what, _)| what);
             fail(format!("{KEY}, byte {at}: {what}; fetch the model again"))
         })?;
         let threads = match stored.threads_per_block {
-            OneOrMore::One(threads) => threads,
-            OneOrMore::More(threads) => match threads[..] {
+            OneOrMany::One(threads) => threads,
+            OneOrMany::Many(threads) => match threads[..] {
                 [threads] => threads,
-                _ => return Err(fail(format!("{KEY}: threads_per_block has {} extents; one is known", threads.len()))),
+                _ => {
+                    return Err(fail(format!(
+                        "{KEY}: threads_per_block has {} extents; 1 is supported",
+                        threads.len()
+                    )));
+                }
             },
         };
-        let possible = usize::try_from(threads).ok().filter(|threads| (1..=THREADS_MAX).contains(threads));
-        let threads = possible.ok_or_else(|| {
-            let possible = format!("1 to {THREADS_MAX} are possible");
-            fail(format!("{KEY}: threads_per_block is {threads}; {possible}; fetch the model again"))
+        let valid = usize::try_from(threads).ok().filter(|threads| (1..=THREADS_MAX).contains(threads));
+        let threads = valid.ok_or_else(|| {
+            fail(format!(
+                "{KEY}: threads_per_block is {threads}; 1 to {THREADS_MAX} are supported; fetch the model again"
+            ))
         })?;
         if stored.bytes_per_thread != WINDOW_BYTES as u64 {
             let got = stored.bytes_per_thread;
-            return Err(fail(format!("{KEY}: bytes_per_thread is {got}; only {WINDOW_BYTES} is known")));
+            return Err(fail(format!("{KEY}: bytes_per_thread is {got}; only {WINDOW_BYTES} is supported")));
         }
         let count = stored.pattern_dict.0.len();
         if count > PATTERNS_MAX {
             return Err(fail(format!(
-                "{KEY}: {count} patterns; at most {PATTERNS_MAX} are read; fetch the model again"
+                "{KEY}: {count} patterns, above the limit of {PATTERNS_MAX}; fetch the model again"
             )));
         }
         let patterns = stored.pattern_dict.0.into_iter().map(|(pattern, modules)| {
             let mut whole = RegexBuilder::new(&format!(r"\A(?:{pattern})\z"));
             let whole = whole.size_limit(PATTERN_BYTES_MAX).build();
-            let whole =
-                whole.map_err(|error| fail(format!("{KEY}: the pattern '{pattern}' is not understood: {error}")));
+            let whole = whole.map_err(|error| {
+                fail(format!("{KEY}: the pattern '{pattern}' is not a valid regular expression: {error}"))
+            });
             whole.map(|whole| (whole, modules))
         });
         Ok(Some(Self { threads, patterns: patterns.collect::<Result<_, _>>()? }))
@@ -135,14 +142,14 @@ pub(super) fn number(text: &[u8], keys: &[&str]) -> Option<u64> {
 
 /// Returns whether the object contains the key; if the text is not an object, the offset of the error.
 pub(super) fn has_key(text: &[u8]) -> Result<bool, usize> {
-    Ok(place(members(text)?, KEY).is_some())
+    Ok(value_range(members(text)?, KEY).is_some())
 }
 
 /// Returns the message for a text that stops being a valid object at this byte.
-pub(super) fn no_object(text: &[u8], at: usize) -> String {
+pub(super) fn object_error(text: &[u8], at: usize) -> String {
     match text.get(at) {
-        Some(_) => format!("byte {at}: no JSON object goes on like this"),
-        None => format!("byte {at}: it ends within its JSON object"),
+        Some(_) => format!("byte {at}: not valid in a JSON object"),
+        None => format!("byte {at}: the JSON object ends too early"),
     }
 }
 
@@ -195,11 +202,11 @@ pub(super) fn without_key(text: &[u8]) -> Vec<u8> {
 
 /// Returns the value of a key of an object.
 fn member<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
-    place(members(text).ok()?, key).map(|value| &text[value])
+    value_range(members(text).ok()?, key).map(|value| &text[value])
 }
 
 /// Returns the range of the value of a key; of repeated keys the last, as JSON readers do.
-fn place(members: Vec<Member>, key: &str) -> Option<Range<usize>> {
+fn value_range(members: Vec<Member>, key: &str) -> Option<Range<usize>> {
     members.into_iter().rfind(|(name, ..)| name == key).map(|(.., value)| value)
 }
 
@@ -295,40 +302,40 @@ mod tests {
             "{\n  \"a\": \"}\\\"{\",\n  \"b\": [1, {\"c\": NaN}]\n}\n",
             " {\"limit\": -Infinity , \"a\": {} } ",
         ] {
-            let with = with_key(text.as_bytes(), &patterns).unwrap();
-            let config = Config::parse(Path::new("c"), &with).unwrap().unwrap();
+            let added = with_key(text.as_bytes(), &patterns).unwrap();
+            let config = Config::parse(Path::new("c"), &added).unwrap().unwrap();
             assert_eq!(config.threads, 512);
             assert_eq!(config.weights("model.layers.12").unwrap(), ["model.layers.12.mlp.up_proj.weight"]);
             assert_eq!(config.weights("lm_head").unwrap(), ["lm_head.weight"]);
             assert_eq!(config.weights("model.layers.x"), None);
             assert_eq!(config.weights("xlm_head"), None);
-            let without = String::from_utf8(without_key(&with)).unwrap();
+            let removed = String::from_utf8(without_key(&added)).unwrap();
             assert_eq!(
-                without.trim_end().trim_end_matches('}').trim_end(),
+                removed.trim_end().trim_end_matches('}').trim_end(),
                 text.trim_end().trim_end_matches('}').trim_end()
             );
             if !text.contains("NaN") && !text.contains("Infinity") {
                 let value = |text: &[u8]| serde_json::from_slice::<serde_json::Value>(text).unwrap();
-                assert_eq!(value(&with)["dfloat11_config"]["pattern_dict"]["lm_head"], serde_json::json!([]));
-                assert_eq!(value(without.as_bytes()), value(text.as_bytes()));
+                assert_eq!(value(&added)["dfloat11_config"]["pattern_dict"]["lm_head"], serde_json::json!([]));
+                assert_eq!(value(removed.as_bytes()), value(text.as_bytes()));
             }
         }
         let first = br#"{"dfloat11_config": {"a": [1, 2]}, "b": 2}"#;
         assert_eq!(without_key(first), br#"{"b": 2}"#);
         assert_eq!(without_key(br#"{"dfloat11_config": 1}"#), b"{}");
         // Repeated keys, which JSON readers accept.
-        for (text, without) in [
+        for (text, removed) in [
             (r#"{"K": 1, "K": 2, "b": 3}"#, r#"{"b": 3}"#),
             (r#"{"a": 0, "K": 1, "K": 2, "b": 3}"#, r#"{"a": 0, "b": 3}"#),
             (r#"{"K": 1, "a": 0, "K": 2}"#, r#"{"a": 0}"#),
             (r#"{"K": 1, "K": 2}"#, "{}"),
         ] {
-            assert_eq!(without_key(text.replace('K', KEY).as_bytes()), without.as_bytes());
+            assert_eq!(without_key(text.replace('K', KEY).as_bytes()), removed.as_bytes());
         }
     }
 
     #[test]
-    fn non_objects_have_no_members() {
+    fn malformed_objects_are_rejected_at_the_right_byte() {
         for (text, at) in [
             ("", 0),
             ("[]", 0),
@@ -357,21 +364,21 @@ mod tests {
     }
 
     #[test]
-    fn unreadable_configs_are_explained() {
+    fn invalid_configs_are_explained() {
         let many: Vec<String> = (0..=PATTERNS_MAX).map(|i| format!("\"{i}\": []")).collect();
-        let with = |patterns: &str| {
+        let with_patterns = |patterns: &str| {
             format!(r#"{{"threads_per_block": 512, "bytes_per_thread": 8, "pattern_dict": {{{patterns}}}}}"#)
         };
         for (value, word) in [
-            (with(&many.join(",")).as_str(), "257 patterns; at most 256"),
+            (with_patterns(&many.join(",")).as_str(), "257 patterns, above the limit of 256"),
             // The compiled pattern has megabytes.
-            (with(r#""\\w{100}x": []"#).as_str(), "size limit"),
+            (with_patterns(r#""\\w{100}x": []"#).as_str(), "size limit"),
             ("1", "dfloat11_config, byte 20: invalid type"),
             ("{\"threads_per_block\": [512],\n \"bytes_per_thread\" 8}", "dfloat11_config, byte 69: expected `:`"),
             (r#"{"threads_per_block": 0, "bytes_per_thread": 8, "pattern_dict": {}}"#, "threads_per_block is 0; 1 to"),
             (r#"{"threads_per_block": [5000], "bytes_per_thread": 8, "pattern_dict": {}}"#, "is 5000; 1 to 1024"),
             (r#"{"threads_per_block": [512], "bytes_per_thread": 4, "pattern_dict": {}}"#, "bytes_per_thread is 4"),
-            (r#"{"threads_per_block": "512", "bytes_per_thread": 8, "pattern_dict": {}}"#, "is no number"),
+            (r#"{"threads_per_block": "512", "bytes_per_thread": 8, "pattern_dict": {}}"#, "is neither a number"),
             (r#"{"threads_per_block": [16, 32], "bytes_per_thread": 8, "pattern_dict": {}}"#, "2 extents"),
             (r#"{"threads_per_block": 512, "bytes_per_thread": 8, "pattern_dict": {"(": []}}"#, "pattern '('"),
         ] {

@@ -11,10 +11,10 @@ use super::{CODE_BITS_MAX, COUNT_MAX, FIRST_JUMP};
 #[non_exhaustive]
 pub enum NotEncodable {
     /// There are no weights.
-    #[error("it has no elements")]
+    #[error("has no elements")]
     Empty,
     /// The tables cannot hold an exponent.
-    #[error("exponent {exponent} occurs {count} times; the tables hold those below {FIRST_JUMP}")]
+    #[error("exponent {exponent} occurs {count} times, but the tables hold only exponents below {FIRST_JUMP}")]
     Exponent {
         /// The largest exponent.
         exponent: u8,
@@ -22,7 +22,7 @@ pub enum NotEncodable {
         count: u64,
     },
     /// The unit exceeds the counters of the kernel.
-    #[error("{got} {what}; the kernel counts to {COUNT_MAX}")]
+    #[error("{got} {what}, above the limit of the kernel, {COUNT_MAX}")]
     Count {
         /// `elements` or `bytes of codes`.
         what: &'static str,
@@ -32,17 +32,18 @@ pub enum NotEncodable {
     /// The package shortens codes above 32 bits by lowering the frequency of rare exponents; with equal frequencies,
     /// its choice of exponents is random.
     #[error(
-        "codes above {CODE_BITS_MAX} bits, and exponents that occur {count} times each; the package shortens by chance"
+        "codes exceed {CODE_BITS_MAX} bits, and of the exponents that occur {count} times each, the package shortens \
+         random ones"
     )]
     Tie {
         /// Frequency of these exponents.
         count: u64,
     },
     /// Some codes stay above 32 bits.
-    #[error("codes above {CODE_BITS_MAX} bits, however rare the rare exponents are made")]
+    #[error("codes exceed {CODE_BITS_MAX} bits, even with lowered frequencies of rare exponents")]
     Long,
     /// The tables have more rows than jumps can address.
-    #[error("the tables have {got} rows; a jump names one of {limit}")]
+    #[error("the tables have {got} rows, above the limit of {limit}")]
     Rows {
         /// Number of rows.
         got: usize,
@@ -50,11 +51,11 @@ pub enum NotEncodable {
         limit: usize,
     },
     /// The package fails if no code begins with zeros, for example with a single exponent.
-    #[error("no exponent's code begins with eight zeros, and the package cannot make tables of such codes")]
+    #[error("no exponent's code begins with eight zeros; the package cannot build tables for such codes")]
     NoFirst,
     /// A prefix of a code has no row.
     #[error(
-        "a prefix of {bits} bits of the code of exponent {exponent} has no row; the package cannot make such tables"
+        "the first {bits} bits of the code of exponent {exponent} have no row; the package cannot build such tables"
     )]
     NoRow {
         /// The exponent.
@@ -79,13 +80,13 @@ pub enum UnitError {
         got: u64,
     },
     /// An impossible number of threads per block.
-    #[error("{got} threads a block; 1 to {} are possible", super::THREADS_MAX)]
+    #[error("{got} threads per block; 1 to {} are supported", super::THREADS_MAX)]
     Threads {
         /// The configured number.
         got: u64,
     },
     /// A section is empty or exceeds the limit of the format.
-    #[error("{section}: {got} bytes; 1 to {COUNT_MAX} are possible")]
+    #[error("{section}: {got} bytes; 1 to {COUNT_MAX} are supported")]
     Count {
         /// The section.
         section: &'static str,
@@ -165,7 +166,9 @@ pub enum ConvertError {
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// A unit's sections are damaged.
-    #[error("{}: unit '{unit}' at byte {offset}: not what DFloat11 writes; fetch the file again", path.display())]
+    #[error(
+        "{}: unit '{unit}' at byte {offset}: damaged, or not written by DFloat11; fetch the file again", path.display()
+    )]
     Unit {
         /// The file.
         path: PathBuf,
@@ -195,7 +198,7 @@ pub enum ConvertError {
         reason: String,
     },
     /// The shape of a weight is unknown. The format does not store shapes.
-    #[error("{}: the shape of '{tensor}' ({elements} elements) is not known: {reason}", path.display())]
+    #[error("{}: the shape of '{tensor}' ({elements} elements) is unknown: {reason}", path.display())]
     Shape {
         /// Path of the `config.json`.
         path: PathBuf,
@@ -207,7 +210,7 @@ pub enum ConvertError {
         reason: String,
     },
     /// Two tensors have the same name.
-    #[error("{}: tensor '{tensor}' is in another file, too; move one away", path.display())]
+    #[error("{}: tensor '{tensor}' is also in another file; move one of them away", path.display())]
     Twice {
         /// The second file.
         path: PathBuf,

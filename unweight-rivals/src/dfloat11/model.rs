@@ -103,60 +103,60 @@ pub fn convert(
     options: ConvertOptions,
     progress: &dyn Progress,
 ) -> Result<ConvertReport, ConvertError> {
-    let nothing = |reason| ConvertError::Nothing { path: source.into(), reason };
+    let nothing_to_convert = |reason| ConvertError::Nothing { path: source.into(), reason };
     let model = Model::open(source)?;
     // Also rejects units without a valid configuration: no program could read the converted output.
     if is_model(source)? {
-        return Err(nothing("a DFloat11 model already"));
+        return Err(nothing_to_convert("is already a DFloat11 model"));
     }
     let text = model.read(config::FILE_NAME, config::BYTES_MAX)?;
     let text = text.as_deref().unwrap_or(b"{}");
-    let no_object = |at| ConvertError::Config {
+    let object_error = |at| ConvertError::Config {
         path: source.join(config::FILE_NAME),
-        reason: format!("{}; correct it, or leave it out", config::no_object(text, at)),
+        reason: format!("{}; correct the file, or remove it", config::object_error(text, at)),
     };
-    config::has_key(text).map_err(no_object)?;
+    config::has_key(text).map_err(object_error)?;
     let (groups, mut kept) = groups(&model.tensors);
     let output = OutputDir::open(&[source.into()], output, options.resume)?;
     let source_bytes: u64 = model.tensors.iter().map(|tensor| tensor.bytes).sum();
-    let of_groups: u64 = groups.iter().flat_map(|group| &group.weights).map(|tensor| tensor.bytes).sum();
+    let group_bytes: u64 = groups.iter().flat_map(|group| &group.weights).map(|tensor| tensor.bytes).sum();
     // Coded weights are read twice: the frequencies of the exponents determine the code.
-    progress.start(source_bytes + of_groups);
+    progress.start(source_bytes + group_bytes);
     let mut planned = Vec::new();
     for group in groups {
         match plan(&model, &group, &output, progress)? {
             Ok((code, luts, sizes, digests)) => planned.push(Planned { group, code, luts, sizes, digests }),
-            Err(unfit) => kept.push(Kept { unit: group.name, reason: unfit.to_string() }),
+            Err(reason) => kept.push(Kept { unit: group.name, reason: reason.to_string() }),
         }
     }
     if planned.is_empty() {
-        return Err(nothing("no BF16 linear of a decoder layer, head or embedding that DFloat11 holds"));
+        return Err(nothing_to_convert("has no BF16 linear of a layer, head or embedding that DFloat11 can store"));
     }
     let mut report = ConvertReport { kept, source_bytes, ..ConvertReport::default() };
     let mut rest = model.tensors.iter().collect::<Vec<_>>();
     let mut names = BTreeSet::from([REST.to_owned()]);
     for unit in &planned {
-        let below = format!("{}.", unit.group.name);
-        let (beside, others): (Vec<_>, Vec<_>) = rest.into_iter().partition(|tensor| tensor.name.starts_with(&below));
+        let prefix = format!("{}.", unit.group.name);
+        let (in_unit, others): (Vec<_>, Vec<_>) = rest.into_iter().partition(|tensor| tensor.name.starts_with(&prefix));
         rest = others;
-        let beside = beside.into_iter().filter(|tensor| !unit.group.weights.contains(tensor)).collect();
+        let copied = in_unit.into_iter().filter(|tensor| !unit.group.weights.contains(tensor)).collect();
         let mut name = format!("{}{WEIGHTS_END}", unit.group.name.replace('.', "_"));
         // `a.b` and `a_b` map to the same file name.
         while !names.insert(name.clone()) {
             name.insert(0, '_');
         }
-        report.bytes += File { name, unit: Some(unit), beside }.write(&model, &output, options.resume, progress)?;
+        report.bytes += File { name, unit: Some(unit), copied }.write(&model, &output, options.resume, progress)?;
         report.units += 1;
         report.weights += unit.group.weights.len() as u64;
         report.unit_source_bytes += 2 * unit.sizes.elements;
         report.unit_bytes += unit.sections().iter().map(|(_, _, bytes)| bytes).sum::<u64>();
     }
     if !rest.is_empty() {
-        let file = File { name: REST.into(), unit: None, beside: rest };
+        let file = File { name: REST.into(), unit: None, copied: rest };
         report.bytes += file.write(&model, &output, options.resume, progress)?;
     }
     let patterns = patterns(&planned);
-    output.put(config::FILE_NAME, &config::with_key(text, &patterns).map_err(no_object)?)?;
+    output.put(config::FILE_NAME, &config::with_key(text, &patterns).map_err(object_error)?)?;
     for name in model.others().iter().filter(|name| *name != config::FILE_NAME) {
         model.copy(name, &output, progress)?;
     }
@@ -178,7 +178,7 @@ fn groups(tensors: &[Tensor]) -> (Vec<Group<'_>>, Vec<Kept>) {
             (Role::LmHead, None) => module,
             (Role::Embedding, None) if has_head => module,
             (Role::Embedding, None) => {
-                let reason = "the head shares its weights, and the package would leave the head without them".into();
+                let reason = "the head shares its weights, and the package would load the head without weights".into();
                 kept.push(Kept { unit: module.into(), reason });
                 continue;
             }
@@ -211,9 +211,9 @@ fn is_linear(role: Role, module: &str) -> bool {
 
 /// Returns the name of the layer that contains a module.
 fn layer_of(module: &str, layer: u32) -> Option<&str> {
-    let number = format!(".{layer}.");
-    let at = module.find(&number)?;
-    Some(&module[..at + number.len() - 1])
+    let infix = format!(".{layer}.");
+    let start = module.find(&infix)?;
+    Some(&module[..start + infix.len() - 1])
 }
 
 /// Returns the order of weights in a unit.
@@ -230,24 +230,25 @@ fn patterns(planned: &[Planned<'_>]) -> Vec<(String, Vec<String>)> {
     let mut found = Vec::new();
     for unit in planned {
         let name = unit.group.name.as_str();
-        let below = |tensor: &&Tensor| {
+        let submodule = |tensor: &&Tensor| {
             let module = tensor.name.strip_prefix(name)?.strip_prefix('.')?.strip_suffix(".weight")?;
             Some(module.to_owned())
         };
-        let modules: Vec<String> = unit.group.weights.iter().filter_map(below).collect();
+        let modules: Vec<String> = unit.group.weights.iter().filter_map(submodule).collect();
         match name.rsplit_once('.') {
             Some((prefix, number)) if !modules.is_empty() => layers.entry((prefix, modules)).or_default().push(number),
             _ => found.push((escaped(name), Vec::new())),
         }
     }
-    let alone: BTreeSet<&str> = {
+    let single_kind: BTreeSet<&str> = {
         let mut kinds: BTreeMap<&str, usize> = BTreeMap::new();
         layers.keys().for_each(|(prefix, _)| *kinds.entry(prefix).or_default() += 1);
         kinds.into_iter().filter(|(_, kinds)| *kinds == 1).map(|(prefix, _)| prefix).collect()
     };
     for ((prefix, modules), numbers) in &layers {
-        let which = if alone.contains(prefix) { r"\d+".to_owned() } else { format!("(?:{})", numbers.join("|")) };
-        found.push((format!(r"{}\.{which}", escaped(prefix)), modules.clone()));
+        let numbers_pattern =
+            if single_kind.contains(prefix) { r"\d+".to_owned() } else { format!("(?:{})", numbers.join("|")) };
+        found.push((format!(r"{}\.{numbers_pattern}", escaped(prefix)), modules.clone()));
     }
     found
 }
@@ -297,7 +298,8 @@ impl Planned<'_> {
 struct File<'a> {
     name: String,
     unit: Option<&'a Planned<'a>>,
-    beside: Vec<&'a Tensor>,
+    /// Tensors to copy unchanged.
+    copied: Vec<&'a Tensor>,
 }
 
 /// The source of a tensor of the output.
@@ -327,8 +329,8 @@ impl File<'_> {
                 parts.push((format!("{}.{section}", unit.group.name), dtype, shape, bytes, Part::Section(section)));
             }
         }
-        let beside = self.beside.iter().map(|&t| (t.name.clone(), t.dtype, t.shape.clone(), t.bytes, Part::Tensor(t)));
-        parts.extend(beside);
+        let copied = self.copied.iter().map(|&t| (t.name.clone(), t.dtype, t.shape.clone(), t.bytes, Part::Tensor(t)));
+        parts.extend(copied);
         parts.sort_by(|a, b| b.1.bits().cmp(&a.1.bits()).then_with(|| a.0.cmp(&b.0)));
         let metadata: &[(&str, &str)] = if self.unit.is_some() { &[] } else { &[("format", "pt")] };
         let header = header(
@@ -340,16 +342,16 @@ impl File<'_> {
 
         let mut key = Digester::default();
         key.update(&header);
-        let mut beside = HashMap::new();
-        for tensor in &self.beside {
+        let mut copied_digests = HashMap::new();
+        for tensor in &self.copied {
             let digest = model.stream(tensor, |_| output.check(progress))?;
             key.update(digest.to_string().as_bytes());
-            beside.insert(tensor.name.as_str(), digest);
+            copied_digests.insert(tensor.name.as_str(), digest);
         }
         let unit_digests = self.unit.iter().flat_map(|unit| &unit.digests);
         unit_digests.for_each(|digest| key.update(digest.to_string().as_bytes()));
         let key = key.finish();
-        let tensors = self.unit.iter().flat_map(|unit| unit.group.weights.iter()).chain(&self.beside);
+        let tensors = self.unit.iter().flat_map(|unit| unit.group.weights.iter()).chain(&self.copied);
         if resume && output.take_over(&self.name, key) {
             progress.advance(tensors.map(|tensor| tensor.bytes).sum());
             return Ok(total);
@@ -371,7 +373,7 @@ impl File<'_> {
                         progress.advance(piece.len() as u64);
                         Ok(())
                     })?;
-                    if Some(&digest) != beside.get(tensor.name.as_str()) {
+                    if Some(&digest) != copied_digests.get(tensor.name.as_str()) {
                         return Err(model.changed(tensor));
                     }
                 }

@@ -27,7 +27,7 @@ use super::{
     ConvertError, Decoder, Sections, THREADS, THREADS_MAX, UnitError,
     config::{self, Config},
     tensors::{Directory, WEIGHTS_END, WeightsFile, header},
-    unit::Cut,
+    unit::BlockLayout,
 };
 
 /// Elements that are decoded at a time, unless a block holds more.
@@ -39,7 +39,7 @@ const BYTE_SECTIONS: [&str; 5] = ["luts", ENCODED, "sign_mantissa", "output_posi
 /// The I64 section, which a unit of one weight may lack.
 const SPLITS: &str = "split_positions";
 /// The maximum bytes of a section that is held in memory while a unit is decoded.
-const HELD_MAX: u64 = 1 << 30;
+const SECTION_BYTES_MAX: u64 = 1 << 30;
 
 /// All sections that a unit may have.
 fn sections() -> impl Iterator<Item = &'static str> {
@@ -68,20 +68,20 @@ pub struct RestoreReport {
 /// `config.json` does not name DFloat11 or cannot be read, but weights in the directory are units.
 pub fn is_model(directory: &Path) -> Result<bool, ConvertError> {
     let path = directory.join(config::FILE_NAME);
-    let wrong = match read_config(&path) {
+    let config_error = match read_config(&path) {
         Ok(text) => match config::has_key(&text) {
             Ok(true) => return Ok(true),
-            Ok(false) => ConvertError::Config { path, reason: "no dfloat11_config inside".into() },
-            Err(at) => ConvertError::Config { path, reason: config::no_object(&text, at) },
+            Ok(false) => ConvertError::Config { path, reason: "has no dfloat11_config".into() },
+            Err(at) => ConvertError::Config { path, reason: config::object_error(&text, at) },
         },
-        Err(_) if !path.exists() => ConvertError::Config { path, reason: "it is missing".into() },
+        Err(_) if !path.exists() => ConvertError::Config { path, reason: "missing".into() },
         Err(error) => error,
     };
-    match (a_unit_in(directory), wrong) {
+    match (find_unit(directory), config_error) {
         (None, _) => Ok(false),
         (Some((file, unit)), ConvertError::Config { path, reason }) => Err(ConvertError::Config {
             path,
-            reason: format!("{reason}, but {file} holds the unit '{unit}' of DFloat11; fetch config.json again"),
+            reason: format!("{reason}, but {file} has the DFloat11 unit '{unit}'; fetch config.json again"),
         }),
         (Some(_), error) => Err(error),
     }
@@ -91,7 +91,7 @@ pub fn is_model(directory: &Path) -> Result<bool, ConvertError> {
 fn read_config(path: &Path) -> Result<Vec<u8>, ConvertError> {
     let input = Input::open(path)?;
     if input.bytes() > config::BYTES_MAX {
-        let reason = "it has more than 16 MiB; it is not what its name says".into();
+        let reason = "has more than 16 MiB, so it is not a configuration".into();
         return Err(ConvertError::Config { path: path.into(), reason });
     }
     Ok(input.read(0, input.bytes())?)
@@ -99,7 +99,7 @@ fn read_config(path: &Path) -> Result<Vec<u8>, ConvertError> {
 
 /// Returns a weights file of the directory (without subdirectories) that holds a unit, and the unit. Ignores invalid
 /// files; other code reports them.
-fn a_unit_in(directory: &Path) -> Option<(String, String)> {
+fn find_unit(directory: &Path) -> Option<(String, String)> {
     let names = fs::read_dir(directory).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
     let mut names: Vec<String> = names.filter(|name| name.ends_with(WEIGHTS_END)).collect();
     names.sort();
@@ -166,12 +166,12 @@ pub fn restore(
     let text = read_config(&path)?;
     let config = Config::parse(&path, &text)?.ok_or_else(|| ConvertError::Config {
         path: path.clone(),
-        reason: "no dfloat11_config inside; this is no DFloat11 model".into(),
+        reason: "has no dfloat11_config, so this is not a DFloat11 model".into(),
     })?;
     let plain = config::without_key(&text);
     let directory = Directory::open(source)?;
     let shards = shards(&directory, &config, &path, &text)?;
-    check_cut(&shards, &config, &path)?;
+    check_threads_per_block(&shards, &config, &path)?;
 
     let output = OutputDir::open(&[source.into()], output, resume)?;
     let headers: Vec<Vec<u8>> = shards.iter().map(|shard| header(&[("format", "pt")], shard.tensors())).collect();
@@ -214,7 +214,7 @@ fn shards<'a>(
     let unit_of = |tensor: &str| {
         let (unit, section) = tensor.rsplit_once('.')?;
         let is_section =
-            sections().any(|own| own == section) && by_name.contains_key(format!("{unit}.{ENCODED}").as_str());
+            sections().any(|name| name == section) && by_name.contains_key(format!("{unit}.{ENCODED}").as_str());
         is_section.then(|| unit.to_owned())
     };
     let mut shards = Vec::new();
@@ -239,7 +239,7 @@ fn shards<'a>(
         let folder = path.parent().unwrap_or(path).into();
         return Err(ConvertError::Nothing {
             path: folder,
-            reason: "no unit of DFloat11 inside; fetch its *.safetensors, too",
+            reason: "has no DFloat11 units; fetch its *.safetensors files, too",
         });
     }
     let mut names = HashMap::new();
@@ -248,8 +248,8 @@ fn shards<'a>(
             1 => "model.safetensors".into(),
             _ => format!("model-{:05}-of-{count:05}{WEIGHTS_END}", index + 1),
         };
-        let twice = shard.tensors().find(|tensor| names.insert(tensor.0.to_owned(), index).is_some());
-        if let Some((tensor, ..)) = twice {
+        let duplicate = shard.tensors().find(|tensor| names.insert(tensor.0.to_owned(), index).is_some());
+        if let Some((tensor, ..)) = duplicate {
             return Err(ConvertError::Twice { path: path.with_file_name(&shard.name), tensor: tensor.into() });
         }
     }
@@ -258,22 +258,22 @@ fn shards<'a>(
 
 /// Checks the number of threads per block, which is stored in `config.json` only. If it is wrong, the units are not
 /// damaged.
-fn check_cut(shards: &[Shard<'_>], config: &Config, path: &Path) -> Result<(), ConvertError> {
-    let are_for = |threads: usize| {
+fn check_threads_per_block(shards: &[Shard<'_>], config: &Config, path: &Path) -> Result<(), ConvertError> {
+    let match_threads = |threads: usize| {
         shards.iter().flat_map(|shard| &shard.units).all(|unit| {
             let bytes = |section| unit.parts[section].1.bytes;
-            Cut::of(bytes(ENCODED), threads).is_of(bytes("gaps"), bytes("output_positions"))
+            BlockLayout::of(bytes(ENCODED), threads).matches_sizes(bytes("gaps"), bytes("output_positions"))
         })
     };
-    if are_for(config.threads) {
+    if match_threads(config.threads) {
         return Ok(());
     }
     // Kernels have whole warps. Units that agree on no number are checked one by one later.
-    let other = [THREADS].into_iter().chain((32..=THREADS_MAX).step_by(32)).find(|&threads| are_for(threads));
-    let Some(other) = other else { return Ok(()) };
+    let matching = [THREADS].into_iter().chain((32..=THREADS_MAX).step_by(32)).find(|&threads| match_threads(threads));
+    let Some(matching) = matching else { return Ok(()) };
     let reason = format!(
-        "dfloat11_config: threads_per_block is {}, but the sections of every unit are those of {other}; fetch \
-         config.json again",
+        "dfloat11_config: threads_per_block is {}, but the sections of all units match {matching}; fetch config.json \
+         again",
         config.threads
     );
     Err(ConvertError::Config { path: path.into(), reason })
@@ -298,7 +298,7 @@ fn unit<'a>(
         let dtype = if section == SPLITS { Dtype::I64 } else { Dtype::U8 };
         match by_name.get(tensor.as_str()) {
             Some((file, found)) if found.dtype != dtype => {
-                return Err(fail(file, format!("{} in place of {dtype}", found.dtype)));
+                return Err(fail(file, format!("its dtype is {}, expected {dtype}", found.dtype)));
             }
             Some(&place) => _ = parts.insert(section, place),
             None if dtype == Dtype::I64 => {}
@@ -308,11 +308,11 @@ fn unit<'a>(
     let elements = parts["sign_mantissa"].1.bytes;
     let names = config.weights(&name).ok_or_else(|| ConvertError::Config {
         path: path.into(),
-        reason: format!("dfloat11_config has no pattern of the unit '{name}'; fetch the model again"),
+        reason: format!("dfloat11_config has no pattern for the unit '{name}'; fetch the model again"),
     })?;
     let splits = match parts.get(SPLITS) {
         Some((file, tensor)) => {
-            let bytes = file.input.read(tensor.offset, check_held(file, tensor)?)?;
+            let bytes = file.input.read(tensor.offset, check_section_size(file, tensor)?)?;
             bytes.chunks_exact(8).map(|split| u64::from_le_bytes(split.try_into().unwrap_or_default())).collect()
         }
         None => Vec::new(),
@@ -324,7 +324,7 @@ fn unit<'a>(
             path: file.path.clone(),
             tensor: tensor.name.clone(),
             reason: format!(
-                "{:?} do not split {elements} elements to {} weights",
+                "{:?} do not split {elements} elements into {} weights",
                 &bounds[1..bounds.len() - 1],
                 names.len()
             ),
@@ -346,41 +346,41 @@ fn unit<'a>(
 
 /// Returns the shape of a weight, `[outputs, inputs]`, according to its role.
 fn shape(name: &str, elements: u64, text: &[u8]) -> Result<Vec<usize>, String> {
-    let next = "give the config.json of the model, with hidden_size";
+    let help = "add the config.json of the model, with hidden_size";
     let hidden = config::number(text, &["hidden_size", "d_model", "n_embd"]);
-    let hidden = hidden.ok_or_else(|| format!("no hidden_size; {next}"))?;
+    let hidden = hidden.ok_or_else(|| format!("config.json has no hidden_size; {help}"))?;
     let (role, _) = roles::of(name);
-    let takes_hidden = match role {
+    let is_input_hidden = match role {
         Role::Q | Role::K | Role::V | Role::Qkv | Role::Gate | Role::Up | Role::GateUp => true,
         Role::Embedding | Role::LmHead => true,
         Role::O | Role::Down => false,
         _ => {
-            return Err("by its name it is neither a projection nor an embedding; only these are known".into());
+            return Err("its name is neither that of a projection nor of an embedding".into());
         }
     };
-    let other = elements / hidden;
-    if other * hidden != elements || elements == 0 {
-        return Err(format!("it is no multiple of hidden_size {hidden}; {next}"));
+    let quotient = elements / hidden;
+    if quotient * hidden != elements || elements == 0 {
+        return Err(format!("the size is not a multiple of hidden_size {hidden}; {help}"));
     }
     if matches!(role, Role::Embedding | Role::LmHead)
         && let Some(vocab) = config::number(text, &["vocab_size"])
-        && vocab != other
+        && vocab != quotient
     {
-        return Err(format!("it has {other} rows of hidden_size {hidden}, but vocab_size is {vocab}; {next}"));
+        return Err(format!("it has {quotient} rows of hidden_size {hidden}, but vocab_size is {vocab}; {help}"));
     }
-    let (rows, cols) = if takes_hidden { (other, hidden) } else { (hidden, other) };
+    let (rows, cols) = if is_input_hidden { (quotient, hidden) } else { (hidden, quotient) };
     // Fits `usize`, because every element has a byte in a file.
     Ok(vec![rows as usize, cols as usize])
 }
 
-fn check_held(file: &WeightsFile, tensor: &TensorInfo) -> Result<u64, ConvertError> {
-    if tensor.bytes <= HELD_MAX {
+fn check_section_size(file: &WeightsFile, tensor: &TensorInfo) -> Result<u64, ConvertError> {
+    if tensor.bytes <= SECTION_BYTES_MAX {
         return Ok(tensor.bytes);
     }
     Err(ConvertError::Section {
         path: file.path.clone(),
         tensor: tensor.name.clone(),
-        reason: format!("{} bytes, above the limit of {HELD_MAX}", tensor.bytes),
+        reason: format!("{} bytes, above the limit of {SECTION_BYTES_MAX}", tensor.bytes),
     })
 }
 
@@ -415,10 +415,10 @@ fn write(
         progress.tensor(&unit.name);
         let read = |section| -> Result<Vec<u8>, ConvertError> {
             let (file, tensor) = unit.parts[section];
-            Ok(file.input.read(tensor.offset, check_held(file, tensor)?)?)
+            Ok(file.input.read(tensor.offset, check_section_size(file, tensor)?)?)
         };
         let (encoded, sign_mantissa) = (unit.parts[ENCODED], unit.parts["sign_mantissa"]);
-        let damaged = |source: UnitError| {
+        let unit_error = |source: UnitError| {
             // A section may be in another file.
             let (file, tensor) = unit.parts.get(source.section()).unwrap_or(&encoded);
             ConvertError::Unit { path: file.path.clone(), unit: unit.name.clone(), offset: tensor.offset, source }
@@ -431,7 +431,7 @@ fn write(
             elements: sign_mantissa.1.bytes,
             threads: threads as u64,
         });
-        let decoder = decoder.map_err(damaged)?;
+        let decoder = decoder.map_err(unit_error)?;
         let mut block = 0;
         while block < decoder.blocks() {
             output.check(progress)?;
@@ -439,9 +439,9 @@ fn write(
             let (codes, elements) = (decoder.encoded(blocks.clone()), decoder.elements(blocks.clone()));
             let codes = encoded.0.input.read(encoded.1.offset + codes.start, codes.end - codes.start)?;
             let count = elements.end - elements.start;
-            let rest = sign_mantissa.0.input.read(sign_mantissa.1.offset + elements.start, count)?;
-            let mut weights = vec![0; 2 * rest.len()];
-            decoder.decode(blocks.clone(), &codes, &rest, &mut weights).map_err(damaged)?;
+            let sign_mantissa_bytes = sign_mantissa.0.input.read(sign_mantissa.1.offset + elements.start, count)?;
+            let mut weights = vec![0; 2 * sign_mantissa_bytes.len()];
+            decoder.decode(blocks.clone(), &codes, &sign_mantissa_bytes, &mut weights).map_err(unit_error)?;
             out.write_at(&weights, at)?;
             at += 2 * count;
             progress.advance(2 * count);

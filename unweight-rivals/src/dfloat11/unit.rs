@@ -106,20 +106,20 @@ impl Sizes {
                 return Err(NotEncodable::Count { what, got });
             }
         }
-        let Cut { blocks, gaps } = Cut::of(encoded_exponent, threads);
+        let BlockLayout { blocks, gaps } = BlockLayout::of(encoded_exponent, threads);
         Ok(Self { elements, encoded_exponent, output_positions: 4 * (blocks + 1), gaps })
     }
 }
 
 /// How the codes of a unit are divided into blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct BlockLayout {
     blocks: u64,
     /// Bytes of `gaps`.
     gaps: u64,
 }
 
-impl Cut {
+impl BlockLayout {
     /// Divides `encoded_bytes` bytes of codes, for `threads` threads per block.
     pub(super) fn of(encoded_bytes: u64, threads: usize) -> Self {
         let blocks = encoded_bytes.div_ceil((threads * WINDOW_BYTES) as u64);
@@ -128,7 +128,7 @@ impl Cut {
 
     /// Returns whether sections of these sizes match. Positions are one entry short if no code begins in the last block
     /// (see [`Encoder::finish`]).
-    pub(super) fn is_of(self, gaps: u64, output_positions: u64) -> bool {
+    pub(super) fn matches_sizes(self, gaps: u64, output_positions: u64) -> bool {
         self.gaps == gaps && [self.blocks, self.blocks + 1].contains(&(output_positions / 4))
     }
 }
@@ -221,7 +221,7 @@ impl<'a> Encoder<'a> {
         let block_bits = WINDOW_BITS * self.threads as u64;
         let mut piece = Piece { bytes: Vec::with_capacity(chunk.len() / 2), gaps: Vec::new(), positions: Vec::new() };
         let mut buffer = 0u64;
-        let mut held = (at % 8) as u32;
+        let mut buffer_bits = (at % 8) as u32;
         for bytes in chunk.chunks_exact(2) {
             let is_first = |bits: u64| last.is_none_or(|last| last / bits != at / bits);
             if is_first(WINDOW_BITS) {
@@ -234,15 +234,15 @@ impl<'a> Encoder<'a> {
             (last, element) = (Some(at), element + 1);
             // The buffer holds at most 31 bits here.
             buffer = buffer << word.bits | u64::from(word.value);
-            held += u32::from(word.bits);
+            buffer_bits += u32::from(word.bits);
             at += u64::from(word.bits);
-            if held >= 32 {
-                held -= 32;
-                piece.bytes.extend_from_slice(&((buffer >> held) as u32).to_be_bytes());
+            if buffer_bits >= 32 {
+                buffer_bits -= 32;
+                piece.bytes.extend_from_slice(&((buffer >> buffer_bits) as u32).to_be_bytes());
             }
         }
-        let left = (buffer << (64 - held).min(63) << u32::from(held == 0)).to_be_bytes();
-        piece.bytes.extend_from_slice(&left[..held.div_ceil(8) as usize]);
+        let last_bytes = (buffer << (64 - buffer_bits).min(63) << u32::from(buffer_bits == 0)).to_be_bytes();
+        piece.bytes.extend_from_slice(&last_bytes[..buffer_bits.div_ceil(8) as usize]);
         piece
     }
 
@@ -329,7 +329,7 @@ impl Decoder {
                 return Err(UnitError::Count { section, got });
             }
         }
-        let Cut { blocks, gaps } = Cut::of(encoded_bytes, threads);
+        let BlockLayout { blocks, gaps } = BlockLayout::of(encoded_bytes, threads);
         let size = |section, expected: u64, bytes: &[u8]| match bytes.len() as u64 {
             got if got == expected => Ok(()),
             got => Err(UnitError::Size { section, expected, got }),
@@ -347,18 +347,18 @@ impl Decoder {
             size("output_positions", 4 * (blocks + 1), sections.output_positions)?;
         }
         // A code has at least one bit.
-        let (most, mut before) = ((threads * WINDOW_BYTES * 8) as u64, 0);
+        let (max_codes, mut previous) = ((threads * WINDOW_BYTES * 8) as u64, 0);
         for (block, &got) in positions.iter().enumerate() {
             let bounds = match block as u64 {
                 0 => (0, 0),
-                last if last == blocks => (elements, elements.min(before + most)),
+                last if last == blocks => (elements, elements.min(previous + max_codes)),
                 // Only the last block can have no codes.
-                _ => (elements.min(before + 1), elements.min(before + most)),
+                _ => (elements.min(previous + 1), elements.min(previous + max_codes)),
             };
             if got < bounds.0 || got > bounds.1 {
                 return Err(UnitError::Position { block, got, least: bounds.0, most: bounds.1 });
             }
-            before = got;
+            previous = got;
         }
         let code = Code::parse(sections.luts)?;
         let (mut lookup, mut long) = (vec![0u16; 1 << LOOKUP_BITS], Vec::new());
@@ -384,8 +384,8 @@ impl Decoder {
 
     /// Returns the blocks from `first` on that hold up to `elements` elements, at least one block.
     pub fn blocks_from(&self, first: usize, elements: u64) -> Range<usize> {
-        let most = self.positions[first].saturating_add(elements);
-        let end = self.positions.partition_point(|&position| position <= most).saturating_sub(1);
+        let element_limit = self.positions[first].saturating_add(elements);
+        let end = self.positions.partition_point(|&position| position <= element_limit).saturating_sub(1);
         first..end.max(first + 1).min(self.blocks())
     }
 
@@ -426,16 +426,17 @@ impl Decoder {
         }
         let (mut rest, mut tasks) = (out, Vec::with_capacity(blocks.len()));
         for block in blocks.clone() {
-            let own = self.elements(block..block + 1);
-            let (piece, tail) = std::mem::take(&mut rest).split_at_mut(2 * (own.end - own.start) as usize);
+            let block_elements = self.elements(block..block + 1);
+            let bytes_of_block = 2 * (block_elements.end - block_elements.start) as usize;
+            let (piece, tail) = std::mem::take(&mut rest).split_at_mut(bytes_of_block);
             rest = tail;
             let codes = self.encoded(block..block + 1);
             let codes = &encoded[(codes.start - bytes.start) as usize..(codes.end - bytes.start) as usize];
-            let first = (own.start - elements.start) as usize;
+            let first = (block_elements.start - elements.start) as usize;
             tasks.push((block, codes, &sign_mantissa[first..first + piece.len() / 2], piece));
         }
         // Reports the first error by position, not by time.
-        let failed = tasks.into_par_iter().map(|(block, codes, rest, out)| self.block(block, codes, rest, out));
+        let failed = tasks.into_par_iter().map(|(block, codes, signs, out)| self.block(block, codes, signs, out));
         failed.find_map_first(Result::err).map_or(Ok(()), Err)
     }
 

@@ -122,7 +122,7 @@ fn codes_and_tables_match_the_package() {
         let read = Code::parse(&luts).unwrap();
         (0..=255).for_each(|exponent| assert_eq!(read.word(exponent), code.word(exponent)));
     }
-    assert_eq!((ties, failed), (2, 1), "the cases that the package leaves to chance, and fails on");
+    assert_eq!((ties, failed), (2, 1), "cases that the package decides at random, and cases that it fails on");
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn package_directory_round_trips() {
         for (name, bytes) in
             stock.iter().filter(|(name, _)| name.ends_with(".safetensors") && *name != "model.safetensors")
         {
-            assert!(&made[name] == bytes, "{name}: other bytes than the package's");
+            assert!(&made[name] == bytes, "{name}: the bytes differ from those of the package");
         }
         let key = |config: &[u8]| serde_json::from_slice::<Value>(config).unwrap()["dfloat11_config"].clone();
         let (made, stock) = (key(&made["config.json"]), key(&stock["config.json"]));
@@ -210,12 +210,12 @@ fn model_round_trips_tensor_by_tensor() {
 }
 
 #[test]
-fn misfits_of_the_format_are_named() {
+fn unsupported_weights_are_named() {
     let encode = |weights: &[u16]| {
         let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
-        let refused = Unit::encode(&bytes, THREADS).unwrap_err();
-        assert_eq!(oracle::encode(&bytes, THREADS).unwrap_err(), refused);
-        refused
+        let error = Unit::encode(&bytes, THREADS).unwrap_err();
+        assert_eq!(oracle::encode(&bytes, THREADS).unwrap_err(), error);
+        error
     };
     assert_eq!(encode(&[]), NotEncodable::Empty);
     assert_eq!(encode(&[0x3f80; 9]), NotEncodable::NoFirst);
@@ -257,8 +257,8 @@ fn module_that_does_not_fit_stays_bf16() {
 
 /// No code begins in the last block: the last code begins in the block before, and ends at a byte boundary.
 #[test]
-fn a_last_block_without_codes() {
-    let mut seen = 0;
+fn last_block_without_codes_round_trips() {
+    let mut checked = 0;
     for seed in 0..4000 {
         let weights = weights(seed, 16 + seed as usize % 48, 12);
         let Ok(unit) = Unit::encode(&weights, 1) else { continue };
@@ -272,22 +272,22 @@ fn a_last_block_without_codes() {
         let mut short = unit.clone();
         short.output_positions.truncate(positions - 4);
         assert_eq!(short.decode().unwrap(), weights);
-        seen += 1;
+        checked += 1;
     }
-    assert!(seen > 10, "{seen}");
+    assert!(checked > 10, "{checked}");
 }
 
 /// One damaged byte causes an error, or decodes to the same weights as with the oracle.
 #[test]
-fn any_damaged_byte_is_an_error_or_harmless() {
+fn damaged_bytes_are_errors_or_decode_as_the_oracle() {
     let weights = weights(5, 3000, 40);
     let unit = Unit::encode(&weights, 8).unwrap();
     let mut random = Random::new(7);
-    let (mut refused, mut same) = ([0u32; 5], 0);
+    let (mut errors, mut same) = ([0u32; 5], 0);
     for round in 0..20_000 {
         let mut damaged = unit.clone();
-        let which = round % 5;
-        let section = match which {
+        let section_index = round % 5;
+        let section = match section_index {
             0 => &mut damaged.luts,
             1 => &mut damaged.encoded_exponent,
             2 => &mut damaged.output_positions,
@@ -307,37 +307,49 @@ fn any_damaged_byte_is_an_error_or_harmless() {
                 assert_eq!(oracle::decode(&damaged).as_ref(), Some(&got));
                 same += u32::from(got == weights);
             }
-            Err(_) => refused[which] += 1,
+            Err(_) => errors[section_index] += 1,
         }
     }
     // All signs and mantissas are valid; in the other sections most damage is detected.
-    assert!(refused[..4].iter().all(|&refused| refused > 1500), "{refused:?}");
+    assert!(errors[..4].iter().all(|&count| count > 1500), "{errors:?}");
     assert!(same > 100, "{same}");
 }
 
 #[test]
 fn each_fault_of_a_unit_has_its_error() {
     let unit = Unit::encode(&weights(5, 3000, 40), 8).unwrap();
-    let with = |change: fn(&mut Unit)| {
+    let error_after = |change: fn(&mut Unit)| {
         let mut changed = unit.clone();
         change(&mut changed);
         changed.decode().unwrap_err()
     };
-    assert!(matches!(with(|unit| unit.threads = 0), UnitError::Threads { got: 0 }));
-    assert!(matches!(with(|unit| unit.threads = 5000), UnitError::Threads { got: 5000 }));
-    assert!(matches!(with(|unit| unit.encoded_exponent.clear()), UnitError::Count { section: "encoded_exponent", .. }));
-    assert!(matches!(with(|unit| unit.sign_mantissa.clear()), UnitError::Count { section: "sign_mantissa", .. }));
-    assert!(matches!(with(|unit| unit.luts.truncate(256)), UnitError::Size { section: "luts", .. }));
-    assert!(matches!(with(|unit| unit.luts.resize(256 * 19, 0)), UnitError::Size { section: "luts", .. }));
-    assert!(matches!(with(|unit| _ = unit.gaps.pop()), UnitError::Size { section: "gaps", .. }));
-    assert!(matches!(with(|unit| unit.output_positions.push(0)), UnitError::Size { section: "output_positions", .. }));
-    assert!(matches!(with(|unit| unit.output_positions[3] = 1), UnitError::Position { block: 0, .. }));
-    assert!(matches!(with(|unit| unit.output_positions[7] = 255), UnitError::Position { block: 1, .. }));
-    assert!(matches!(with(|unit| unit.output_positions[4] ^= 1), UnitError::Position { .. } | UnitError::Gap { .. }));
-    assert!(matches!(with(|unit| unit.gaps[0] = 255), UnitError::Gap { window: 0, .. }));
-    assert!(matches!(with(|unit| *unit.luts.last_mut().unwrap() = 3), UnitError::Luts { .. }));
-    assert!(matches!(with(|unit| unit.luts[0] = 250), UnitError::Luts { row: 0, entry: 0, .. }));
-    assert!(matches!(with(|unit| _ = unit.sign_mantissa.pop()), UnitError::Position { .. }));
+    assert!(matches!(error_after(|unit| unit.threads = 0), UnitError::Threads { got: 0 }));
+    assert!(matches!(error_after(|unit| unit.threads = 5000), UnitError::Threads { got: 5000 }));
+    assert!(matches!(
+        error_after(|unit| unit.encoded_exponent.clear()),
+        UnitError::Count { section: "encoded_exponent", .. }
+    ));
+    assert!(matches!(
+        error_after(|unit| unit.sign_mantissa.clear()),
+        UnitError::Count { section: "sign_mantissa", .. }
+    ));
+    assert!(matches!(error_after(|unit| unit.luts.truncate(256)), UnitError::Size { section: "luts", .. }));
+    assert!(matches!(error_after(|unit| unit.luts.resize(256 * 19, 0)), UnitError::Size { section: "luts", .. }));
+    assert!(matches!(error_after(|unit| _ = unit.gaps.pop()), UnitError::Size { section: "gaps", .. }));
+    assert!(matches!(
+        error_after(|unit| unit.output_positions.push(0)),
+        UnitError::Size { section: "output_positions", .. }
+    ));
+    assert!(matches!(error_after(|unit| unit.output_positions[3] = 1), UnitError::Position { block: 0, .. }));
+    assert!(matches!(error_after(|unit| unit.output_positions[7] = 255), UnitError::Position { block: 1, .. }));
+    assert!(matches!(
+        error_after(|unit| unit.output_positions[4] ^= 1),
+        UnitError::Position { .. } | UnitError::Gap { .. }
+    ));
+    assert!(matches!(error_after(|unit| unit.gaps[0] = 255), UnitError::Gap { window: 0, .. }));
+    assert!(matches!(error_after(|unit| *unit.luts.last_mut().unwrap() = 3), UnitError::Luts { .. }));
+    assert!(matches!(error_after(|unit| unit.luts[0] = 250), UnitError::Luts { row: 0, entry: 0, .. }));
+    assert!(matches!(error_after(|unit| _ = unit.sign_mantissa.pop()), UnitError::Position { .. }));
     // A row that jumps to itself, and one that no jump leads to.
     let rows = |first: u8| [vec![first; 256], vec![0; 256], vec![0; 256]].concat();
     for first in [255, 254, 241, 0] {
@@ -350,7 +362,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
     let home = tempfile::tempdir().unwrap();
     let (source, output) = (home.path().join("source"), home.path().join("out"));
     let stock = tree(&fixture("model"));
-    let failure = |change: Change<'_>| {
+    let error_after = |change: Change<'_>| {
         let mut files = stock.clone();
         change(&mut files);
         _ = fs::remove_dir_all(&source);
@@ -369,17 +381,17 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
     let replace = |from: &'static str, to: &'static str| {
         move |files: &mut Files| {
             for bytes in files.values_mut() {
-                let places: Vec<usize> = bytes
+                let positions: Vec<usize> = bytes
                     .windows(from.len())
                     .enumerate()
                     .filter(|(_, w)| *w == from.as_bytes())
                     .map(|(at, _)| at)
                     .collect();
-                places.iter().for_each(|&at| bytes[at..at + to.len()].copy_from_slice(to.as_bytes()));
+                positions.iter().for_each(|&at| bytes[at..at + to.len()].copy_from_slice(to.as_bytes()));
             }
         }
     };
-    let swapped = |files: &mut Files| {
+    let swap_sections = |files: &mut Files| {
         let bytes = files.get_mut("lm_head.safetensors").unwrap();
         for (from, to) in
             [("lm_head.gaps", "lm_head.????"), ("lm_head.luts", "lm_head.gaps"), ("lm_head.????", "lm_head.luts")]
@@ -390,16 +402,16 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
     };
     let cases: [(Change<'_>, &[&str]); 13] = [
         // Only `config.json` stores the number of threads per block.
-        (&replace("512", "256"), &["config.json", "threads_per_block is 256", "every unit are those of 512", "fetch"]),
-        (&replace("512", "999"), &["config.json", "threads_per_block is 999", "every unit are those of 512", "fetch"]),
+        (&replace("512", "256"), &["config.json", "threads_per_block is 256", "all units match 512", "fetch"]),
+        (&replace("512", "999"), &["config.json", "threads_per_block is 999", "all units match 512", "fetch"]),
         (&replace("512", "  0"), &["config.json", "threads_per_block is 0", "1 to 1024", "fetch"]),
-        (&swapped, &["lm_head.safetensors", "unit 'lm_head' at byte", "gaps: 768 bytes, expected 320"]),
+        (&swap_sections, &["lm_head.safetensors", "unit 'lm_head' at byte", "gaps: 768 bytes, expected 320"]),
         (&replace("dfloat11_config", "dfloat12_config"), &["config.json", "no dfloat11_config"]),
         (&replace("lm_head.luts", "lm_head.lutz"), &["lm_head.safetensors", "'lm_head.luts'", "missing"]),
-        (&replace(".encoded_exponent", ".encoded_exponenT"), &["no unit of DFloat11"]),
+        (&replace(".encoded_exponent", ".encoded_exponenT"), &["no DFloat11 units"]),
         (&replace("\"hidden_size\": 64", "\"hidden_size\": 60"), &["config.json", "hidden_size 60"]),
         (&replace("\"vocab_size\": 128", "\"vocab_size\": 127"), &["vocab_size is 127", "lm_head.weight"]),
-        (&replace("\"lm_head\": [", "\"lm_heax\": ["), &["no pattern of the unit 'lm_head'"]),
+        (&replace("\"lm_head\": [", "\"lm_heax\": ["), &["no pattern for the unit 'lm_head'"]),
         (&replace("mlp.up_proj", "mlp.xx_proj"), &["model.layers.0.mlp.xx_proj.weight", "shape"]),
         (&|files| _ = files.get_mut("lm_head.safetensors").unwrap().pop(), &["lm_head.safetensors", "truncated"]),
         (
@@ -407,11 +419,11 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
                 let bytes = files["lm_head.safetensors"].clone();
                 files.insert("another.safetensors".into(), bytes);
             },
-            &["lm_head.safetensors", "in another file"],
+            &["lm_head.safetensors", "also in another file"],
         ),
     ];
     for (change, words) in cases {
-        let text = failure(change);
+        let text = error_after(change);
         assert!(words.iter().all(|word| text.contains(word)), "{words:?}: {text}");
     }
     // Damage within a section.
@@ -430,18 +442,19 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
         ("gaps", 7, "gaps, window"),
         ("split_positions", 5, "split_positions"),
     ] {
-        let text = failure(&damage(tensor, byte));
+        let text = error_after(&damage(tensor, byte));
         assert!(text.contains("model_layers_0.safetensors") && text.contains("model.layers.0"), "{tensor}: {text}");
         assert!(text.contains(word) || tensor != "luts" && text.contains("gaps"), "{tensor}: {text}");
         // The offset is that of the section that does not match, which need not be the damaged one.
-        let Some((place, what)) = text.split_once(": not what DFloat11 writes; fetch the file again: ") else {
+        let Some((location, cause)) = text.split_once(": damaged, or not written by DFloat11; fetch the file again: ")
+        else {
             continue;
         };
-        let named = format!("model.layers.0.{}", what.split([',', ':']).next().unwrap());
+        let named = format!("model.layers.0.{}", cause.split([',', ':']).next().unwrap());
         let file = &stock["model_layers_0.safetensors"];
         let header = Header::parse(file, file.len() as u64, SOURCE_HEADER_MAX).unwrap();
         let offset = header.tensors.iter().find(|t| t.name == named).unwrap().offset;
-        assert!(place.ends_with(&format!("at byte {offset}")), "{tensor}: {text}");
+        assert!(location.ends_with(&format!("at byte {offset}")), "{tensor}: {text}");
     }
 }
 
@@ -462,27 +475,31 @@ fn units_without_a_valid_config_are_rejected() {
         is_model(&root)
     };
     let config = String::from_utf8(stock["config.json"].clone()).unwrap();
-    let with = |text: String| move |files: &mut Files| _ = files.insert("config.json".into(), text.clone().into());
+    let replace_config =
+        |text: String| move |files: &mut Files| _ = files.insert("config.json".into(), text.clone().into());
     let cut = config.find("pattern_dict").unwrap();
     let comma = config.find(",\n  \"dfloat11_config\"").unwrap();
     let cases: [(Change<'_>, String); 6] = [
-        (&with(config[..cut].into()), format!("byte {cut}: it ends within")),
-        (&with(format!("{} {}", &config[..comma], &config[comma + 1..])), format!("byte {}: no JSON", comma + 4)),
-        (&with(String::new()), "byte 0: it ends within".into()),
-        (&with("{\"hidden_size\": 64}".into()), "no dfloat11_config inside".into()),
-        (&with(" ".repeat((16 << 20) + 1)), "more than 16 MiB".into()),
-        (&|files| _ = files.remove("config.json"), "it is missing".into()),
+        (&replace_config(config[..cut].into()), format!("byte {cut}: the JSON object ends")),
+        (
+            &replace_config(format!("{} {}", &config[..comma], &config[comma + 1..])),
+            format!("byte {}: not valid", comma + 4),
+        ),
+        (&replace_config(String::new()), "byte 0: the JSON object ends".into()),
+        (&replace_config("{\"hidden_size\": 64}".into()), "has no dfloat11_config".into()),
+        (&replace_config(" ".repeat((16 << 20) + 1)), "more than 16 MiB".into()),
+        (&|files| _ = files.remove("config.json"), "config.json: missing".into()),
     ];
     for (change, reason) in &cases {
         let error = model(change).unwrap_err().to_string();
-        let unit = "lm_head.safetensors holds the unit 'lm_head' of DFloat11; fetch config.json again";
+        let unit = "lm_head.safetensors has the DFloat11 unit 'lm_head'; fetch config.json again";
         assert!(error.contains("model/config.json: ") && error.contains(reason) && error.contains(unit), "{error}");
         let (model, out) = (home.path().join("model"), home.path().join("out"));
         let error = convert(&model, &out, ConvertOptions::default(), &Silent).unwrap_err().to_string();
         assert!(error.contains("model/config.json: ") && error.contains(unit) && !out.exists(), "{error}");
     }
     // The key exists, so errors inside it are reported later.
-    assert!(model(&with(config.replace("\"threads_per_block\":", "\"threads_per_block\""))).unwrap());
+    assert!(model(&replace_config(config.replace("\"threads_per_block\":", "\"threads_per_block\""))).unwrap());
     let error = restore(&home.path().join("model"), &home.path().join("out"), false, &Silent).unwrap_err().to_string();
     let at = config.find("\"threads_per_block\":").unwrap() + "\"threads_per_block\"".len();
     assert!(error.contains(&format!("config.json: dfloat11_config, byte {}", at + 1)), "{error}");
@@ -490,20 +507,21 @@ fn units_without_a_valid_config_are_rejected() {
 
     // Other models are not rejected here: no unit has all of its sections, the weights are not units, or they are in a
     // subfolder.
-    let broken = |files: &mut Files| _ = files.insert("config.json".into(), b"{".into());
-    let incomplete = |files: &mut Files| {
-        broken(files);
+    let break_config = |files: &mut Files| _ = files.insert("config.json".into(), b"{".into());
+    let remove_luts = |files: &mut Files| {
+        break_config(files);
         for bytes in files.values_mut() {
             while let Some(at) = bytes.windows(5).position(|window| window == b".luts") {
                 bytes[at + 4] = b'z';
             }
         }
     };
-    let below = |files: &mut Files| {
+    let move_to_subfolder = |files: &mut Files| {
         *files =
             std::mem::take(files).into_iter().map(|(name, bytes)| (format!("transformer/{name}"), bytes)).collect();
     };
-    let others: [Change<'_>; 3] = [&incomplete, &below, &|files| files.retain(|name, _| name == "model.safetensors")];
+    let others: [Change<'_>; 3] =
+        [&remove_luts, &move_to_subfolder, &|files| files.retain(|name, _| name == "model.safetensors")];
     for (index, change) in others.into_iter().enumerate() {
         assert!(!model(change).unwrap(), "{index}");
     }
@@ -523,7 +541,7 @@ impl Progress for StopAfter {
 }
 
 #[test]
-fn interrupted_convert_resumes() {
+fn interrupted_conversion_resumes() {
     let home = tempfile::tempdir().unwrap();
     let at = |name: &str| home.path().join(name);
     restore(&fixture("model"), &at("plain"), false, &Silent).unwrap();
@@ -551,10 +569,10 @@ fn interrupted_convert_resumes() {
         assert_eq!(tree(&at("again")), made);
         fs::remove_dir_all(at("again")).unwrap();
     }
-    let taken = convert(&at("plain"), &at("made"), ConvertOptions::default(), &Silent).unwrap_err();
-    assert!(matches!(taken, ConvertError::Bundle(BundleError::OutputExists { .. })), "{taken:?}");
-    let twice = convert(&at("made"), &at("other"), ConvertOptions::default(), &Silent).unwrap_err();
-    assert!(matches!(twice, ConvertError::Nothing { .. }), "{twice:?}");
+    let exists_error = convert(&at("plain"), &at("made"), ConvertOptions::default(), &Silent).unwrap_err();
+    assert!(matches!(exists_error, ConvertError::Bundle(BundleError::OutputExists { .. })), "{exists_error:?}");
+    let converted_error = convert(&at("made"), &at("other"), ConvertOptions::default(), &Silent).unwrap_err();
+    assert!(matches!(converted_error, ConvertError::Nothing { .. }), "{converted_error:?}");
 }
 
 proptest! {

@@ -101,7 +101,7 @@ fn zipserv_rejects_damage() {
     assert!(matches!(zipserv::encode(&weights[1..], 128, 128), Err(zipserv::Error::Size { part: "weights", .. })));
     let encoded = zipserv::encode(&weights, 128, 128).unwrap();
     let mut random = Random::new(4);
-    let mut refused = 0;
+    let mut errors = 0;
     for round in 0..3000 {
         let mut damaged = encoded.clone();
         let offset = |random: &mut Random, offsets: &mut Vec<[u32; 2]>| {
@@ -125,11 +125,11 @@ fn zipserv_rejects_damage() {
             }
             Err(_) => {
                 assert!(round % 7 != 5 || damaged.first > 249);
-                refused += 1;
+                errors += 1;
             }
         }
     }
-    assert!(refused > 1500, "{refused}");
+    assert!(errors > 1500, "{errors}");
 }
 
 #[test]
@@ -154,10 +154,10 @@ fn matvans_warp_per_row_equals_its_reference_encoder() {
     let encoded = matvans::encode(&values, shape[0], shape[1], Layout::Lanes).unwrap();
     // The original's tables: the value of each 256th, starting with the smallest, and where the parts of each value
     // begin.
-    let (least, ends, value) = (i8s(&all["lanes.least"].1)[0], &all["lanes.cdf"].1, &all["lanes.ppf"].1);
+    let (smallest, ends, value) = (i8s(&all["lanes.least"].1)[0], &all["lanes.cdf"].1, &all["lanes.ppf"].1);
     for (part, &value) in value.iter().enumerate() {
         let value = usize::from(value);
-        assert_eq!(encoded.tables.symbols[part], least + value as i8);
+        assert_eq!(encoded.tables.symbols[part], smallest + value as i8);
         assert_eq!(encoded.tables.firsts[part], ends[value]);
         assert_eq!(encoded.tables.counts[part], ends[value + 1].wrapping_sub(ends[value]));
     }
@@ -175,7 +175,7 @@ fn values(seed: u64, count: usize, deviation: f64) -> Vec<i8> {
 }
 
 #[test]
-fn matvans_rejects_misfits() {
+fn matvans_rejects_unsupported_values() {
     assert!(matches!(matvans::encode(&[], 1, 0, Layout::Rows), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 64], 1, 64, Layout::Rows), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 128], 1, 128, Layout::Lanes), Err(matvans::Error::Shape { .. })));
@@ -204,7 +204,7 @@ fn matvans_rejects_damage() {
     let mut random = Random::new(2);
     for (layout, rows, cols) in [(Layout::Rows, 64, 256), (Layout::Stripes, 64, 256), (Layout::Lanes, 32, 512)] {
         let encoded = matvans::encode(&values, rows, cols, layout).unwrap();
-        let (mut refused, mut same) = (0, 0);
+        let (mut errors, mut same) = (0, 0);
         for round in 0..2000 {
             let mut damaged = encoded.clone();
             let at = random.below(128) as usize;
@@ -222,10 +222,10 @@ fn matvans_rejects_damage() {
                     assert_eq!(matvans::oracle::decode(&damaged), Some(got));
                     same += 1;
                 }
-                Err(_) => refused += 1,
+                Err(_) => errors += 1,
             }
         }
-        assert!(refused > 1200 && same > 20, "{refused} {same}");
+        assert!(errors > 1200 && same > 20, "{errors} {same}");
     }
 }
 
@@ -261,7 +261,7 @@ fn fp8(seed: u64, count: usize, shares: &[f32; 16]) -> Vec<u8> {
 }
 
 #[test]
-fn tans_rejects_misfits() {
+fn tans_rejects_unsupported_values() {
     let shares = tans::QWEN3_14B;
     assert_eq!(tans::encode(&[0; 24], 24, &shares), Err(tans::Error::Stream { got: 24 }));
     assert_eq!(tans::encode(&[0; 16], 0, &shares), Err(tans::Error::Stream { got: 0 }));
@@ -285,7 +285,7 @@ fn tans_rejects_damage() {
     let data = fp8(3, 200 * 64, &tans::QWEN3_14B);
     let encoded = tans::encode(&data, 64, &tans::QWEN3_14B).unwrap();
     let mut random = Random::new(5);
-    let (mut refused, mut same) = (0, 0);
+    let (mut errors, mut same) = (0, 0);
     for round in 0..2000 {
         let mut damaged = encoded.clone();
         match round % 7 {
@@ -302,10 +302,10 @@ fn tans_rejects_damage() {
                 assert_eq!(tans::oracle::decode(&damaged), Some(got));
                 same += 1;
             }
-            Err(_) => refused += 1,
+            Err(_) => errors += 1,
         }
     }
-    assert!(refused > 1200 && same > 100, "{refused} {same}");
+    assert!(errors > 1200 && same > 100, "{errors} {same}");
 }
 
 proptest! {

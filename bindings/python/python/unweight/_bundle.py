@@ -89,9 +89,9 @@ class Bundle(_native.Bundle):
         """
         if named is not None and named != self.weights_digest:
             raise DamagedError(
-                f"{self.path}: the configuration of the model is of another bundle: it names the weights {named}, and "
-                f"those here are {self.weights_digest}; take the config.json of this folder, and fetch the bundle "
-                "again if that is the one"
+                f"{self.path}: the configuration of the model belongs to another bundle: it names the weights {named}, "
+                f"but this bundle has {self.weights_digest}; use the config.json of this folder, or fetch the bundle "
+                "again if you already do"
             )
 
     def tensors(self) -> list[TensorInfo]:
@@ -104,9 +104,9 @@ class Bundle(_native.Bundle):
 
     def info(self, name: str, *, file: Optional[str] = None) -> TensorInfo:
         """Returns the metadata of one tensor; raises `UnknownNameError` for an unknown or ambiguous name."""
-        only = self._by_name.get(name, ()) if file is None else ()
+        matches = self._by_name.get(name, ()) if file is None else ()
         # A unique name is found here; the bundle resolves or refuses the others.
-        return only[0] if len(only) == 1 else _info(self._row(name, file=file))
+        return matches[0] if len(matches) == 1 else _info(self._row(name, file=file))
 
     # A bundle never changes while it is open.
     @cached_property
@@ -115,10 +115,10 @@ class Bundle(_native.Bundle):
 
     @cached_property
     def _by_name(self) -> dict[str, list[TensorInfo]]:
-        known: dict[str, list[TensorInfo]] = {}
+        by_name: dict[str, list[TensorInfo]] = {}
         for info in self._tensors:
-            known.setdefault(info.name, []).append(info)
-        return known
+            by_name.setdefault(info.name, []).append(info)
+        return by_name
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -282,7 +282,7 @@ def _range(name: str, given: Optional[tuple[int, int]], info: TensorInfo, dim: i
         raise TypeError(f"{name}={given!r}; give a pair of integers: the first, and the one after the last")
     start, end = (operator.index(one) for one in given)
     if not 0 <= start < end <= info.shape[dim]:
-        raise ValueError(f"tensor '{info.name}' has {info.shape[dim]} {name}, and no part {start}..{end} of them")
+        raise ValueError(f"tensor '{info.name}' has {info.shape[dim]} {name}, and no part {start}..{end}")
     return (start, end)
 
 
@@ -294,5 +294,5 @@ def _dtype(info: TensorInfo, names: dict[str, str], library: str) -> str:
     try:
         return names[info.dtype]
     except KeyError:
-        message = f"tensor '{info.name}' is {info.dtype}, which {library} does not have here; read() gives its bytes"
+        message = f"tensor '{info.name}' is {info.dtype}, which {library} does not support; read() returns its bytes"
         raise TypeError(message) from None

@@ -14,9 +14,12 @@ def _install(extra: str) -> str:
         declared = metadata.requires("unweight") or []
     except metadata.PackageNotFoundError:
         declared = []
-    pairs = (requirement.partition(";") for requirement in declared)
-    wanted = [name.strip() for name, _, marker in pairs if marker.replace("'", '"').strip() == f'extra == "{extra}"']
-    return "pip install " + (" ".join(f"'{name}'" for name in wanted) or extra)
+    declarations = (requirement.partition(";") for requirement in declared)
+    of_extra = f'extra == "{extra}"'
+    requirements = [
+        name.strip() for name, _, marker in declarations if marker.replace("'", '"').strip() == of_extra
+    ]
+    return "pip install " + (" ".join(f"'{name}'" for name in requirements) or extra)
 
 
 def require(extra: str, *modules: str) -> Any:

@@ -50,19 +50,19 @@ class _Fixed(Tensor):
         if func is _aten.copy_.default and args[0].device.type == "meta":
             # A copy to a meta tensor needs only the shape and dtype.
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
-        told, seen = func._schema.arguments, None
+        parameters, source = func._schema.arguments, None
         # A `_Fixed` may be a positional or keyword argument, or in a list.
-        for argument, given in [*zip(told, args), *((one, kwargs.get(one.name)) for one in told)]:
+        for argument, value in [*zip(parameters, args), *((one, kwargs.get(one.name)) for one in parameters)]:
             if argument.alias_info is not None:
-                fixed = next((one for one in tree_leaves(given) if isinstance(one, _Fixed)), None)
+                fixed = next((one for one in tree_leaves(value) if isinstance(one, _Fixed)), None)
                 if fixed is not None and argument.alias_info.is_write:
                     raise _no_change(func, fixed._name)
-                seen = fixed if seen is None else seen
+                source = fixed if source is None else source
         args, kwargs = tree_map(lambda one: one.read() if isinstance(one, _Fixed) else one, (args, kwargs))
         results = func(*args, **kwargs)
-        if seen is None:
+        if source is None:
             return results
-        return tree_map(lambda one: _Seen(one, seen._name) if isinstance(one, Tensor) else one, results)
+        return tree_map(lambda one: _View(one, source._name) if isinstance(one, Tensor) else one, results)
 
 
 def _no_change(what: object, name: str) -> NotImplementedError:
@@ -77,13 +77,13 @@ def _no_memory(what: str, name: str) -> NotImplementedError:
     )
 
 
-class _Seen(_Fixed):
+class _View(_Fixed):
     """A view of a part, with contents that were read once."""
 
     _read: Tensor
 
     @staticmethod
-    def __new__(cls, read: Tensor, name: str) -> _Seen:
+    def __new__(cls, read: Tensor, name: str) -> _View:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             read.shape,
@@ -118,25 +118,25 @@ class Part(_Fixed):
     _info: TensorInfo
     _rows: tuple[int, int]
     _cols: tuple[int, int]
-    _tell: Callable[[int], None]
+    _on_read: Callable[[int], None]
 
     @staticmethod
     def __new__(
         cls,
         bundle: Bundle,
         info: TensorInfo,
-        tell: Callable[[int], None],
+        on_read: Callable[[int], None],
         rows: Optional[tuple[int, int]] = None,
         cols: Optional[tuple[int, int]] = None,
     ) -> Part:
         """Makes a part of the tensor `info`; `rows` and `cols` are ranges with an exclusive end, `None` for all.
 
-        Each read calls `tell` with the number of stored bytes read.
+        Each read calls `on_read` with the number of stored bytes read.
         """
         rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
         shape = (rows[1] - rows[0], cols[1] - cols[0])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")
-        self._bundle, self._info, self._tell, self._name = bundle, info, tell, info.name
+        self._bundle, self._info, self._on_read, self._name = bundle, info, on_read, info.name
         self._rows, self._cols = rows, cols
         return self
 
@@ -148,11 +148,11 @@ class Part(_Fixed):
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         tensor, read = self._bundle._torch_part(self._info, self._rows, self._cols)
-        self._tell(read)
+        self._on_read(read)
         return tensor
 
     def _of(self, rows: tuple[int, int], cols: tuple[int, int]) -> Part:
-        return Part(self._bundle, self._info, self._tell, rows, cols)
+        return Part(self._bundle, self._info, self._on_read, rows, cols)
 
     def _sliced(self, dim: int = 0, start: Optional[int] = None, end: Optional[int] = None, step: int = 1) -> Part:
         first, last, _ = slice(start, end).indices(self.shape[dim])

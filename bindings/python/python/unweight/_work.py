@@ -39,9 +39,9 @@ def _choice(
         "profile": profile,
         "scope": scope,
         "code_limit": _count("code_limit", code_limit),
-        "include": _several("include", include),
-        "exclude": _several("exclude", exclude),
-        "skip": _several("skip", skip),
+        "include": _pattern_list("include", include),
+        "exclude": _pattern_list("exclude", exclude),
+        "skip": _pattern_list("skip", skip),
         "plan_file": None if plan_file is None else os.fsdecode(plan_file),
         "threads": _count("threads", threads),
     }
@@ -66,11 +66,11 @@ def _ram(count: Optional[int]) -> Optional[int]:
 def _callback(progress: Optional[Callback]) -> Optional[Callback]:
     # Checked now, because the callback is first called after the work has begun.
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress={progress!r}; give a function that takes a Progress")
+        raise TypeError(f"progress={progress!r}; give a function of a Progress")
     return progress
 
 
-def _several(name: str, patterns: Sequence[str]) -> list[str]:
+def _pattern_list(name: str, patterns: Sequence[str]) -> list[str]:
     if isinstance(patterns, str):
         raise TypeError(f"{name} is a string; give a list of patterns: [{patterns!r}]")
     return list(patterns)
@@ -134,8 +134,8 @@ def compress(
     report = _native.compress(os.fsdecode(source), os.fsdecode(output), choice, more, _callback(progress))
     for config in report["unmarked_configs"]:
         warnings.warn(
-            f"{config['name']} is copied as it is ({config['reason']}): it does not say that the weights beside it are "
-            "a bundle's; readers that do not know bundles would make up weights",
+            f"{config['name']} is copied unchanged ({config['reason']}): it does not mark the weights next to it as a "
+            "bundle, so readers without bundle support would initialize random weights",
             stacklevel=2,
         )
     return report
@@ -217,7 +217,7 @@ def verify(
     """
     more = {
         "against": None if against is None else os.fsdecode(against),
-        "skip": _several("skip", skip),
+        "skip": _pattern_list("skip", skip),
         "quick": quick,
         "threads": _count("threads", threads),
         "ram_bytes": _ram(ram_bytes),

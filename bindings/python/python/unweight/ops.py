@@ -25,11 +25,9 @@ require("torch", "torch")
 import torch  # noqa: E402
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._functorch import eager_transforms
-from torch._library import autograd
-from torch.autograd import forward_ad
 
 from . import _native
+from ._dispatch import _is_watched, _refuse_derivatives
 from .errors import UnweightError
 
 __all__ = [
@@ -81,7 +79,7 @@ class Escapes:
         return _escapes, (self.digest, self.data)
 
 
-_known: weakref.WeakValueDictionary[tuple[torch.device, str], Escapes] = weakref.WeakValueDictionary()
+_escapes_by_digest: weakref.WeakValueDictionary[tuple[torch.device, str], Escapes] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -97,10 +95,10 @@ os.register_at_fork(after_in_child=_unlock)
 def _escapes(digest: str, data: Tensor) -> Escapes:
     """Returns the `Escapes` with this digest on the device of `data`; makes it if there is none."""
     with _lock:
-        known = _known.get((data.device, digest))
-        if known is None:
-            known = _known[(data.device, digest)] = Escapes(digest, data)
-        return known
+        escapes = _escapes_by_digest.get((data.device, digest))
+        if escapes is None:
+            escapes = _escapes_by_digest[(data.device, digest)] = Escapes(digest, data)
+        return escapes
 
 
 # Kernels may read so many bytes after the end of a section.
@@ -117,7 +115,7 @@ def why_not(device: torch.device) -> Optional[str]:
     if device.type == "cpu":
         return None
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"packed weights run on CPUs and on NVIDIA's GPUs, not on {device}"
+        return f"packed weights run on CPUs and on NVIDIA GPUs, not on {device}"
     return _without_kernels(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
@@ -125,8 +123,8 @@ def _without_kernels(name: str, capability: tuple[int, int]) -> Optional[str]:
     if _native.has_kernels(*capability):
         return None
     return (
-        f"there are no kernels for the compute capability of this GPU ({name}: {capability[0]}.{capability[1]}); there "
-        "are for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0"
+        f"there are no kernels for the compute capability of this GPU ({name}: {capability[0]}.{capability[1]}); "
+        "supported are 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0"
     )
 
 
@@ -144,7 +142,7 @@ def _runtime(device: torch.device) -> _native.Runtime:
 
 def _prepare(device: torch.device, n: int, k: int) -> None:
     """Compiles the kernels that `place` needs for weights `[n, k]`, before the weights are loaded."""
-    if _native.Runtime.room(n, k) is not None:
+    if _native.Runtime.buffer_nbytes(n, k) is not None:
         _runtime(device).prepare(n, k)
 
 
@@ -201,7 +199,7 @@ class Placed:
         return self._place, (*self.arenas, *self.lists)
 
 
-def _own(lists: Tensor, device: torch.device) -> Tensor:
+def _padded_copy(lists: Tensor, device: torch.device) -> Tensor:
     """Copies escape lists to their own memory on a device, with the padding that kernels may read after them."""
     return torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
 
@@ -213,17 +211,17 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
     copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
     CUDA graph. Raises `ValueError` if they do not belong together, and `DeviceError` if the GPU or NVRTC fails.
     """
-    data, runtime, memory = _own(escapes, arena.device), _runtime(arena.device), _memory(arena)
+    data, runtime, memory = _padded_copy(escapes, arena.device), _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
-        known, digest = runtime.register(memory, _memory(data))
-    # With the digest, `_copied` finds the lists for a copy of the arena.
+        registration, digest = runtime.register(memory, _memory(data))
+    # With the digest, `_register_copy` finds the lists for a copy of the arena.
     placed = Placed(place, (arena,), (data,), _escapes(digest, data))
-    weakref.finalize(placed, runtime.forget, memory[0], known)
+    weakref.finalize(placed, runtime.forget, memory[0], registration)
     return placed
 
 
-def _copied(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
+def _register_copy(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
     """Registers a copy of an arena, if its escape lists are known and no capture is running; else returns `None`.
 
     Torch copies operands when it tests operators. Each call copies the head of the arena to the CPU and waits for it.
@@ -233,24 +231,24 @@ def _copied(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
         digest = runtime.digest(_memory(arena))
-    lists = _known.get((arena.device, digest))
-    if lists is None:
+    escapes = _escapes_by_digest.get((arena.device, digest))
+    if escapes is None:
         return None
     warnings.warn(
-        "unweight::linear: the copy of an arena is made known anew for each call; unweight.ops.place does it once",
+        "unweight::linear registers a copy of an arena in each call; register it once with unweight.ops.place",
         stacklevel=3,
     )
-    return place(arena, lists.data)
+    return place(arena, escapes.data)
 
 
-def _kept(arena: Tensor, kept: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
-    """Returns the object to keep with an arena that was moved; `kept` is the object of the original."""
-    if arena.device.type == "cuda" or arena.device.type == "cpu" and isinstance(kept, Placed):
-        return _held(arena, kept.data)
-    return kept
+def _holder_of_moved(arena: Tensor, holder: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
+    """Returns the object to keep with an arena that was moved; `holder` is the object of the original."""
+    if arena.device.type == "cuda" or arena.device.type == "cpu" and isinstance(holder, Placed):
+        return _holder(arena, holder.data)
+    return holder
 
 
-def _held(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
+def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
     """Returns the object to keep with an arena: `Placed` on a GPU, `Escapes` on the CPU."""
     if arena.device.type == "cuda":
         return place(arena, data)
@@ -292,15 +290,15 @@ def pack(weight: Tensor) -> Optional[Packed]:
     kernels (`why_not`), and `DeviceError` if the GPU or NVRTC fails.
     """
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
-        raise ValueError(f"pack takes a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
+        raise ValueError(f"pack expects a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
     if (reason := why_not(weight.device)) is not None:
-        raise ValueError(f"{reason}; give weight.cpu()")
+        raise ValueError(f"{reason}; pass weight.cpu()")
     # This may be a temporary copy (rows of a shard are strided); the name keeps it alive until Rust has read it.
-    held = weight.detach().resolve_neg().contiguous()
-    n, k = held.shape
-    if held.device.type == "cuda":
-        return _pack_cuda(held)
-    packed = _native.pack(held.data_ptr(), n, k)
+    contiguous = weight.detach().resolve_neg().contiguous()
+    n, k = contiguous.shape
+    if contiguous.device.type == "cuda":
+        return _pack_cuda(contiguous)
+    packed = _native.pack(contiguous.data_ptr(), n, k)
     if packed is None:
         return None
     arena = torch.empty(packed.arena_nbytes, dtype=torch.uint8)
@@ -318,16 +316,16 @@ def _pack_cuda(weight: Tensor) -> Optional[Packed]:
 def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
     """Packs on a GPU; returns an arena that is not registered yet, and its escape lists."""
     n, k = weight.shape
-    room = _native.Runtime.room(n, k)
-    if room is None:
+    sizes = _native.Runtime.sizes(n, k)
+    if sizes is None:
         return None
     runtime = _runtime(weight.device)
     with torch.cuda.device(weight.device):
-        arena = torch.empty(room[0], dtype=torch.uint8, device=weight.device)
-        lists = torch.empty(room[1] + _PAD, dtype=torch.uint8, device=weight.device)
+        arena = torch.empty(sizes[0], dtype=torch.uint8, device=weight.device)
+        lists = torch.empty(sizes[1] + _PAD, dtype=torch.uint8, device=weight.device)
         # Wait until the weights are written, and until earlier users of the new buffers are done.
         torch.cuda.current_stream().synchronize()
-        nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), room[1]))
+        nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), sizes[1]))
     return None if nbytes is None else (arena, lists[:nbytes])
 
 
@@ -362,15 +360,16 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
     `ValueError` if the shapes are not those of one mixture.
     """
     if gate_up.dim() != 3 or down.dim() != 3:
-        raise ValueError(f"experts are [experts, n, k], got {list(gate_up.shape)} and {list(down.shape)}")
+        raise ValueError(f"expected weights [experts, n, k], got {list(gate_up.shape)} and {list(down.shape)}")
     experts, rows, hidden = gate_up.shape
     if down.shape != (experts, hidden, rows // 2) or rows % 2:
-        raise ValueError(f"gates and ups are {list(gate_up.shape)}, downs {list(down.shape)}: not those of one mixture")
+        shapes = f"{list(gate_up.shape)} and {list(down.shape)}"
+        raise ValueError(f"gate_up and down are {shapes}, which are not the shapes of one mixture")
     if rows % 128 or hidden % 64:
         return None
     gate_up, down = gate_up.detach().resolve_neg(), down.detach().resolve_neg()
-    turns = gate_up.reshape(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
-    upper, lower = turns.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
+    interleaved = gate_up.reshape(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
+    upper, lower = interleaved.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
     if gate_up.device.type != "cuda":
         first, second = pack(upper), pack(lower)
         if first is None or second is None:
@@ -378,7 +377,7 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
         kept = (first.escapes, second.escapes)
         return PackedExperts(first.arena, second.arena, kept, experts, gate_up.nbytes + down.nbytes)
     if (reason := why_not(gate_up.device)) is not None:
-        raise ValueError(f"{reason}; give weights on the CPU")
+        raise ValueError(f"{reason}; pass weights on the CPU")
     first, second = _packed_cuda(upper), _packed_cuda(lower.contiguous())
     if first is None or second is None:
         return None
@@ -389,13 +388,13 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
 def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, lower: Tensor) -> Placed:
     """Registers both arenas of a mixture, as `place`; `upper` and `lower` are their escape lists."""
     runtime = _runtime(gate_up.device)
-    upper, lower = _own(upper, gate_up.device), _own(lower, gate_up.device)
+    upper, lower = _padded_copy(upper, gate_up.device), _padded_copy(lower, gate_up.device)
     with torch.cuda.device(gate_up.device):
         torch.cuda.current_stream().synchronize()
-        both = (_memory(gate_up), _memory(upper)), (_memory(down), _memory(lower))
-        known = runtime.register_experts(*both, experts)
+        operands = (_memory(gate_up), _memory(upper)), (_memory(down), _memory(lower))
+        registration = runtime.register_experts(*operands, experts)
     placed = Placed(functools.partial(_place_experts, experts), (gate_up, down), (upper, lower))
-    weakref.finalize(placed, runtime.forget_experts, gate_up.data_ptr(), known)
+    weakref.finalize(placed, runtime.forget_experts, gate_up.data_ptr(), registration)
     return placed
 
 
@@ -405,9 +404,9 @@ def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor,
     upper, lower = unpack(gate_up), unpack(down)
     (rows, hidden), intermediate = upper.shape, lower.shape[1]
     if experts < 1 or rows % (2 * _GATE_ROWS * experts) or lower.shape[0] != experts * hidden:
-        raise ValueError(f"arenas of {list(upper.shape)} and {list(lower.shape)} are not those of {experts} experts")
-    turns = upper.view(experts, rows // experts // 2 // _GATE_ROWS, 2, _GATE_ROWS, hidden).transpose(1, 2)
-    return turns.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
+        raise ValueError(f"arenas of {list(upper.shape)} and {list(lower.shape)} do not hold {experts} experts")
+    interleaved = upper.view(experts, rows // experts // 2 // _GATE_ROWS, 2, _GATE_ROWS, hidden).transpose(1, 2)
+    return interleaved.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
 
 
 def unpack(arena: Tensor) -> Tensor:
@@ -421,56 +420,41 @@ def unpack(arena: Tensor) -> Tensor:
     if arena.device.type == "cuda":
         runtime = _runtime(arena.device)
         # The name keeps the registration alive until the weights are unpacked.
-        copied = None if runtime.knows(arena.data_ptr()) else _copied(arena, runtime)
+        registered = None if runtime.is_registered(arena.data_ptr()) else _register_copy(arena, runtime)
         with torch.cuda.device(arena.device):
             weight = torch.empty(runtime.shape(arena.data_ptr()), dtype=torch.bfloat16, device=arena.device)
             torch.cuda.current_stream().synchronize()
             runtime.unpack(arena.data_ptr(), _memory(weight))
-        del copied
+        del registered
         return weight
     if arena.device.type != "cpu":
-        raise ValueError(f"an arena is on a CPU or on an NVIDIA GPU, got one on {arena.device}")
+        raise ValueError(f"an arena must be on the CPU or on an NVIDIA GPU, got one on {arena.device}")
     n, k, nbytes, digest = _native.arena_head(*_memory(arena))
     lists = (0, 0)
     if nbytes:
-        known = _known.get((arena.device, digest))
-        if known is None:
+        escapes = _escapes_by_digest.get((arena.device, digest))
+        if escapes is None:
             raise UnweightError(
-                f"the escapes of an arena [{n}, {k}] are gone; keep `escapes` of what pack() returned as long as its "
-                "arena"
+                f"the escapes of an arena [{n}, {k}] were freed; keep the `escapes` that pack() returned as long as "
+                "the arena"
             )
-        lists = _memory(known.data)
+        lists = _memory(escapes.data)
     if lists[1] != nbytes:
-        raise UnweightError(f"an arena [{n}, {k}] has {nbytes} bytes of escapes, those with its digest {lists[1]}")
+        raise UnweightError(f"an arena [{n}, {k}] needs {nbytes} bytes of escapes, but those found have {lists[1]}")
     weight = torch.empty(n, k, dtype=torch.bfloat16)
     _native.unpack(_memory(arena), lists, _memory(weight))
     return weight
 
 
-_NO_DERIVATIVES = "packed weights have no backward: they cannot be trained; load the model in BF16 for that"
-
-
-def _refuse_tangents(*operands: Tensor) -> None:
-    """Raises `NotImplementedError` for operands with a forward-mode tangent, or inside a derivative of torch.func."""
-    # torch.func wraps every operand, even those that the derivative is not with respect to.
-    if any(torch._C._functorch.is_gradtrackingtensor(one) for one in operands):
-        raise NotImplementedError(_NO_DERIVATIVES)
-    # torch.func counts its levels separately.
-    if forward_ad._current_level < 0 and not eager_transforms.JVP_NESTING:
-        return
-    if any(forward_ad.unpack_dual(one, level=0).tangent is not None for one in operands):
-        raise NotImplementedError(_NO_DERIVATIVES)
-
-
 def _check(x: Tensor, arena: Tensor, bias: Optional[Tensor]) -> None:
     if x.dtype != torch.bfloat16:
         raise ValueError(
-            f"unweight::linear takes x in bfloat16, got {x.dtype}; convert it, or run the model in bfloat16"
+            f"unweight::linear expects x in bfloat16, got {x.dtype}; convert it, or run the model in bfloat16"
         )
     if arena.dtype != torch.uint8:
-        raise ValueError(f"unweight::linear takes an arena in uint8, got {arena.dtype}; was the model converted?")
+        raise ValueError(f"unweight::linear expects an arena in uint8, got {arena.dtype}; was the model converted?")
     if bias is not None and bias.dtype != torch.bfloat16:
-        raise ValueError(f"unweight::linear takes a bias in bfloat16, got {bias.dtype}")
+        raise ValueError(f"unweight::linear expects a bias in bfloat16, got {bias.dtype}")
 
 
 def _cpu(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
@@ -487,7 +471,7 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     _check(x, arena, bias)
     device = x.device
     if arena.device != device:
-        raise ValueError(f"unweight::linear takes x and the arena on one device, got {device} and {arena.device}")
+        raise ValueError(f"unweight::linear expects x and the arena on one device, got {device} and {arena.device}")
     if torch.cuda.current_device() != device.index:
         # The runtime changes the current device; the context manager restores it.
         with torch.cuda.device(device):
@@ -498,13 +482,13 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
         # Kernels need 16-byte alignment.
         rows = rows.clone()
     m, add = rows.shape[0], bias is not None
-    copied: Optional[Placed] = None
+    registered: Optional[Placed] = None
     try:
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     except UnweightError:
         # The name keeps the registration alive until the launch is enqueued.
-        copied = None if runtime.knows(at) else _copied(arena, runtime)
-        if copied is None:
+        registered = None if runtime.is_registered(at) else _register_copy(arena, runtime)
+        if registered is None:
             raise
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
@@ -514,8 +498,8 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     scratch = (0, 0)
     if scratch_nbytes:
         # The name keeps it alive until the launch is enqueued; the allocator orders its reuse after the launch.
-        held = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
-        scratch = _memory(held)
+        buffer = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
+        scratch = _memory(buffer)
     memory = (rows.data_ptr(), m, y.data_ptr())
     runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, add)
     return y.view(*x.shape[:-1], n)
@@ -523,15 +507,15 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
 
 def _check_experts(x: Tensor, ids: Tensor, weights: Tensor, experts: int) -> None:
     if experts < 1:
-        raise ValueError(f"unweight::experts takes 1 expert or more, got {experts}")
+        raise ValueError(f"unweight::experts expects at least 1 expert, got {experts}")
     if ids.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        raise ValueError(f"unweight::experts takes ids of a type of integers, got {ids.dtype}")
+        raise ValueError(f"unweight::experts expects ids of an integer type, got {ids.dtype}")
     if x.dtype != torch.bfloat16 or x.dim() != 2:
-        raise ValueError(f"unweight::experts takes x [tokens, hidden] in bfloat16, got {x.dtype} {list(x.shape)}")
+        raise ValueError(f"unweight::experts expects x [tokens, hidden] in bfloat16, got {x.dtype} {list(x.shape)}")
     if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"unweight::experts takes ids and weights [tokens, top_k], got {list(ids.shape)} and {list(weights.shape)} "
-            f"for x {list(x.shape)}"
+            f"unweight::experts expects ids and weights [tokens, top_k], got {list(ids.shape)} and "
+            f"{list(weights.shape)} for x {list(x.shape)}"
         )
 
 
@@ -542,10 +526,10 @@ def _experts_cpu(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights:
     out = x.new_zeros((x.shape[0], ids.shape[1], x.shape[1]), dtype=torch.float32)
     for expert in ids.unique().tolist():
         if 0 <= expert < experts:
-            tokens, places = (ids == expert).nonzero(as_tuple=True)
+            tokens, slots = (ids == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x[tokens], upper[expert]).float().chunk(2, dim=-1)
             rows = F.linear((F.silu(gate) * up).to(x.dtype), lower[expert])
-            out[tokens, places] = rows.float() * weights[tokens, places, None].float()
+            out[tokens, slots] = rows.float() * weights[tokens, slots, None].float()
     # Summed in float32 over the experts of a token, then rounded once.
     return out.sum(dim=1).to(x.dtype)
 
@@ -554,7 +538,7 @@ def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights
     _check_experts(x, ids, weights, experts)
     device = x.device
     if not gate_up.device == down.device == ids.device == weights.device == device:
-        raise ValueError("unweight::experts takes all on one device")
+        raise ValueError("unweight::experts expects all operands on one device")
     if torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             return _experts_cuda(x, gate_up, down, ids, weights, experts)
@@ -591,56 +575,19 @@ def _check_devices(name: str, x: Tensor, *others: Optional[Tensor]) -> None:
     for other in others:
         if other is not None and other.device != x.device:
             raise ValueError(
-                f"unweight::{name} takes all on one device, got {x.device} and {other.device}; were weights left out "
-                "when the model was loaded?"
+                f"unweight::{name} expects all operands on one device, got {x.device} and {other.device}; were weights "
+                "left out when the model was loaded?"
             )
-
-
-def _no_backward(context: Any, *gradients: Any) -> Any:
-    raise NotImplementedError(_NO_DERIVATIVES)
-
-
-def _refuse_derivatives(name: str) -> None:
-    """Registers an autograd kernel that refuses derivatives. `torch.library.register_autograd` does not refuse
-    forward-mode derivatives, but returns zeros for them."""
-    info = autograd.Info(_no_backward, _remember)
-    kernel = autograd.make_autograd_impl(getattr(torch.ops.unweight, name).default, info)
-
-    def refusing(keyset: Any, *operands: Any, **more: Any) -> Any:
-        _refuse_tangents(*(one for one in (*operands, *more.values()) if isinstance(one, Tensor)))
-        return kernel(keyset, *operands, **more)
-
-    _library.impl(name, refusing, "Autograd", with_keyset=True)
-
-
-def _remember(ctx: Any, inputs: Any, output: Any) -> None:
-    """Saves nothing for the backward, because there is none."""
 
 
 _library.impl("experts", _experts_cpu, "CPU")
 _library.impl("experts", _experts_cuda, "CUDA")
 torch.library.register_fake("unweight::experts", _experts_fake, lib=_library)
-_refuse_derivatives("experts")
+_refuse_derivatives(_library, "experts")
 _library.impl("linear", _cpu, "CPU")
 _library.impl("linear", _cuda, "CUDA")
 torch.library.register_fake("unweight::linear", _fake, lib=_library)
-_refuse_derivatives("linear")
-
-
-def _is_watched() -> bool:
-    """Returns whether something observes operators: a trace, a dispatch mode, a profiler or a derivative."""
-    return bool(
-        # First, because torch.compile evaluates it as a constant and skips the rest.
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or forward_ad._current_level >= 0
-        or eager_transforms.JVP_NESTING
-    )
+_refuse_derivatives(_library, "linear")
 
 
 def _linear(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor]) -> Tensor:
@@ -690,7 +637,7 @@ class Linear(nn.Module):
         already, and the errors of the function `pack`.
         """
         if self.is_packed:
-            raise ValueError("the weight of this layer is packed already; make another Linear to pack another weight")
+            raise ValueError("the weight of this layer is already packed; create another Linear to pack another weight")
         packed = pack(self.weight if weight is None else weight)
         if packed is None:
             return False
@@ -700,9 +647,9 @@ class Linear(nn.Module):
         self._escapes, self._n = packed.escapes, packed.n
         return True
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         _refuse_state(self.is_packed or f"{prefix}weight_packed" in state_dict)
-        super()._load_from_state_dict(state_dict, prefix, *more)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         _refuse_state(self.is_packed)
@@ -717,7 +664,7 @@ class Linear(nn.Module):
         super()._apply(fn, recurse)
         if self._escapes is not None and self.weight_packed is not before:
             # Moved, such as by `to`.
-            self._escapes = _kept(self.weight_packed, self._escapes)
+            self._escapes = _holder_of_moved(self.weight_packed, self._escapes)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -726,15 +673,16 @@ class Linear(nn.Module):
         return _linear(x, self.weight_packed, self._n, self.bias)
 
     def extra_repr(self) -> str:
-        form = "packed" if self.is_packed else "not packed"
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, {form}"
+        state = "packed" if self.is_packed else "not packed"
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {state}"
 
 
 def _refuse_state(is_packed: bool) -> None:
     if is_packed:
         raise NotImplementedError(
-            "packed weights have no state_dict: they are found with lists that it does not have; copy the bundle "
-            "instead, or keep the module by torch.save or copy.deepcopy"
+            "packed weights have no state_dict, because it would lack their escape lists; copy the bundle instead, or "
+            "the module with torch.save or copy.deepcopy"
         )
 
 
@@ -751,14 +699,14 @@ class Experts(nn.Module):
         super().__init__()
         self.register_buffer("arenas", arenas)
         self.n, self.k = n, k
-        self._escapes = [_held(arena, data) for arena, data in zip(arenas, escapes)]
+        self._escapes = [_holder(arena, data) for arena, data in zip(arenas, escapes)]
 
     @classmethod
     def of(cls, weights: Tensor) -> Optional[Experts]:
         """Packs BF16 `[experts, n, k]` on its device; returns `None` if one of the matrices cannot be packed. Raises
         `ValueError` if `weights` has another rank, and the errors of `pack`."""
         if weights.dim() != 3:
-            raise ValueError(f"Experts are of weights [experts, n, k], got {list(weights.shape)}")
+            raise ValueError(f"Experts.of expects weights [experts, n, k], got {list(weights.shape)}")
         arenas: Optional[Tensor] = None
         escapes = []
         for index, weight in enumerate(weights):
@@ -793,7 +741,7 @@ class Experts(nn.Module):
         super()._apply(fn, recurse)
         if self.arenas is not before:
             # Moved, such as by `to`.
-            self._escapes = [_kept(arena, kept) for arena, kept in zip(self.arenas, self._escapes)]
+            self._escapes = [_holder_of_moved(arena, holder) for arena, holder in zip(self.arenas, self._escapes)]
         return self
 
     def extra_repr(self) -> str:

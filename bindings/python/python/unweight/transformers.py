@@ -41,7 +41,7 @@ __all__ = ["UnweightConfig"]
 _logger = logging.get_logger(__name__)
 _MANIFEST = "unweight.json"
 # The supported version of transformers: this module replaces private functions of its loader.
-_KNOWN = (5, 17)
+_SUPPORTED = (5, 17)
 
 
 @register_quantization_config("unweight")
@@ -104,10 +104,10 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
         if expert >= module.num_experts:
             # The expert is on another process.
             continue
-        places = (chosen == expert).nonzero().squeeze(1)
-        x = _product(module.gate_up_proj if module.has_gate else module.up_proj, hidden_states[places // top_k], expert)
+        slots = (chosen == expert).nonzero().squeeze(1)
+        x = _product(module.gate_up_proj if module.has_gate else module.up_proj, hidden_states[slots // top_k], expert)
         x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-        out[places] = _product(module.down_proj, x, expert)
+        out[slots] = _product(module.down_proj, x, expert)
     weighted = out * top_k_weights.reshape(-1, 1)
     return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
@@ -130,7 +130,7 @@ class _Pack(ConversionOps):
         weight = weight[0] if isinstance(weight, list) else weight
         module, name = get_module_from_name(model, full_layer_name)
         if (reason := why_not(weight.device)) is not None:
-            _logger.warning_once("unweight: %s; weights stay in BF16 there: exact, but not smaller", reason)
+            _logger.warning_once("unweight: %s; weights stay in BF16 there, which is exact but not smaller", reason)
             return {full_layer_name: weight}
         if weight.dtype != torch.bfloat16 or not _packed(module, name, weight):
             return {full_layer_name: weight}
@@ -153,15 +153,18 @@ class UnweightHfQuantizer(HfQuantizer):
         layers do not have. Called with the caller's map, and with the one computed for "auto".
         """
         # As in accelerate: "disk" means offloading, and so does "cpu" if the map has another device.
-        places = device_map if isinstance(device_map, dict) else {}
-        away = {"disk"} if all(place in ("cpu", "disk") for place in places.values()) else {"cpu", "disk"}
-        kept = [f"{name or 'the model'} on '{place}'" for name, place in places.items() if place in away]
-        if kept:
-            shown = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
+        devices = device_map if isinstance(device_map, dict) else {}
+        on_cpu = all(device in ("cpu", "disk") for device in devices.values())
+        offload_devices = {"disk"} if on_cpu else {"cpu", "disk"}
+        offloaded = [
+            f"{name or 'the model'} on '{device}'" for name, device in devices.items() if device in offload_devices
+        ]
+        if offloaded:
+            names = ", ".join(offloaded[:3]) + (f" and {len(offloaded) - 3} more" if len(offloaded) > 3 else "")
             raise ValueError(
-                f"device_map offloads {shown}: packed weights cannot be offloaded; give them room where they run (more "
-                "or larger GPUs, max_memory, or device_map='cpu' for all), or load the model in BF16 (without "
-                "UnweightConfig; of a bundle the original files: `unweight decompress BUNDLE -o MODEL`)"
+                f"device_map offloads {names}: packed weights cannot be offloaded; keep them on the device that runs "
+                "them (more or larger GPUs, max_memory, or device_map='cpu' for all), or load the model in BF16 "
+                "(without UnweightConfig; for a bundle, the original files: `unweight decompress BUNDLE -o MODEL`)"
             )
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
@@ -170,8 +173,8 @@ class UnweightHfQuantizer(HfQuantizer):
         if not self.param_needs_quantization(model, param_name) or not _has_kernels():
             return stock
         *_, n, k = param.shape
-        room = _native.Runtime.room(n, k)
-        return stock if room is None else room[0] / (n * k)
+        sizes = _native.Runtime.buffer_nbytes(n, k)
+        return stock if sizes is None else sizes[0] / (n * k)
 
     def update_tp_plan(self, config: Any) -> Any:
         """Removes `transformers_weights` from a bundle's config. It names a file that is not a checkpoint, so that
@@ -180,7 +183,7 @@ class UnweightHfQuantizer(HfQuantizer):
         if getattr(config, "transformers_weights", None) == _MANIFEST:
             _check_version()
             config.transformers_weights = None
-        _loading.is_packed, _loading.named = True, self.quantization_config.manifest
+        _loading_state.is_packed, _loading_state.named_digest = True, self.quantization_config.manifest
         return config
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -210,10 +213,10 @@ class UnweightHfQuantizer(HfQuantizer):
         return _has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        if not _loading.bundles <= _loading.opened:
+        if not _loading_state.bundles <= _loading_state.opened:
             raise ValueError(
-                f"transformers {transformers.__version__} has read a bundle without unweight: it knows no names of its "
-                "tensors, and the model's weights are random; unweight is written for transformers 5.17"
+                f"transformers {transformers.__version__} has read a bundle without unweight: it did not find its "
+                "tensors, and the model's weights are random; install transformers 5.17, which unweight supports"
             )
         # The operator has no backward. Without gradients, a trace contains the operator itself.
         model.requires_grad_(False)
@@ -229,9 +232,9 @@ class UnweightHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Returns false, with a warning that says what to do: packed weights cannot be saved."""
         _logger.warning(
-            "save_pretrained does not write packed weights. The bundle that the model came from is the model: copy "
-            "that folder. A model that was packed when it was loaded: `unweight compress MODEL -o BUNDLE`. The "
-            "original files of a bundle: `unweight decompress BUNDLE -o MODEL`."
+            "save_pretrained does not write packed weights. If the model was loaded from a bundle, copy that folder. "
+            "If it was packed while it was loaded, run `unweight compress MODEL -o BUNDLE`. To get the original files "
+            "of a bundle, run `unweight decompress BUNDLE -o MODEL`."
         )
         return False
 
@@ -277,7 +280,7 @@ class _Loading(threading.local):
     def __init__(self) -> None:
         self.is_packed = False
         """Whether the model is to be packed."""
-        self.named: Optional[str] = None
+        self.named_digest: Optional[str] = None
         """The digest of the weights that the model's configuration names."""
         self.bundles: set[pathlib.Path] = set()
         """The bundles that the model is loaded from."""
@@ -285,18 +288,18 @@ class _Loading(threading.local):
         """The bundles of which transformers has opened shards."""
 
 
-_loading = _Loading()
+_loading_state = _Loading()
 # The bundles that are being loaded. All shards of a model are open at once, and share one `Bundle`.
 _open_bundles: weakref.WeakValueDictionary[tuple[pathlib.Path, int, int], Bundle] = weakref.WeakValueDictionary()
 
 
 def _bundle(folder: pathlib.Path) -> Bundle:
     # The key has more than the path, because a traceback may keep alive a bundle that has since been replaced.
-    told = (folder / _MANIFEST).stat()
-    which = (folder.resolve(), told.st_ino, told.st_mtime_ns)
-    bundle = _open_bundles.get(which)
+    stat = (folder / _MANIFEST).stat()
+    key = (folder.resolve(), stat.st_ino, stat.st_mtime_ns)
+    bundle = _open_bundles.get(key)
     if bundle is None:
-        bundle = _open_bundles[which] = Bundle(folder)
+        bundle = _open_bundles[key] = Bundle(folder)
     return bundle
 
 
@@ -337,10 +340,11 @@ class _Shard:
 def _check_version() -> None:
     """Raises `ValueError` unless transformers has the version whose loader this module supports."""
     version = transformers.__version__
-    if tuple(version.split(".")[:2]) != tuple(map(str, _KNOWN)):
+    supported = ".".join(map(str, _SUPPORTED))
+    if version.split(".")[:2] != supported.split("."):
         raise ValueError(
-            f"bundles are loaded by transformers {_KNOWN[0]}.{_KNOWN[1]}, this is {version}; install transformers=="
-            f"{_KNOWN[0]}.{_KNOWN[1]}.*, or load the original files (`unweight decompress BUNDLE -o MODEL`)"
+            f"bundles can be loaded by transformers {supported}, this is {version}; install "
+            f"transformers=={supported}.*, or load the original files (`unweight decompress BUNDLE -o MODEL`)"
         )
 
 
@@ -355,38 +359,38 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
         _check_version()
         kwargs["transformers_explicit_filename"] = None
     # Reset first, so that an error does not carry this model's state to the next.
-    is_packed, _loading.is_packed = _loading.is_packed, False
-    named, _loading.named = _loading.named, None
-    files, more = _resolved(*args, **kwargs)
+    is_packed, _loading_state.is_packed = _loading_state.is_packed, False
+    named_digest, _loading_state.named_digest = _loading_state.named_digest, None
+    files, metadata = _resolved(*args, **kwargs)
     folders = {pathlib.Path(file).parent for file in files or ()}
-    _loading.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
-    _loading.opened = set()
-    for folder in _loading.bundles:
+    _loading_state.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
+    _loading_state.opened = set()
+    for folder in _loading_state.bundles:
         _check_version()
-        _bundle(folder).refuse_other(named)
+        _bundle(folder).refuse_other(named_digest)
         if not is_packed:
             _logger.warning(
                 f"unweight: {folder} is a bundle, but the model's configuration does not say so: its weights are not "
-                "packed, exact and not smaller; quantization_config=UnweightConfig() packs them"
+                "packed, so exact but not smaller; pass quantization_config=UnweightConfig() to pack them"
             )
-    return files, more
+    return files, metadata
 
 
 modeling_utils._get_resolved_checkpoint_files = _resolve
 
 
-def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **more: Any) -> Any:
+def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
     """Replaces `safetensors.safe_open`: opens shards of bundles as the files that they were made from."""
     path = pathlib.Path(filename)
     if path.with_name(_MANIFEST).is_file():
-        _loading.opened.add(path.parent)
+        _loading_state.opened.add(path.parent)
         return _Shard(path, device)
-    stock = _safe_open(filename, framework=framework, device=device, **more)
+    stock = _safe_open(filename, framework=framework, device=device, **kwargs)
     if any(".unweight." in name for name in stock.keys()):
         raise ValueError(
-            f"{path} is a shard of a bundle, but there is no {_MANIFEST} beside it; fetch the whole bundle "
-            "(`hf download ORG/NAME`) and load the folder. A folder inside a bundle is none of its own: load it from "
-            "the original files (`unweight decompress BUNDLE -o MODEL`)"
+            f"{path} is a shard of a bundle, but there is no {_MANIFEST} next to it; fetch the whole bundle "
+            "(`hf download ORG/NAME`) and load its folder. A folder inside a bundle is not a bundle: load it from the "
+            "original files (`unweight decompress BUNDLE -o MODEL`)"
         )
     return stock
 

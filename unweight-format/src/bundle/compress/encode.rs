@@ -68,7 +68,7 @@ struct Queues<'a, 's> {
 
 impl Job<'_> {
     /// Compresses a safetensors file or its rest. The shard is written, but may not be synced to disk before
-    /// [`Job::settle`].
+    /// [`Job::commit_shard`].
     pub(super) fn weights(
         &self,
         file: &SourceFile,
@@ -205,8 +205,8 @@ impl Job<'_> {
             let encoded = self.encode_batch(source, decisions, &batch, kept.sha.as_mut())?;
             // The reader may have ended, because nothing is left to read.
             _ = queues.free.send(batch.buffer);
-            let held: u64 = encoded.iter().map(|e| e.held_bytes).sum();
-            queues.gate.leave(batch.bytes.saturating_mul(2).saturating_sub(held));
+            let held_bytes: u64 = encoded.iter().map(|e| e.held_bytes).sum();
+            queues.gate.leave(batch.bytes.saturating_mul(2).saturating_sub(held_bytes));
             for encoded in encoded {
                 kept.entries.push(encoded.entry.clone());
                 if queues.encoded.send(encoded).is_err() {
@@ -341,13 +341,13 @@ fn write_all(
         if result.is_ok() {
             result = writer.put(&encoded, &mut deferred, input).and_then(|()| {
                 failpoint("part-written");
-                writer.note(&encoded.entry)
+                writer.journal_entry(&encoded.entry)
             });
             failed.store(result.is_err(), Ordering::Relaxed);
         }
-        let held = encoded.held_bytes;
+        let held_bytes = encoded.held_bytes;
         drop(encoded);
-        gate.leave(held);
+        gate.leave(held_bytes);
     }
     result.map(|()| deferred)
 }

@@ -80,21 +80,21 @@ pub fn compress_with(
     Stage::check(&inputs, output, replaceable.as_ref())?;
     let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
-    let own = options.part.map(|part| part.files(&model));
-    let chosen = |file: &&SourceFile| own.as_ref().is_none_or(|own| own.contains(&file.name));
-    let files: Vec<&SourceFile> = model.files.iter().filter(chosen).collect();
+    let part_files = options.part.map(|part| part.files(&model));
+    let is_chosen = |file: &&SourceFile| part_files.as_ref().is_none_or(|part_files| part_files.contains(&file.name));
+    let files: Vec<&SourceFile> = model.files.iter().filter(is_chosen).collect();
     let has_copies = options.part.is_none_or(Part::has_copies);
     if options.part.is_some()
-        && let Some(taken) = model.files.iter().find(|file| file.name == part_file::FILE_NAME)
+        && let Some(conflict) = model.files.iter().find(|file| file.name == part_file::FILE_NAME)
     {
-        return Err(BundleError::ReservedFile { path: taken.path.clone() });
+        return Err(BundleError::ReservedFile { path: conflict.path.clone() });
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model, &files));
-    let Made { files: made, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
+    let Outcome { files: entries, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
     stage.finish()?;
-    let tensors = tensor_reports(&made);
+    let tensors = tensor_reports(&entries);
     let original_bytes = files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
         part: options.part.map(|part| part.to_string()),
@@ -160,7 +160,7 @@ struct Job<'a> {
 }
 
 /// The result of [`Job::run`].
-struct Made {
+struct Outcome {
     files: Vec<FileEntry>,
     /// Digest of the manifest or of the part file.
     digest: Digest,
@@ -172,7 +172,7 @@ struct Made {
 
 impl Job<'_> {
     /// Compresses these files of the model into the stage.
-    fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Made, BundleError> {
+    fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Outcome, BundleError> {
         let total: u64 = chosen.iter().map(|f| f.bytes).sum();
         let earlier = if self.options.resume { self.earlier(chosen)? } else { Earlier::default() };
         let resumed_files: BTreeSet<String> = earlier.finished.keys().cloned().collect();
@@ -214,7 +214,7 @@ impl Job<'_> {
             }
         };
         let resumed_files = resumed_files.into_iter().collect();
-        Ok(Made { files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
+        Ok(Outcome { files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
     }
 
     /// Reserves disk space for the bytes still to be written.
@@ -223,12 +223,12 @@ impl Job<'_> {
         let finished: u64 = chosen.iter().filter(|f| earlier.finished.contains_key(&f.name)).map(|f| f.bytes).sum();
         let taken_over = finished + earlier.begun.values().map(|kept| kept.source_bytes).sum::<u64>();
         // Except for headers, a bundle is not larger than its source; predict its size only if that may not fit.
-        let worst = total - taken_over;
-        if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
+        let max_bytes = total - taken_over;
+        if self.stage.free_bytes().is_some_and(|free| free < max_bytes + max_bytes / 16 + (64 << 20)) {
             let (_, predicted) = predict_one(chosen, self.planner, self.options)?;
             return self.stage.reserve(predicted.saturating_sub(taken_over));
         }
-        self.stage.reserve(worst)
+        self.stage.reserve(max_bytes)
     }
 
     /// Compresses, copies or takes over every file, in order.
@@ -236,7 +236,7 @@ impl Job<'_> {
         thread::scope(|scope| {
             let mut files = Vec::with_capacity(chosen.len());
             // A shard is synced while the next one is encoded, so waiting for the disk costs no encoding time.
-            let mut settling: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
+            let mut committing: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
             for file in chosen {
                 self.check_cancelled()?;
                 self.progress.file(&file.name);
@@ -251,8 +251,8 @@ impl Job<'_> {
                                 let kept = earlier.begun.remove(&file.name);
                                 let shard = self.weights(file, header, header_bytes, kept)?;
                                 let entry = shard.record.file.clone();
-                                settling.take().map_or(Ok(()), join)?;
-                                settling = Some(spawn(scope, move || self.settle(shard))?);
+                                committing.take().map_or(Ok(()), join)?;
+                                committing = Some(spawn(scope, move || self.commit_shard(shard))?);
                                 entry
                             }
                         })
@@ -265,7 +265,7 @@ impl Job<'_> {
                     }
                 });
             }
-            settling.map_or(Ok(()), join)?;
+            committing.map_or(Ok(()), join)?;
             Ok(files)
         })
     }

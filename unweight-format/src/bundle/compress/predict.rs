@@ -62,9 +62,9 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
         options.first().map_or_else(Default::default, |first| (first.selection.clone(), first.threads));
     let model = Source::open(source, &selection)?;
     planners.iter().try_for_each(|planner| planner.check_rules(tensor_names(&model)))?;
-    let ways: Vec<_> = planners.iter().zip(options.iter().map(|options| options.code_limit)).collect();
+    let settings: Vec<_> = planners.iter().zip(options.iter().map(|options| options.code_limit)).collect();
     let files: Vec<&SourceFile> = model.files.iter().collect();
-    let predicted = on_threads(threads, || predict(&files, &ways))?;
+    let predicted = on_threads(threads, || predict(&files, &settings))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     let rows = options.iter().zip(predicted).map(|(options, (tensors, stored_bytes))| CompareRow {
         profile: options.profile,
@@ -100,8 +100,8 @@ pub(super) fn predict_one(
 }
 
 /// Predicts sizes for each way to encode the files.
-fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
-    let mut predicted = vec![Predicted::default(); ways.len()];
+fn predict(files: &[&SourceFile], settings: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
+    let mut predicted = vec![Predicted::default(); settings.len()];
     let mut index_bytes = 0;
     for file in files {
         let Kind::Weights { header, .. } = &file.kind else {
@@ -117,7 +117,7 @@ fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<
             continue;
         };
         let input = Input::open_same(&file.path, &file.stamp)?;
-        let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, ways));
+        let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, settings));
         for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
             for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
                 *stored_bytes += report.stored_bytes;
@@ -155,19 +155,19 @@ fn predict_tensor(
     file: &str,
     info: &TensorInfo,
     input: &Input,
-    ways: &[(&Planner, CodeLimit)],
+    settings: &[(&Planner, CodeLimit)],
 ) -> Result<Vec<TensorReport>, BundleError> {
     // Pieces are read when first needed; there is one sample per limit.
     let mut read: Option<Vec<Vec<u8>>> = None;
     let mut samples: Vec<(CodeLimit, Sample)> = Vec::new();
-    let mut reports = Vec::with_capacity(ways.len());
-    for &(planner, limit) in ways {
+    let mut reports = Vec::with_capacity(settings.len());
+    for &(planner, limit) in settings {
         let decision = planner.decide(&info.name, info.dtype, &info.shape);
         let Some(float) = Float::of(info.dtype).filter(|_| decision.choice.grid().is_some()) else {
             reports.push(report(file, info, &decision, &decision.choice, info.bytes));
             continue;
         };
-        if !samples.iter().any(|(of, _)| *of == limit) {
+        if !samples.iter().any(|(sample_limit, _)| *sample_limit == limit) {
             if read.is_none() {
                 let pieces = pieces(info.bytes).into_iter().map(|(at, bytes)| input.read(info.offset + at, bytes));
                 read = Some(pieces.collect::<Result<_, _>>()?);
@@ -175,7 +175,7 @@ fn predict_tensor(
             let pieces: Vec<&[u8]> = read.iter().flatten().map(Vec::as_slice).collect();
             samples.push((limit, Sample::of_float(float, &pieces, limit)));
         }
-        let sample = samples.iter().find(|(of, _)| *of == limit).map(|(_, sample)| sample);
+        let sample = samples.iter().find(|(sample_limit, _)| *sample_limit == limit).map(|(_, sample)| sample);
         let predicted = sample.map(|sample| plan::predict(decision.choice.clone(), sample));
         reports.push(match predicted {
             Some((choice, Some(bytes))) if is_worth_it(choice.encoding(), bytes, info.bytes) => {

@@ -37,11 +37,11 @@ impl Job<'_> {
     /// Finds what can be taken over. Reading it takes time, which is reported as progress.
     pub(super) fn earlier(&self, chosen: &[&SourceFile]) -> Result<Earlier, BundleError> {
         let mut earlier = Earlier::default();
-        let left = |file: &&SourceFile| {
-            let left = [self.stage.record(&file.name), self.stage.journal(&file.name)];
-            matches!(file.kind, Kind::Weights { .. }) && left.iter().any(|path| path.symlink_metadata().is_ok())
+        let has_traces = |file: &&SourceFile| {
+            let traces = [self.stage.record(&file.name), self.stage.journal(&file.name)];
+            matches!(file.kind, Kind::Weights { .. }) && traces.iter().any(|path| path.symlink_metadata().is_ok())
         };
-        let read: u64 = chosen.iter().copied().filter(left).map(|file| file.bytes).sum();
+        let read: u64 = chosen.iter().copied().filter(has_traces).map(|file| file.bytes).sum();
         if read > 0 {
             self.progress.start(read);
         }
@@ -53,8 +53,8 @@ impl Job<'_> {
                 earlier.begun.insert(file.name.clone(), kept);
             }
         }
-        let none = earlier.finished.is_empty() && earlier.begun.is_empty();
-        if none && chosen.iter().any(|file| self.has_other_options(file)) {
+        let nothing_kept = earlier.finished.is_empty() && earlier.begun.is_empty();
+        if nothing_kept && chosen.iter().any(|file| self.has_other_options(file)) {
             self.progress.starts_over("the interrupted run had other options or another version of the program");
         }
         Ok(earlier)
@@ -231,19 +231,19 @@ impl Job<'_> {
         let Some(grid) = entry.grid() else {
             let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
             if part.bytes.is_multiple_of(ALIGN) {
-                writer.pass(part);
+                writer.skip_written(part);
             } else {
                 deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
             }
             return Ok(());
         };
-        let mut again = None;
+        let mut encoded = None;
         for section in &entry.sections {
             let shape = section.name.shape(grid, section.bytes as usize);
             let name = section_name(&info.name, section.name);
             let part = Part::new(name, section.name.dtype(), shape, section.bytes);
             if part.bytes.is_multiple_of(ALIGN) {
-                writer.pass(part);
+                writer.skip_written(part);
                 continue;
             }
             if section.name == Section::SIGN_MANTISSA {
@@ -251,21 +251,21 @@ impl Job<'_> {
                 deferred.push(Deferred { part, contents });
                 continue;
             }
-            if again.is_none() {
+            if encoded.is_none() {
                 let bytes = input.read(offset, info.bytes)?;
-                let made = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
-                again = Some(made.map_err(|source| BundleError::Encoder {
+                let result = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
+                encoded = Some(result.map_err(|source| BundleError::Encoder {
                     file: file.name.clone(),
                     tensor: info.name.clone(),
                     source,
                 })?);
             }
-            let made = match &again {
+            let section_bytes = match &encoded {
                 Some((_, _, Stored::Coded(tensor))) => tensor.sections().find(|(name, _)| *name == section.name),
                 _ => None,
             };
-            match made.filter(|(_, bytes)| Digest::of(bytes) == section.digest) {
-                Some((_, bytes)) => deferred.push(Deferred { part, contents: Pending::Held(bytes.to_vec()) }),
+            match section_bytes.filter(|(_, bytes)| Digest::of(bytes) == section.digest) {
+                Some((_, bytes)) => deferred.push(Deferred { part, contents: Pending::InMemory(bytes.to_vec()) }),
                 None => return Err(input.changed()),
             }
         }

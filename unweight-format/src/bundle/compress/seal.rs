@@ -51,15 +51,15 @@ pub(crate) fn seal<'a>(
     // Parse the manifest like a reader, so that none is published that a reader would refuse.
     let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
     finish.stage.put(manifest::FILE_NAME, &bytes)?;
-    let mut own_bytes = bytes.len() as u64;
+    let mut metadata_bytes = bytes.len() as u64;
     if let Some(signer) = finish.sign {
         let signature = signer.sign(&bytes)?;
         finish.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
-        own_bytes += signature.len() as u64;
+        metadata_bytes += signature.len() as u64;
     }
     let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
     let verified_tensors = finish.verify(&manifest.files)?;
-    Ok(Sealed { manifest, stored_bytes: stored + own_bytes, verified_tensors })
+    Ok(Sealed { manifest, stored_bytes: stored + metadata_bytes, verified_tensors })
 }
 
 impl Finish<'_> {
@@ -137,8 +137,8 @@ fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
     chosen.extend(file.tensors.len().checked_sub(1));
     for encoding in ENCODINGS {
-        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.encoding == encoding.id());
-        chosen.extend(of_this.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
+        let encoded = file.tensors.iter().enumerate().filter(|(_, t)| t.encoding == encoding.id());
+        chosen.extend(encoded.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
     }
     chosen
 }

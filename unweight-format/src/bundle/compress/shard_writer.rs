@@ -56,8 +56,8 @@ impl Job<'_> {
             header.tensors.iter().map(|t| self.planner.decide(&t.name, t.dtype, &t.shape)).collect();
         let mut metadata: BTreeMap<String, String> = header.metadata.iter().cloned().collect();
         for (key, value) in [("format", manifest::FORMAT.to_string()), ("unweight_version", VERSION.to_string())] {
-            if let Some(theirs) = metadata.insert(key.into(), value) {
-                metadata.insert(format!("unweight.source.{key}"), theirs);
+            if let Some(source_value) = metadata.insert(key.into(), value) {
+                metadata.insert(format!("unweight.source.{key}"), source_value);
             }
         }
         let reserved = header_bound(&metadata, header, &decisions, file.bytes, header_bytes.len() as u64);
@@ -68,7 +68,7 @@ impl Job<'_> {
     }
 
     /// Syncs a shard to disk, gives it its name, and records that for a later run.
-    pub(super) fn settle(&self, shard: Written) -> Result<(), BundleError> {
+    pub(super) fn commit_shard(&self, shard: Written) -> Result<(), BundleError> {
         shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
         self.stage.accept(&shard.work, &shard.record.file.name)?;
         self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
@@ -104,7 +104,7 @@ pub(super) enum Pending {
     /// memory, because it is half of the tensor.
     SignMantissa { offset: u64, bytes: u64, digest: Digest },
     /// Sections of other kinds, which are small enough to hold.
-    Held(Vec<u8>),
+    InMemory(Vec<u8>),
 }
 
 /// The shard being written.
@@ -121,13 +121,13 @@ pub(super) struct ShardWriter<'a> {
 
 impl ShardWriter<'_> {
     /// Skips a part that is already written.
-    pub(super) fn pass(&mut self, part: Part) {
+    pub(super) fn skip_written(&mut self, part: Part) {
         self.at += part.bytes;
         self.parts.push(part);
     }
 
     /// Adds a written tensor to the journal.
-    pub(super) fn note(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
+    pub(super) fn journal_entry(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
         files::append(&mut self.journal, &journal_line(entry)).map_err(self.stage.write_error(&self.path))?;
         failpoint("journalled");
         Ok(())
@@ -136,7 +136,7 @@ impl ShardWriter<'_> {
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
         files::write_at(&self.file, bytes, self.at).map_err(self.stage.write_error(&self.path))?;
         self.at += bytes.len() as u64;
-        self.stage.wrote(bytes.len() as u64);
+        self.stage.count_written(bytes.len() as u64);
         Ok(())
     }
 
@@ -172,7 +172,7 @@ impl ShardWriter<'_> {
             } else {
                 let contents = match section {
                     Section::SIGN_MANTISSA => Pending::SignMantissa { offset, bytes: info.bytes, digest },
-                    _ => Pending::Held(bytes.to_vec()),
+                    _ => Pending::InMemory(bytes.to_vec()),
                 };
                 deferred.push(Deferred { part, contents });
             }
@@ -185,7 +185,7 @@ impl ShardWriter<'_> {
         deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
         for item in deferred {
             match item.contents {
-                Pending::Held(bytes) => self.write(&bytes)?,
+                Pending::InMemory(bytes) => self.write(&bytes)?,
                 Pending::Raw { offset, digest } => {
                     self.write_again(input, offset, item.part.bytes, digest, |piece| Cow::Borrowed(piece))?;
                 }
@@ -245,7 +245,7 @@ fn header_bound(
 ) -> u64 {
     // A coded tensor is not larger than its source, and the copy of the header is as large as the original, so no
     // offset exceeds this.
-    let most = file_bytes;
+    let offset_max = file_bytes;
     let mut parts = Vec::new();
     for (info, decision) in header.tensors.iter().zip(decisions) {
         let raw = || (info.name.clone(), info.dtype, info.shape.clone());
@@ -264,7 +264,8 @@ fn header_bound(
         let chain =
             std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
         let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
-        parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
+        parts
+            .extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, offset_max)).unwrap_or_default());
         // Raw is the last fallback of every encoding, and a shape of many dimensions may be longer than the names of
         // all sections.
         if info.shape.len() > 8 {
@@ -272,11 +273,12 @@ fn header_bound(
         }
     }
     parts.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
-    header_bytes_of(metadata, &parts, most)
+    header_bytes_of(metadata, &parts, offset_max)
 }
 
-/// Bytes of a header with these parts, all at offset `most`.
-fn header_bytes_of(metadata: &BTreeMap<String, String>, parts: &[(String, Dtype, Vec<usize>)], most: u64) -> u64 {
-    let entries = parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [most, most]));
+/// Bytes of a header with these parts, all at offset `offset_max`.
+fn header_bytes_of(metadata: &BTreeMap<String, String>, parts: &[(String, Dtype, Vec<usize>)], offset_max: u64) -> u64 {
+    let entries =
+        parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [offset_max, offset_max]));
     header_to_bytes(metadata, entries, 0).len() as u64
 }

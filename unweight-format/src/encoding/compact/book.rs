@@ -122,8 +122,8 @@ impl ClassWindow {
     pub(super) fn expected_quads(self, histogram: &Histogram) -> Vec<u64> {
         let counts = self.class_counts(histogram);
         let inside = counts.iter().sum::<u64>().max(1) as f64;
-        let share = |quad: usize, place: usize| counts[quad >> (3 * place) & 7] as f64 / inside;
-        let count = |quad: usize| (0..4).map(|place| share(quad, place)).product::<f64>() * (EXPECTED / 4) as f64;
+        let share = |quad: usize, element: usize| counts[quad >> (3 * element) & 7] as f64 / inside;
+        let count = |quad: usize| (0..4).map(|element| share(quad, element)).product::<f64>() * (EXPECTED / 4) as f64;
         (0..QUADS).map(|quad| count(quad) as u64).collect()
     }
 }
@@ -179,13 +179,13 @@ impl ClassBook {
         let len = words.iter().position(|&word| word == 0).unwrap_or(words.len());
         let (entries, padding) = words.split_at(len);
         if padding.len() >= SECTION_ALIGN / 2 || padding.iter().any(|&word| word != 0) {
-            return fail("what follows the last entry must be less than 16 bytes, all 0");
+            return fail("the padding after the last entry must be less than 16 bytes, all 0");
         }
         if !entries.is_sorted_by(|a, b| a < b) {
             return fail("entries must ascend");
         }
-        let mut seen = [false; QUADS];
-        if entries.iter().any(|&entry| std::mem::replace(&mut seen[quad_of(entry)], true)) {
+        let mut is_used = [false; QUADS];
+        if entries.iter().any(|&entry| std::mem::replace(&mut is_used[quad_of(entry)], true)) {
             return fail("a quad appears twice");
         }
         if entries.iter().any(|&entry| !(1..=CLASS_CODE_MAX).contains(&bits_of(entry))) {
@@ -230,7 +230,7 @@ impl ClassBook {
     pub fn kernel_table(&self) -> Vec<u32> {
         const CONSTANT: u32 = (CLASS_OPERAND_EXPONENT as u32) << 7;
         let entry = |entry: u16| {
-            let class = |place: usize| u32::from(class_of(quad_of(entry), place));
+            let class = |element: usize| u32::from(class_of(quad_of(entry), element));
             let first = class(0) << 9 | class(1) << 25 | CONSTANT | CONSTANT << 16;
             bits_of(entry) | first | class(2) << 6 | class(3) << 22
         };
@@ -268,8 +268,8 @@ fn bits_of(entry: u16) -> u32 {
 }
 
 /// The class at a place of a quad.
-fn class_of(quad: usize, place: usize) -> u8 {
-    (quad >> (3 * place) & 7) as u8
+fn class_of(quad: usize, element: usize) -> u8 {
+    (quad >> (3 * element) & 7) as u8
 }
 
 /// A book chosen for counts of quads, and the substitutes for the quads that are not in it.
@@ -332,13 +332,13 @@ fn assemble(quads: &[u64], ranking: &[u8; CLASSES], members: &[usize]) -> Chosen
 fn substitute(quad: usize, ranking: &[u8; CLASSES], inside: &[bool; QUADS]) -> (usize, u16) {
     let (mut coded, mut escaped) = (quad, 0);
     for &rare in ranking[1..].iter().rev() {
-        for place in 0..4 {
+        for element in 0..4 {
             if inside[coded] {
                 return (coded, escaped);
             }
-            if class_of(quad, place) == rare {
-                coded = coded & !(7 << (3 * place)) | usize::from(ranking[0]) << (3 * place);
-                escaped |= 1 << place;
+            if class_of(quad, element) == rare {
+                coded = coded & !(7 << (3 * element)) | usize::from(ranking[0]) << (3 * element);
+                escaped |= 1 << element;
             }
         }
     }

@@ -5,17 +5,16 @@ use rayon::prelude::*;
 use super::{
     CompactTensor, HEAD_LIST, HEAD_ONE, REGISTERS, UNIT, Uncompact, WORD,
     book::{self, CLASSES, Chosen, ClassBook, ClassWindow, Code, QUADS},
-    dense_offset, place_of, record, stream_bytes, tiles_bytes, whole_tiles, words_from,
+    dense_offset, record, sort_key, stream_bytes, tiles_bytes, whole_tiles, words_from,
 };
 use crate::{
     Histogram, Matrix, TileGrid, bf16,
     bits::zeroed,
+    encoding::bands::BAND_TILES,
     layout::{DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS, SECTION_ALIGN, STREAM_TILE_BYTES_MAX, TILE},
     packed,
 };
 
-/// Tiles of a band, the unit of parallel work.
-const BAND_TILES: usize = 256;
 /// The sign bits of two halves.
 const SIGNS: u32 = 0x8000_8000;
 /// The bits that are set in an exponent less the base if it is above a window of 32 exponents.
@@ -59,8 +58,8 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
     for band in &bands {
         // A band's offsets count from its own start. At most 2^22 tiles of 328 words, and 2^26 escapes: both fit.
         let (start, list) = ((streams.len() / WORD) as u32, (escapes.len() / 4) as u32);
-        for &(own, head) in &band.tiles {
-            tiles.extend_from_slice(&(start + own).to_le_bytes());
+        for &(offset, head) in &band.tiles {
+            tiles.extend_from_slice(&(start + offset).to_le_bytes());
             let head = if head & HEAD_LIST != 0 { head + list } else { head };
             tiles.extend_from_slice(&head.to_le_bytes());
         }
@@ -180,7 +179,7 @@ impl Scheme<'_> {
         let mut registers = [[0; LANES]; REGISTERS];
         for (i, lanes) in registers.iter_mut().enumerate() {
             for (group, pairs) in lanes.chunks_exact_mut(4).enumerate() {
-                let (row, col) = packed::place(0, i / 4, 4 * group, i % 4, 0);
+                let (row, col) = packed::element_at(0, i / 4, 4 * group, i % 4, 0);
                 let at = ((top + row) * grid.cols() + left + col) * 2;
                 let bytes: [u8; 16] = self.matrix.bytes()[at..at + 16].try_into().expect("16 bytes");
                 pairs.copy_from_slice(&bytemuck::cast::<_, [u32; 4]>(bytes).map(u32::from_le));
@@ -231,8 +230,8 @@ impl Scheme<'_> {
                         let exponent = ((above & 0x7fff) >> 7) as i32 + i32::from(self.window.base());
                         // The difference wrapped below the window's base: an exponent has 256 values.
                         let exponent = (if above & 0x8000 == 0 { exponent - 256 } else { exponent }) as u16;
-                        let own = (*pair >> (16 * half)) as u16 & 0x807f;
-                        outside(register, lane, half, own | exponent << 7);
+                        let sign_mantissa = (*pair >> (16 * half)) as u16 & 0x807f;
+                        outside(register, lane, half, sign_mantissa | exponent << 7);
                         *pair &= !(LOW & 0xffff << (16 * half));
                         *class = *class & !(0xffff << (16 * half)) | self.filler << 9 << (16 * half);
                     }
@@ -265,7 +264,7 @@ impl Scheme<'_> {
         for (tile, dense) in tiles.zip(dense.chunks_exact_mut(DENSE_TILE_BYTES)) {
             let start = (band.streams.len() / WORD) as u32;
             self.tile(tile, dense, chosen, codes, &mut band.streams, &mut records)?;
-            records.sort_unstable_by_key(|&record| place_of(record));
+            records.sort_unstable_by_key(|&record| sort_key(record));
             let head = match records.as_slice() {
                 [] => 0,
                 [one] => HEAD_ONE | one,
@@ -305,20 +304,20 @@ impl Scheme<'_> {
             for (code, pair) in classes.chunks_exact(2).enumerate() {
                 for lane in 0..LANES {
                     let quad = Self::quad(pair[0][lane], pair[1][lane]);
-                    let own = codes[usize::from(quad)];
-                    chains[8 * block + code][lane] = own;
-                    if own.bits > 0 {
+                    let direct_code = codes[usize::from(quad)];
+                    chains[8 * block + code][lane] = direct_code;
+                    if direct_code.bits > 0 {
                         continue;
                     }
                     let coded = chosen.coded[usize::from(quad)];
                     chains[8 * block + code][lane] = codes[usize::from(coded & 0xfff)];
-                    for place in (0..4).filter(|place| coded >> (12 + place) & 1 == 1) {
-                        let register = 2 * code + place / 2;
-                        let half = (registers[register][lane] >> (16 * (place % 2))) as u16;
-                        let class = quad >> (3 * place) & 7;
+                    for element in (0..4).filter(|element| coded >> (12 + element) & 1 == 1) {
+                        let register = 2 * code + element / 2;
+                        let half = (registers[register][lane] >> (16 * (element % 2))) as u16;
+                        let class = quad >> (3 * element) & 7;
                         let above = class << 9 | half & LOW as u16;
                         let weight = half & 0x807f | (above + (u16::from(self.window.base()) << 7));
-                        escape(register, lane, place % 2, weight);
+                        escape(register, lane, element % 2, weight);
                     }
                 }
             }
@@ -341,10 +340,10 @@ impl Scheme<'_> {
     #[cold]
     fn first_without_operand(&self) -> Uncompact {
         let cols = self.matrix.grid().cols();
-        let without =
+        let lacks_operand =
             |bits: u16| self.window.above(bf16::exponent(bits)).is_none() && self.window.operand(bits).is_none();
         let elements = self.matrix.bytes().chunks_exact(2).map(|e| u16::from_le_bytes([e[0], e[1]]));
-        let at = elements.enumerate().find(|&(_, bits)| without(bits)).map_or(0, |(at, _)| at);
+        let at = elements.enumerate().find(|&(_, bits)| lacks_operand(bits)).map_or(0, |(at, _)| at);
         Uncompact::Operand { row: at / cols, col: at % cols }
     }
 }
@@ -358,10 +357,10 @@ fn write_streams(chains: &[[Code; LANES]; LANE_CODES], streams: &mut Vec<u8>) {
         }
     }
     let lengths = bits.map(|bits| bits.div_ceil(2) as u8);
-    let mut room = [0u8; STREAM_TILE_BYTES_MAX + 8];
-    room[..LANES].copy_from_slice(&lengths);
-    let mut put = |at: usize, value: u16| {
-        let bytes = &mut room[at / 8..][..4];
+    let mut buffer = [0u8; STREAM_TILE_BYTES_MAX + 8];
+    buffer[..LANES].copy_from_slice(&lengths);
+    let mut put_code = |at: usize, value: u16| {
+        let bytes = &mut buffer[at / 8..][..4];
         let old = u32::from_le_bytes((&*bytes).try_into().expect("4 bytes"));
         bytes.copy_from_slice(&(old | u32::from(value) << (at % 8)).to_le_bytes());
     };
@@ -371,12 +370,12 @@ fn write_streams(chains: &[[Code; LANES]; LANE_CODES], streams: &mut Vec<u8>) {
         let (mut up, mut down) = (start, end);
         for code in 0..LANE_CODES / 2 {
             let (forward, backward) = (chains[code][lane], chains[LANE_CODES / 2 + code][lane]);
-            put(up, forward.forward);
+            put_code(up, forward.forward);
             up += usize::from(forward.bits);
             down -= usize::from(backward.bits);
-            put(down, backward.backward);
+            put_code(down, backward.backward);
         }
         start = end;
     }
-    streams.extend_from_slice(&room[..stream_bytes(&lengths)]);
+    streams.extend_from_slice(&buffer[..stream_bytes(&lengths)]);
 }

@@ -147,7 +147,7 @@ const UNIT: usize = 8;
 /// The bits of two halves that a dense word leaves free: 14..9 in each.
 const FREE: u32 = 0x7e00_7e00;
 /// The bits of a carried register that are rotated (`docs/format.md` A.11).
-const TURNED: u32 = 0x801f_801f;
+const ROTATED: u32 = 0x801f_801f;
 const HEAD_LIST: u32 = 1 << 31;
 const HEAD_ONE: u32 = 1 << 30;
 /// Maximum number of records of a list: every element of a tile.
@@ -295,14 +295,14 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
                 return Err(CodecError::TileMetadata { tile, field: "start", expected, got: start.into() });
             }
             let Some(lengths) = streams[at..].first_chunk::<LANES>() else {
-                return fail("its streams lie outside the section");
+                return fail("its streams are outside the section");
             };
             if lengths.iter().any(|&length| !(LANE_UNITS_MIN..=LANE_UNITS_MAX).contains(&length)) {
                 return fail("a lane has fewer or more bits than any codes");
             }
             at += stream_bytes(lengths);
             if at > streams.len() {
-                return fail("its streams lie outside the section");
+                return fail("its streams are outside the section");
             }
             let head = self.tile_word(tile, 1);
             match head >> 30 {
@@ -310,7 +310,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
                 1 => {}
                 2 | 3 => {
                     if (head & (HEAD_LIST - 1)) as usize != list {
-                        return fail("its escapes do not follow those before");
+                        return fail("its escapes do not follow the previous ones");
                     }
                     let count = word(self.escapes.as_ref(), list).unwrap_or(0) as usize;
                     if !(2..=RECORDS_MAX).contains(&count) || list + 1 + count > self.escapes.as_ref().len() / 4 {
@@ -322,17 +322,17 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
             }
             let mut last = None;
             for record in self.records(tile) {
-                let place = Some(place_of(record));
-                if record >> 28 != 0 || place <= last {
+                let key = Some(sort_key(record));
+                if record >> 28 != 0 || key <= last {
                     return fail("its escapes are not in order");
                 }
                 let Some(weight) = self.window.weight(record as u16) else {
                     return fail("an escape's operand has no weight");
                 };
                 if (self.dense_half(tile, record) ^ weight) & 0x807f != 0 {
-                    return fail("an escape's place does not hold its sign and mantissa");
+                    return fail("the element of an escape does not have its sign and mantissa");
                 }
-                last = place;
+                last = key;
             }
         }
         if at.next_multiple_of(SECTION_ALIGN) != streams.len() {
@@ -529,27 +529,27 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
     /// streams is checked.
     fn quads(&self, tile: usize, table: &[u16]) -> Result<[[u16; LANES]; LANE_CODES], CodecError> {
         let stream = self.stream(tile);
-        let mut room = [0u8; STREAM_PAD + STREAM_TILE_BYTES_MAX + STREAM_PAD];
-        room[STREAM_PAD..STREAM_PAD + stream.len()].copy_from_slice(stream);
+        let mut buffer = [0u8; STREAM_PAD + STREAM_TILE_BYTES_MAX + STREAM_PAD];
+        buffer[STREAM_PAD..STREAM_PAD + stream.len()].copy_from_slice(stream);
         let mut quads = [[0; LANES]; LANE_CODES];
         let mut start = 8 * (STREAM_PAD + LANES);
         for lane in 0..LANES {
             let end = start + 2 * usize::from(stream[lane]);
             let (mut up, mut down) = (start, end);
             for code in 0..LANE_CODES / 2 {
-                let ahead = load(&room, up / 8) >> (up % 8);
+                let ahead = load(&buffer, up / 8) >> (up % 8);
                 let entry = table[ahead as usize % TABLE];
                 up += usize::from(entry >> 12);
                 quads[code][lane] = entry & 0xfff;
                 // Backwards: the eight bytes that end with the bit before `down`, mirrored.
                 let last = down.div_ceil(8);
-                let ahead = (load(&room, last - 8) << (8 * last - down)).reverse_bits();
+                let ahead = (load(&buffer, last - 8) << (8 * last - down)).reverse_bits();
                 let entry = table[ahead as usize % TABLE];
                 down -= usize::from(entry >> 12);
                 quads[LANE_CODES / 2 + code][lane] = entry & 0xfff;
             }
             // At most one bit may be left between the chains, because lengths are in units of two bits.
-            let slack_is_0 = up == down || load(&room, up / 8) >> (up % 8) & 1 == 0;
+            let slack_is_0 = up == down || load(&buffer, up / 8) >> (up % 8) & 1 == 0;
             if !(up == down || up + 1 == down) || !slack_is_0 {
                 let reason = "the codes of a lane do not use its stored bits";
                 return Err(CodecError::Row { tile, row: lane / 4, reason });
@@ -557,9 +557,10 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
             start = end;
         }
         let bits_left = 8 * (STREAM_PAD + stream.len()) - start;
-        let last = load(&room, start / 8) >> (start % 8);
+        let last = load(&buffer, start / 8) >> (start % 8);
         // Less than a word is left: the rest of this byte and the bytes after it.
-        if last & 0xff >> (start % 8) != 0 || room[start.div_ceil(8)..][..bits_left / 8].iter().any(|&byte| byte != 0) {
+        if last & 0xff >> (start % 8) != 0 || buffer[start.div_ceil(8)..][..bits_left / 8].iter().any(|&byte| byte != 0)
+        {
             return Err(CodecError::Row { tile, row: TILE - 1, reason: "bits after the last code are not 0" });
         }
         Ok(quads)
@@ -593,7 +594,7 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &CompactTensor<B>, out: &mut [
             for (block, registers) in registers.iter().enumerate() {
                 for (i, lanes) in registers.iter().enumerate() {
                     for (group, pairs) in lanes.chunks_exact(4).enumerate() {
-                        let (row, col) = packed::place(block, i / 4, 4 * group, i % 4, 0);
+                        let (row, col) = packed::element_at(block, i / 4, 4 * group, i % 4, 0);
                         let at = (row * cols + tile_col * TILE + col) * 2;
                         let bytes = bytemuck::cast::<[u32; 4], [u8; 16]>(std::array::from_fn(|t| pairs[t].to_le()));
                         out[at..at + 16].copy_from_slice(&bytes);
@@ -602,7 +603,7 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &CompactTensor<B>, out: &mut [
             }
             for record in tensor.records(tile) {
                 let (block, lane, step, register, half) = fields(record);
-                let (row, col) = packed::place(block, step, lane, register, half);
+                let (row, col) = packed::element_at(block, step, lane, register, half);
                 let weight = tensor.window.weight(record as u16).expect("checked");
                 let at = (row * cols + tile_col * TILE + col) * 2;
                 out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
@@ -669,30 +670,30 @@ pub(crate) fn dense_offset(block: usize, unit: usize, i: usize, lane: usize) -> 
 /// Unpacks eight registers without classes from five words.
 #[inline(always)]
 fn registers_from([w0, w1, w2, w3, w4]: [u32; 5]) -> [u32; UNIT] {
-    let own = |w: u32| w & !FREE;
-    let turned = |w: u32| w.rotate_right(10) & TURNED;
+    let in_place = |w: u32| w & !FREE;
+    let rotated = |w: u32| w.rotate_right(10) & ROTATED;
     [
-        own(w0),
-        own(w1),
-        own(w2),
-        own(w3),
-        own(w4),
-        turned(w0) | w1 >> 6 & 0x01e0_01e0,
-        turned(w2) | w1 >> 2 & 0x0180_0180 | w3 >> 4 & 0x0060_0060,
-        turned(w4) | w3 >> 6 & 0x01e0_01e0,
+        in_place(w0),
+        in_place(w1),
+        in_place(w2),
+        in_place(w3),
+        in_place(w4),
+        rotated(w0) | w1 >> 6 & 0x01e0_01e0,
+        rotated(w2) | w1 >> 2 & 0x0180_0180 | w3 >> 4 & 0x0060_0060,
+        rotated(w4) | w3 >> 6 & 0x01e0_01e0,
     ]
 }
 
 /// Packs eight registers without classes into five words.
 #[inline(always)]
 fn words_from([p0, p1, p2, p3, p4, p5, p6, p7]: [u32; UNIT]) -> [u32; 5] {
-    let turned = |p: u32| (p & TURNED).rotate_left(10);
+    let rotated = |p: u32| (p & ROTATED).rotate_left(10);
     [
-        p0 | turned(p5),
+        p0 | rotated(p5),
         p1 | (p5 & 0x01e0_01e0) << 6 | (p6 & 0x0180_0180) << 2,
-        p2 | turned(p6),
+        p2 | rotated(p6),
         p3 | (p6 & 0x0060_0060) << 4 | (p7 & 0x01e0_01e0) << 6,
-        p4 | turned(p7),
+        p4 | rotated(p7),
     ]
 }
 
@@ -707,6 +708,6 @@ pub(crate) fn fields(record: u32) -> (usize, usize, usize, usize, usize) {
 }
 
 /// The sort key of the records of a tile: row block, step, register, lane, half.
-fn place_of(record: u32) -> u32 {
+fn sort_key(record: u32) -> u32 {
     (record >> 26 & 3) << 10 | (record >> 21 & 15) << 6 | (record >> 16 & 31) << 1 | record >> 25 & 1
 }

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use super::Code;
 use crate::{
     CodecError, Section, TileGrid, TileMetadata,
-    encoding::tiles::{check_metadata, low_bits, small},
+    encoding::tiles::{check_metadata, fixed_section, low_bits},
     layout::{ROW_BITS_MIN, TILE, WORDS_ALIGN},
 };
 
@@ -30,8 +30,8 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
     /// # Errors
     /// A section has the wrong size, or invariant 1, 2 or 3 does not hold.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
-        let palette = small(section(Section::PALETTE), Section::PALETTE, grid)?;
-        let lengths = small(section(Section::CODE_LENGTHS), Section::CODE_LENGTHS, grid)?;
+        let palette = fixed_section(section(Section::PALETTE), Section::PALETTE, grid)?;
+        let lengths = fixed_section(section(Section::CODE_LENGTHS), Section::CODE_LENGTHS, grid)?;
         let tensor = Self {
             grid,
             code: Code::from_stored(palette, lengths)?,

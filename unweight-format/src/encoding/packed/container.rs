@@ -219,7 +219,7 @@ pub(super) fn registers_from([w0, w1, w2]: [[u32; 16]; 3]) -> [[u32; 16]; 4] {
 }
 
 /// Row and column of an operand in its tile.
-pub(crate) fn place(block: usize, step: usize, lane: usize, register: usize, half: usize) -> (usize, usize) {
+pub(crate) fn element_at(block: usize, step: usize, lane: usize, register: usize, half: usize) -> (usize, usize) {
     let (group, thread) = (lane / 4, lane % 4);
     (16 * block + group + 8 * (register % 2), 16 * step + 2 * thread + 8 * (register / 2) + half)
 }
@@ -244,7 +244,7 @@ pub(crate) fn fields(record: u32) -> (usize, usize, usize, usize) {
 }
 
 /// The sort key of the records of a row block: step, register, lane, half.
-pub(super) fn place_of(record: u32) -> u32 {
+pub(super) fn sort_key(record: u32) -> u32 {
     (record >> 21 & 15) << 6 | (record >> 16 & 31) << 1 | record >> 25 & 1
 }
 

@@ -25,7 +25,7 @@ use crate::{
     layout::{SECTION_ALIGN, TILE},
     safetensors::Dtype,
 };
-pub(crate) use container::{FREE, LANES, STEPS, fields, place, word_offset};
+pub(crate) use container::{FREE, LANES, STEPS, element_at, fields, word_offset};
 pub(crate) use tensor::slice_lists;
 pub(super) use window::times_power_of_two;
 
@@ -202,7 +202,7 @@ mod tests {
             for (i, registers) in packed.operands(tile).into_iter().enumerate() {
                 for (register, pair) in registers.into_iter().enumerate() {
                     for half in 0..2 {
-                        let (row, col) = place(i / 128, i / 32 % 4, i % 32, register, half);
+                        let (row, col) = element_at(i / 128, i / 32 % 4, i % 32, register, half);
                         let (row, col) = (tile / grid.tile_cols() * 64 + row, tile % grid.tile_cols() * 64 + col);
                         let operand = half::bf16::from_bits((pair >> (16 * half)) as u16);
                         let weight = half::bf16::from_bits(matrix.get(row, col));
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn misfits_of_the_packed_encoding_are_named() {
+    fn unpackable_matrices_name_the_reason() {
         let pack = |bytes: &[u8], rows, cols| pack(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes));
         assert_eq!(pack(&weights(64, 65, |_| None), 64, 65), Err(Unpackable::Shape));
         let many = weights(64, 64, |i| (i % 100 == 0).then_some(0));

@@ -4,18 +4,16 @@ use rayon::prelude::*;
 
 use super::{
     PackedTensor, Unpackable, Window,
-    container::{NO_OPERAND, pack_tile, place_of},
+    container::{NO_OPERAND, pack_tile, sort_key},
     packable_shape,
     tensor::{HEAD_LIST, HEAD_ONE},
 };
 use crate::{
     Histogram, Matrix, bf16,
     bits::zeroed,
+    encoding::bands::BAND_TILES,
     layout::{PACKED_TILE_BYTES as TILE_BYTES, ROW_BLOCKS, WORDS_ALIGN},
 };
-
-/// Tiles of a band, the unit of parallel work.
-const BAND_TILES: usize = 256;
 
 /// Packs a matrix, or returns why it cannot be packed. `histogram` is the histogram of this matrix.
 ///
@@ -65,9 +63,9 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
 #[cold]
 fn first_without_operand(matrix: Matrix<'_>, window: Window) -> Unpackable {
     let cols = matrix.grid().cols();
-    let without = |bits: u16| window.nibble(bf16::exponent(bits)).is_none() && window.operand(bits).is_none();
+    let lacks_operand = |bits: u16| window.nibble(bf16::exponent(bits)).is_none() && window.operand(bits).is_none();
     let elements = matrix.bytes().chunks_exact(2).map(|e| u16::from_le_bytes([e[0], e[1]]));
-    let at = elements.enumerate().find(|&(_, bits)| without(bits)).map_or(0, |(at, _)| at);
+    let at = elements.enumerate().find(|&(_, bits)| lacks_operand(bits)).map_or(0, |(at, _)| at);
     Unpackable::Operand { row: at / cols, col: at % cols }
 }
 
@@ -95,7 +93,7 @@ fn pack_band(
                 [] => 0,
                 [one] => HEAD_ONE | one,
                 _ => {
-                    records.sort_unstable_by_key(|&record| place_of(record));
+                    records.sort_unstable_by_key(|&record| sort_key(record));
                     let at = lists.len() as u32;
                     lists.push(records.len() as u32);
                     lists.extend_from_slice(records);

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{
     Packed, Window,
-    container::{LANES, STEPS, fields, place, place_of, registers_from, unpack_block, word, words_of},
+    container::{LANES, STEPS, element_at, fields, registers_from, sort_key, unpack_block, word, words_of},
 };
 use crate::{
     CodecError, EncodingId, Section, StoredTensor, TileGrid, bf16,
@@ -79,7 +79,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
                 2 | 3 => {
                     let next = tensor.escape_words;
                     if (head & (HEAD_LIST - 1)) as usize != next {
-                        return fail("its escapes do not follow those before");
+                        return fail("its escapes do not follow the previous ones");
                     }
                     let count = word(tensor.escapes.as_ref(), next).unwrap_or(0) as usize;
                     if !(2..=TILE * 16).contains(&count) || next + 1 + count > list_words {
@@ -91,20 +91,20 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
             }
             let mut last = None;
             for record in tensor.records(block) {
-                let place = Some(place_of(record));
-                if record >> 26 != 0 || place <= last {
+                let key = Some(sort_key(record));
+                if record >> 26 != 0 || key <= last {
                     return fail("its escapes are not in order");
                 }
                 let Some(weight) = window.weight(record as u16) else {
                     return fail("an escape's operand has no weight");
                 };
                 if window.nibble(bf16::exponent(weight)).is_some() {
-                    return fail("an escape lies in the window");
+                    return fail("an escape is inside the window");
                 }
                 if tensor.half(block, record) != weight & 0x807f {
-                    return fail("an escape's place does not hold its sign and mantissa");
+                    return fail("the element of an escape does not have its sign and mantissa");
                 }
-                last = place;
+                last = key;
             }
         }
         let (used, got) = (tensor.escape_words * 4, tensor.escapes.as_ref().len());
@@ -284,7 +284,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
                     unpack_block(bytes.expect("its size was checked"), self.window.base, out, cols * 2);
                     for record in self.records(tile * ROW_BLOCKS + block) {
                         let (lane, step, register, half) = fields(record);
-                        let (row, col) = place(0, step, lane, register, half);
+                        let (row, col) = element_at(0, step, lane, register, half);
                         let weight = self.window.weight(record as u16).expect("checked");
                         let at = (row * cols + col) * 2;
                         out[at..at + 2].copy_from_slice(&weight.to_le_bytes());
@@ -315,7 +315,7 @@ pub(crate) fn slice_lists(
     }
     Section::ESCAPE_HEADS.check(of, &heads)?;
     let grid = TileGrid::new(rows.len(), cols.len())?;
-    let (mut own_heads, mut own) = (Vec::with_capacity(grid.tiles() * ROW_BLOCKS * 4), Vec::new());
+    let (mut sliced_heads, mut sliced_escapes) = (Vec::with_capacity(grid.tiles() * ROW_BLOCKS * 4), Vec::new());
     for tile_row in rows.start / TILE..rows.end / TILE {
         let first = tile_row * of.tile_cols();
         let tiles = first + cols.start / TILE..first + cols.end / TILE;
@@ -330,13 +330,13 @@ pub(crate) fn slice_lists(
                     return Err(CodecError::Row { tile, row, reason: "its list of escapes has a wrong length" });
                 };
                 // At most the index in the whole tensor, which fits a head.
-                head = HEAD_LIST | (own.len() / 4) as u32;
-                own.extend_from_slice(list);
+                head = HEAD_LIST | (sliced_escapes.len() / 4) as u32;
+                sliced_escapes.extend_from_slice(list);
             }
-            own_heads.extend_from_slice(&head.to_le_bytes());
+            sliced_heads.extend_from_slice(&head.to_le_bytes());
         }
     }
-    Ok((grid, own_heads, own))
+    Ok((grid, sliced_heads, sliced_escapes))
 }
 
 impl PackedTensor<Vec<u8>> {

@@ -24,7 +24,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 _logger = init_logger("vllm.unweight")
 _TWICE = (
-    "unweight: two tensors came for {}; a packed weight takes one: leave only the files of one checkpoint in the folder"
+    "unweight: two tensors arrived for {}, but a packed weight accepts one; leave only the files of one checkpoint in "
+    "the folder"
 )
 
 
@@ -33,7 +34,7 @@ class _Loads:
 
     def __init__(self, prefix: str, merged: dict[str, list[str]]) -> None:
         self.prefix, self.merged = prefix, merged
-        self.came: dict[str, set[tuple[object, ...]]] = {}
+        self.arrived: dict[str, set[tuple[object, ...]]] = {}
         """For each parameter, the parts that arrived: shard (q, k, v, gate, up) and expert, as loader arguments."""
         self.numels: dict[str, int] = {}
         """For each parameter, the number of elements that arrived."""
@@ -42,72 +43,74 @@ class _Loads:
 _loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
 
 
-def _leave(head: ParallelLMHead) -> None:
+def _leave_unpacked(head: ParallelLMHead) -> None:
     """Stops packing of a head: it shares the embedding's weight, which arrives with the embedding."""
     head.quant_method = UnquantizedEmbeddingMethod()
     _loads.pop(head, None)
     get_layerwise_info(head).reset()
 
 
-def _watch(layer: nn.Module) -> None:
+def _count_loads(layer: nn.Module) -> None:
     """Wraps the weight loaders of a layer so that they count. vLLM itself ignores tensors for a layer that is already
     packed, and would pack uninitialized memory if a tensor is missing.
     """
     for name, parameter in layer.named_parameters(recurse=False):
-        if not hasattr(parameter.weight_loader, "unweight_watches"):
-            parameter.weight_loader = _watched(weakref.ref(layer), name, parameter.weight_loader)
+        if not hasattr(parameter.weight_loader, "unweight_counts"):
+            parameter.weight_loader = _counting_loader(weakref.ref(layer), name, parameter.weight_loader)
 
 
-def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Callable[..., Any]) -> Callable[..., Any]:
-    inner = inspect.unwrap(load)
-    signature = inspect.signature(inner)
+def _counting_loader(
+    layer_of: Callable[[], Optional[nn.Module]], name: str, load: Callable[..., Any]
+) -> Callable[..., Any]:
+    unwrapped = inspect.unwrap(load)
+    signature = inspect.signature(unwrapped)
 
     # vLLM recognises and unwraps loaders by their name, so this one needs the name of the loader that it wraps.
     @functools.wraps(load)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def counting(*args: Any, **kwargs: Any) -> Any:
         layer = layer_of()
         loads = None if layer is None else _loads.get(layer)
         if loads is None:
             return load(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        others = ("param", "loaded_weight", "weight_name", "return_success")
-        part = tuple(value for key, value in bound.arguments.items() if key not in others)
-        came = loads.came.setdefault(name, set())
-        if part in came:
+        not_part = ("param", "loaded_weight", "weight_name", "return_success")
+        part = tuple(value for key, value in bound.arguments.items() if key not in not_part)
+        arrived = loads.arrived.setdefault(name, set())
+        if part in arrived:
             which = "".join(f" ({one})" for one in part if one is not None)
             raise ValueError(_TWICE.format(f"{loads.prefix}.{name}{which}"))
-        came.add(part)
+        arrived.add(part)
         info = get_layerwise_info(layer)
         before = info.load_numel
-        answer = load(*args, **kwargs)
+        result = load(*args, **kwargs)
         # The count of a complete layer restarts at 0, so the difference may be negative; such a layer is not checked.
         loads.numels[name] = loads.numels.get(name, 0) + max(0, info.load_numel - before)
-        return answer
+        return result
 
-    watched.unweight_watches = True
-    return watched
+    counting.unweight_counts = True
+    return counting
 
 
-def _lacking(layer: nn.Module) -> list[str]:
+def _missing(layer: nn.Module) -> list[str]:
     """Returns the missing tensors of a layer to pack, by their names in vLLM's model."""
     loads = _loads[layer]
     info = get_layerwise_info(layer)
     if not info.can_load() or info.load_numel >= info.load_numel_total:
         return []
-    lacking = []
+    missing = []
     for name, parameter in layer.named_parameters(recurse=False):
         expected = parameter.numel()
         if isinstance(layer, VocabParallelEmbedding):
             # The remaining rows are padding.
             expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
         if loads.numels.get(name, 0) < expected:
-            lacking += _parts_lacking(layer, loads, name)
-    return lacking
+            missing += _missing_parts(layer, loads, name)
+    return missing
 
 
-def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
-    came = loads.came.get(name, set())
+def _missing_parts(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
+    arrived = loads.arrived.get(name, set())
     whole = [f"{loads.prefix}.{name}"]
     if isinstance(layer, RoutedExperts):
         projections = {
@@ -120,7 +123,7 @@ def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
             f"{loads.prefix}.{expert}.{projections[shard]}.weight"
             for expert in range(layer.moe_config.num_experts)
             for shard in shards
-            if (shard, expert) not in came and layer._map_global_expert_id_to_local_expert_id(expert) != -1
+            if (shard, expert) not in arrived and layer._map_global_expert_id_to_local_expert_id(expert) != -1
         ]
         return parts or whole
     parent, _, leaf = loads.prefix.rpartition(".")
@@ -133,30 +136,31 @@ def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
         return whole
     if len(names) != len(shards):
         names = [f"{leaf} ({shard})" for shard in shards]
-    parts = [f"{parent}.{one}.{name}" for one, shard in zip(names, shards) if (shard,) not in came]
+    parts = [f"{parent}.{part}.{name}" for part, shard in zip(names, shards) if (shard,) not in arrived]
     return parts or whole
 
 
-def _others_lacking(model: nn.Module, loaded: set[str]) -> list[str]:
+def _missing_unpacked(model: nn.Module, loaded: set[str]) -> list[str]:
     """Returns the parameters for which no tensor arrived, of layers that are not to be packed."""
     named = dict(model.named_parameters(remove_duplicate=False))
     # A tied head is loaded with the embedding, so parameters are compared by identity.
-    came = {id(named[name]) for name in loaded if name in named}
-    lacking = []
+    arrived = {id(named[name]) for name in loaded if name in named}
+    missing = []
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         # Layers with other methods may have scales, which a checkpoint need not contain.
-        is_known = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
-        if is_known and module not in _loads:
+        is_checked = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
+        if is_checked and module not in _loads:
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in came:
-                    lacking.append(f"{prefix}.{name}" if prefix else name)
-    return lacking
+                if id(parameter) not in arrived:
+                    missing.append(f"{prefix}.{name}" if prefix else name)
+    return missing
 
 
-def _refuse_lacking(lacking: list[str]) -> None:
-    if lacking:
-        shown = ", ".join(sorted(lacking)[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+def _refuse_missing(missing: list[str]) -> None:
+    if missing:
+        names = ", ".join(sorted(missing)[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ValueError(
-            f"unweight: the model's files lack weights: {shown}; fetch the whole model again, or compress the whole one"
+            f"unweight: weights are missing from the model's files: {names}; fetch the whole model again, or compress "
+            "it as a whole"
         )

@@ -30,8 +30,17 @@ from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
-from ._account import _TWICE, _lacking, _leave, _loads, _logger, _others_lacking, _refuse_lacking, _watch
-from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _NO_EXCHANGE
+from ._account import (
+    _TWICE,
+    _count_loads,
+    _leave_unpacked,
+    _loads,
+    _logger,
+    _missing,
+    _missing_unpacked,
+    _refuse_missing,
+)
+from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _NO_RELOAD
 
 _MANIFEST = "unweight.json"
 # The number of tensors, and of their bytes, that are read and decoded ahead of vLLM.
@@ -46,26 +55,26 @@ class UnweightLoader(DefaultModelLoader):
 
     _is_ours = False
     # The digest of the weights that the configuration names.
-    _named: Optional[str] = None
+    _named_digest: Optional[str] = None
     # The name of the quantization, if it is not ours.
-    _other: Optional[str] = None
+    _other_quantization: Optional[str] = None
     _model: Optional[nn.Module] = None
     _read_bytes = 0
     _stored_bytes = 0
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """Loads a model, as vLLM's loader, and logs how many layers are packed."""
-        self._named = getattr(vllm_config.quant_config, "manifest", None)
+        self._named_digest = getattr(vllm_config.quant_config, "manifest", None)
         model = super().load_model(vllm_config, model_config, prefix)
         if (self._is_ours or self._stored_bytes) and current_platform.is_cuda_alike():
             # Torch caches pinned memory of freed tensors, gigabytes here, until the process ends.
             torch._C._host_emptyCache()
         if model_config.quantization == _NAME:
-            _tell(model)
+            _log_packed(model)
             # Weights loaded later by another path would fail at a packed layer, after replacing those of others.
             for module in model.modules():
                 if hasattr(module, "load_weights"):
-                    module.load_weights = _no_exchange
+                    module.load_weights = _refuse_reload
             if self._stored_bytes:
                 _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
         return model
@@ -73,7 +82,7 @@ class UnweightLoader(DefaultModelLoader):
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Loads the weights, as vLLM's loader. Also checks for missing ones, which vLLM skips for quantized models."""
         self._is_ours = model_config.quantization == _NAME
-        self._other = None if self._is_ours else model_config.quantization
+        self._other_quantization = None if self._is_ours else model_config.quantization
         if self._is_ours:
             self.enable_weights_track = True
         super().load_weights(model, model_config)
@@ -82,10 +91,10 @@ class UnweightLoader(DefaultModelLoader):
         """Raises `ValueError` if weights are missing; for packed models, by the counts of `_account`."""
         if not self._is_ours:
             return super().track_weights_loading(model, loaded_weights)
-        lacking = [name for layer in model.modules() if layer in _loads for name in _lacking(layer)]
+        missing = [name for layer in model.modules() if layer in _loads for name in _missing(layer)]
         if loaded_weights is not None:
-            lacking += _others_lacking(model, loaded_weights)
-        _refuse_lacking(lacking)
+            missing += _missing_unpacked(model, loaded_weights)
+        _refuse_missing(missing)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors of a model, as vLLM's loader.
@@ -93,19 +102,19 @@ class UnweightLoader(DefaultModelLoader):
         Refuses to reload a packed model here, before the running engine is changed.
         """
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
-            raise NotImplementedError(_NO_EXCHANGE)
-        _leave_tied(model)
+            raise NotImplementedError(_NO_RELOAD)
+        _leave_tied_heads(model)
         for layer in model.modules():
             if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
                 # Repeated here, because layers have got their biases since `create_weights`.
                 initialize_online_processing(layer)
-                _watch(layer)
+                _count_loads(layer)
         self._model, self._read_bytes, self._stored_bytes = model, 0, 0
         if self.local_expert_ids is None:
             # As `--enable-ep-weight-filter` does: experts of other processes are not read.
-            self.local_expert_ids = _own_experts(model)
+            self.local_expert_ids = _local_experts(model)
         weights = super().get_all_weights(model_config, model)
-        return _each_once(weights) if self._is_ours else weights
+        return _refuse_duplicates(weights) if self._is_ours else weights
 
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
         folder = self._bundle_folder(source)
@@ -114,26 +123,26 @@ class UnweightLoader(DefaultModelLoader):
                 # vLLM logs the loading time from this start.
                 self.counter_before_loading_weights = time.perf_counter()
             if not self._is_ours:
-                became = (
-                    "the weights are served in BF16, exact and not smaller"
-                    if self._other is None
-                    else f"the weights are given to another quantization ({self._other}), and what is served is its own"
+                consequence = (
+                    "the weights are served in BF16, which is exact but not smaller"
+                    if self._other_quantization is None
+                    else f"another quantization ({self._other_quantization}) loads the weights and may change them"
                 )
                 _logger.warning(
-                    "unweight: %s is a bundle, but its config.json does not say so: %s; --quantization unweight packs "
-                    "them, if config.json names no other",
+                    "unweight: %s is a bundle, but its config.json does not say so: %s; pass --quantization unweight "
+                    "to pack them, if config.json has no other quantization",
                     folder,
-                    became,
+                    consequence,
                 )
             bundle = Bundle(folder)
             if self._is_ours and not source.prefix:
                 # A source with a prefix is another model, which is a part of this one.
-                bundle.refuse_other(self._named)
-            return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
+                bundle.refuse_other(self._named_digest)
+            return self._tensors(bundle, self._model_tensors(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
         if not self._is_ours:
             return weights
-        return self._page_locked(_no_shards_of_bundles(weights, source.model_or_path))
+        return self._pinned_tensors(_refuse_shards_of_bundles(weights, source.model_or_path))
 
     def _bundle_folder(self, source: DefaultModelLoader.Source) -> Optional[pathlib.Path]:
         """Returns the directory of the bundle, downloaded if it is on the hub; `None` if the source is not a bundle."""
@@ -153,18 +162,20 @@ class UnweightLoader(DefaultModelLoader):
         folder = pathlib.Path(folder, source.subfolder or "")
         return folder if (folder / _MANIFEST).is_file() else None
 
-    def _of_model(self, bundle: Bundle, folder: pathlib.Path, source: DefaultModelLoader.Source) -> list[TensorInfo]:
+    def _model_tensors(
+        self, bundle: Bundle, folder: pathlib.Path, source: DefaultModelLoader.Source
+    ) -> list[TensorInfo]:
         """Returns the tensors of those files that vLLM would choose in this directory.
 
         A bundle has the file names of the original model. It may have more files, such as training checkpoints in a
         subdirectory, or the same weights under other names.
         """
-        more = (source.fall_back_to_pt, source.allow_patterns_overrides)
-        _, chosen, is_safetensors = self._prepare_weights(str(folder), None, None, *more)
+        options = (source.fall_back_to_pt, source.allow_patterns_overrides)
+        _, chosen, is_safetensors = self._prepare_weights(str(folder), None, None, *options)
         if not is_safetensors:
             raise ValueError(
-                f"unweight: of the bundle {folder} vLLM would read {chosen[0]}, which is no file of safetensors; leave "
-                "--load-format away"
+                f"unweight: vLLM would read {chosen[0]} of the bundle {folder}, which is not a safetensors file; omit "
+                "--load-format"
             )
         names = [pathlib.Path(file).relative_to(folder).as_posix() for file in sorted(chosen)]
         tensors: dict[str, list[TensorInfo]] = {}
@@ -177,7 +188,7 @@ class UnweightLoader(DefaultModelLoader):
                 is_empty = not list(file.keys())
             if not is_empty:
                 raise ValueError(
-                    f"unweight: {folder / name} is no file of the bundle, and vLLM would read it; move it away, or "
+                    f"unweight: {folder / name} is not a file of the bundle, but vLLM would read it; move it away, or "
                     "compress the whole folder again"
                 )
         return [info for name in names for info in tensors.get(name, ())]
@@ -187,7 +198,7 @@ class UnweightLoader(DefaultModelLoader):
             for info in infos:
                 self._stored_bytes += info.stored_bytes
                 name = prefix + info.name
-                if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
+                if should_skip_weight(name, self.local_expert_ids) or _is_on_other_stage(name, self._model):
                     continue
                 if has_parts and bundle.reads_parts(info.name, file=info.file) and len(info.shape) == 2:
                     yield _Job(name, functools.partial(Part, bundle, info, self._count), 0)
@@ -199,9 +210,9 @@ class UnweightLoader(DefaultModelLoader):
 
         # With tensor parallelism, a process uses a part of most matrices; vLLM's layers slice the `Part`.
         is_cuda, has_parts = current_platform.is_cuda_alike(), get_tensor_model_parallel_world_size() > 1
-        return _ahead(jobs())
+        return _prefetched(jobs())
 
-    def _page_locked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _pinned_tensors(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the same tensors in pinned memory, for fast copies to a GPU. Threads read the mapped files ahead."""
         is_on_gpu = str(self.load_config.load_format) in ("fastsafetensors", "instanttensor")
         if is_on_gpu or not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
@@ -209,9 +220,9 @@ class UnweightLoader(DefaultModelLoader):
         if self._model is not None and any(isinstance(layer, RoutedExperts) for layer in self._model.modules()):
             # vLLM keeps tensors until their layer is complete: for a mixture, gigabytes better left in the mapped file.
             return weights
-        return _ahead(
-            _Job(name, functools.partial(_same, tensor), 0)
-            if _is_elsewhere(name, self._model)
+        return _prefetched(
+            _Job(name, functools.partial(_identity, tensor), 0)
+            if _is_on_other_stage(name, self._model)
             else _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
             for name, tensor in weights
         )
@@ -220,7 +231,7 @@ class UnweightLoader(DefaultModelLoader):
         self._read_bytes += nbytes
 
 
-def _leave_tied(model: nn.Module) -> None:
+def _leave_tied_heads(model: nn.Module) -> None:
     """Stops packing of heads that share the embedding's weight. Some models tie them without calling `tie_weights`."""
     embeddings = (one for one in model.modules() if isinstance(one, VocabParallelEmbedding))
     others = (one for one in embeddings if not isinstance(one, ParallelLMHead))
@@ -228,7 +239,7 @@ def _leave_tied(model: nn.Module) -> None:
     for head in model.modules():
         is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
         if is_ours and id(getattr(head, "weight", None)) in tied:
-            _leave(head)
+            _leave_unpacked(head)
 
 
 class _Job(NamedTuple):
@@ -238,21 +249,21 @@ class _Job(NamedTuple):
     """The size of the tensor in bytes; 0 makes it on the consumer's thread."""
 
 
-def _ahead(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
+def _prefetched(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of jobs in order; threads make the next ones while vLLM uses the current one."""
     threads = min(_THREADS, os.cpu_count() or 1)
-    ahead: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
-    ahead_bytes = 0
+    pending: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
+    pending_bytes = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
         for job in jobs:
-            ahead.append((job, pool.submit(job.make).result if job.nbytes else job.make))
-            ahead_bytes += job.nbytes
-            while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
-                first, made = ahead.popleft()
-                ahead_bytes -= first.nbytes
-                yield first.name, made()
-        for job, made in ahead:
-            yield job.name, made()
+            pending.append((job, pool.submit(job.make).result if job.nbytes else job.make))
+            pending_bytes += job.nbytes
+            while len(pending) > threads or pending_bytes > _AHEAD_BYTES:
+                first, make = pending.popleft()
+                pending_bytes -= first.nbytes
+                yield first.name, make()
+        for job, make in pending:
+            yield job.name, make()
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -265,28 +276,28 @@ def _pinned(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _same(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _own_experts(model: nn.Module) -> Optional[set[int]]:
+def _local_experts(model: nn.Module) -> Optional[set[int]]:
     """Returns the experts of this process if other processes have the rest; `None` if it may need every expert."""
     layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     config = get_current_vllm_config_or_none()
     # With `--enable-eplb`, a process also has experts of others.
     if not layers or config is None or config.parallel_config.enable_eplb:
         return None
-    known = {expert for layer in layers for expert in range(layer.moe_config.num_experts)}
-    own = {
+    all_experts = {expert for layer in layers for expert in range(layer.moe_config.num_experts)}
+    local = {
         expert
         for layer in layers
         for expert in range(layer.moe_config.num_experts)
         if layer._map_global_expert_id_to_local_expert_id(expert) != -1
     }
-    return own if own < known else None
+    return local if local < all_experts else None
 
 
-def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
+def _is_on_other_stage(name: str, model: Optional[nn.Module]) -> bool:
     """Returns whether a tensor belongs to another pipeline stage, and need not be read."""
     if model is None:
         return False
@@ -296,31 +307,31 @@ def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
     return bool(names) and all(is_pp_missing_parameter(name, model) for name in names)
 
 
-def _each_once(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _refuse_duplicates(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Raises `ValueError` if a name repeats. In BF16, the last tensor wins, but a layer is packed at the first."""
-    came = set()
+    names = set()
     for name, tensor in weights:
-        if name in came:
+        if name in names:
             raise ValueError(_TWICE.format(name))
-        came.add(name)
+        names.add(name)
         yield name, tensor
 
 
-def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
+def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
         if ".unweight." in name:
             raise ValueError(
                 f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) "
-                "and serve the folder"
+                "and serve its folder"
             )
         yield name, tensor
 
 
-def _no_exchange(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(_NO_EXCHANGE)
+def _refuse_reload(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(_NO_RELOAD)
 
 
-def _tell(model: nn.Module) -> None:
+def _log_packed(model: nn.Module) -> None:
     """Logs how many layers are packed, and their size in GiB packed and in BF16."""
     kinds = (LinearBase, ParallelLMHead, RoutedExperts)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]

@@ -29,10 +29,10 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ..ops import _prepare, pack, pack_experts, unpack_experts, why_not
-from ._account import _lacking, _leave, _loads, _logger, _refuse_lacking, _watch
+from ._account import _count_loads, _leave_unpacked, _loads, _logger, _missing, _refuse_missing
 
 _NAME = "unweight"
-_NO_EXCHANGE = "unweight: the weights of a running engine cannot be exchanged (reload_weights); start another one"
+_NO_RELOAD = "unweight: the weights of a running engine cannot be replaced (reload_weights); start another engine"
 
 
 def _are_plain(layer: RoutedExperts) -> bool:
@@ -61,29 +61,45 @@ class _Kernels:
     """Compiles kernels on another thread while vLLM builds the model: the first ones take almost a second."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[int, int], Future[None]] = {}
+        self._compiling: dict[tuple[int, int], Future[None]] = {}
         self._pool: Optional[ThreadPoolExecutor] = None
 
     def prepare(self, n: int, k: int) -> None:
         """Starts compiling the kernels for weights `[n, k]`, once per shape."""
-        if (n, k) in self._asked or not current_platform.is_cuda():
+        if (n, k) in self._compiling or not current_platform.is_cuda():
             return
         device = torch.device("cuda", torch.cuda.current_device())
         if why_not(device) is None:
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="unweight")
-            self._asked[n, k] = self._pool.submit(_prepare, device, n, k)
+            self._compiling[n, k] = self._pool.submit(_prepare, device, n, k)
 
     def finish(self) -> None:
         """Waits for all kernels. Errors are dropped: a layer that needs the kernel fails again, and raises."""
-        for made in self._asked.values():
-            made.exception()
+        for future in self._compiling.values():
+            future.exception()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
-        self._asked.clear()
+        self._compiling.clear()
 
 
 _kernels = _Kernels()
+
+
+def _begin_packing(layer: nn.Module) -> bool:
+    """Marks a layer as processed; returns false if it was processed before, as in vLLM's final pass over all layers.
+
+    Raises `NotImplementedError` if its weights would replace packed ones, and `ValueError` if weights are missing.
+    """
+    if getattr(layer, "_already_called_process_weights_after_loading", False):
+        return False
+    if hasattr(layer, "unweight_packed"):
+        raise NotImplementedError(_NO_RELOAD)
+    if _loads[layer].arrived:
+        # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
+        _refuse_missing(_missing(layer))
+    layer._already_called_process_weights_after_loading = True
+    return True
 
 
 @register_weight_loader_v2_supported_method
@@ -111,23 +127,17 @@ class UnweightMethod(LinearMethodBase):
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
-        _watch(layer)
+        _count_loads(layer)
         _kernels.prepare(*data.shape)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs this process's shard of the weight. If that is not possible, the layer gets vLLM's BF16 method."""
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
+        if not _begin_packing(layer):
             return
-        if hasattr(layer, "unweight_packed"):
-            raise NotImplementedError(_NO_EXCHANGE)
-        if _loads[layer].came:
-            # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
-            _refuse_lacking(_lacking(layer))
-        layer._already_called_process_weights_after_loading = True
         weight = layer.weight.data
         reason = why_not(weight.device)
         if reason is not None:
-            _logger.warning_once("unweight: %s; weights stay in BF16: exact, but not smaller", reason)
+            _logger.warning_once("unweight: %s; weights stay in BF16, which is exact but not smaller", reason)
         _kernels.finish()
         packed = pack(weight) if reason is None else None
         if packed is None:
@@ -151,7 +161,7 @@ class UnweightMethod(LinearMethodBase):
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """Makes the head share the embedding's weight, which is not packed."""
         layer.weight = embed_tokens.weight
-        _leave(layer)
+        _leave_unpacked(layer)
         return layer
 
 
@@ -194,22 +204,16 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra)
         initialize_online_processing(layer)
-        _watch(layer)
+        _count_loads(layer)
         self._loaders = {name: getattr(layer, name).weight_loader for name in shapes}
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Packs this process's experts. If that is not possible, the layer gets vLLM's BF16 method."""
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
+        if not _begin_packing(layer):
             # vLLM's final pass, when all weights are loaded: remove the stand-ins set below.
             for name in self._loaders:
                 layer.__dict__.pop(name, None)
             return
-        if hasattr(layer, "unweight_packed"):
-            raise NotImplementedError(_NO_EXCHANGE)
-        if _loads[layer].came:
-            # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
-            _refuse_lacking(_lacking(layer))
-        layer._already_called_process_weights_after_loading = True
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
         packed = pack_experts(gate_up, down) if why_not(gate_up.device) is None else None
         if packed is None:

@@ -54,7 +54,7 @@ class UnweightConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
         """Returns the method that packs a layer, or `None` to keep vLLM's own, such as for embeddings."""
         if not self._is_checked:
-            _refuse_what_cannot_be(self)
+            _refuse_unsupported_options(self)
             self._is_checked = True
         if isinstance(layer, RoutedExperts):
             if not _are_plain(layer):
@@ -68,7 +68,7 @@ class UnweightConfig(QuantizationConfig):
         return UnweightMethod()
 
 
-def _refuse_what_cannot_be(config: UnweightConfig) -> None:
+def _refuse_unsupported_options(config: UnweightConfig) -> None:
     """Raises `ValueError` for options of vLLM that packed weights or bundles do not support."""
     vllm = get_current_vllm_config_or_none()
     if vllm is None:
@@ -77,19 +77,19 @@ def _refuse_what_cannot_be(config: UnweightConfig) -> None:
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         raise ValueError(
             "unweight: packed weights cannot be offloaded to the CPU (--cpu-offload-gb, --offload-group-size): they "
-            "are found by their address; leave the option away, or use more GPUs (--tensor-parallel-size)"
+            "are found by their address; omit the option, or use more GPUs (--tensor-parallel-size)"
         )
     parallel = vllm.parallel_config
     processes = parallel.tensor_parallel_size * parallel.data_parallel_size
     if parallel.enable_expert_parallel and processes > 1 and current_platform.is_cpu():
         raise ValueError(
-            "unweight: vLLM's CPU backend has no expert parallelism (its processes die, with BF16 as well); leave "
-            "--enable-expert-parallel away"
+            "unweight: vLLM's CPU backend has no expert parallelism (its processes crash, also with BF16); omit "
+            "--enable-expert-parallel"
         )
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(str(vllm.load_config.load_format))
     if config.manifest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
         name = vllm.load_config.load_format
-        raise ValueError(f"unweight: a bundle cannot be loaded by --load-format {name}; leave the option away")
+        raise ValueError(f"unweight: a bundle cannot be loaded by --load-format {name}; omit the option")
 
 
 def install() -> None:
@@ -125,4 +125,4 @@ def _check_loader() -> None:
         if theirs is None:
             raise TypeError(f"its DefaultModelLoader has no {name}")
         if list(inspect.signature(theirs).parameters) != list(inspect.signature(ours).parameters):
-            raise TypeError(f"its DefaultModelLoader.{name} takes {inspect.signature(theirs)}")
+            raise TypeError(f"its DefaultModelLoader.{name} has the parameters {inspect.signature(theirs)}")
