@@ -438,7 +438,7 @@ impl Schedule {
         let (start, len, behind) = match &self.prefill {
             Some(prefill) => (prefill.start, prefill.running.tokens.len() as u32, 0),
             None => {
-                let waiting = self.waiting.front()?;
+                let waiting = &self.waiting[self.next_waiting()?];
                 let (shared, _) = self.room_for(waiting)?;
                 (self.tokens_of(&shared), waiting.request.prompt.len() as u32, 1)
             }
@@ -476,17 +476,22 @@ impl Schedule {
         self.prefixes.pages_of(nodes) * PAGE_TOKENS
     }
 
+    /// Returns the index of the waiting sequence that runs next. While no slot is free, others pass a sequence that
+    /// needs one.
+    fn next_waiting(&self) -> Option<usize> {
+        let has_slot = |waiting: &Waiting| self.slots.free() > 0 || !waiting.is_adjusted();
+        self.waiting.iter().position(has_slot)
+    }
+
     /// Returns the nodes of the cached prefix of a sequence's prompt, and the number of pages that it needs in
-    /// addition. `None` if no row or slot is free, or too few pages. One page is left for every running sequence to
-    /// grow.
+    /// addition. `None` if no row is free, or too few pages. One page is left for every running sequence that may need
+    /// another one.
     fn room_for(&self, waiting: &Waiting) -> Option<(Vec<NodeId>, u32)> {
-        let rows = self.rows.len() as u32;
-        if rows >= self.limits.max_batch || rows > 0 && self.ended < waiting.after {
+        if self.rows.len() as u32 >= self.limits.max_batch || !self.rows.is_empty() && self.ended < waiting.after {
             return None;
         }
-        if self.slots.free() == 0 && waiting.is_adjusted() {
-            return None;
-        }
+        let cache = self.limits.kv_cache;
+        let rows = self.rows.iter().filter(|row| row.need(cache, u32::MAX) > row.pages.len() as u32).count() as u32;
         let shares = self.limits.shares_prefixes;
         let shared = if shares { self.prefixes.find(&waiting.request.prompt) } else { Vec::new() };
         let need = self.need(waiting) - self.prefixes.pages_of(&shared);
@@ -603,15 +608,16 @@ impl Schedule {
     }
 
     fn begin(&mut self) -> Option<()> {
-        let (shared, need) = self.room_for(self.waiting.front()?)?;
+        let next = self.next_waiting()?;
+        let (shared, need) = self.room_for(&self.waiting[next])?;
         // Held before pages are taken, because that may evict nodes that no sequence reads.
         self.prefixes.hold(&shared);
         let own = self.take_pages(need)?;
         // There are as many hot pages as rows, and a row is free.
         let hot = self.hot.take(1)?.pop()?;
-        let is_adjusted = self.waiting.front().is_some_and(Waiting::is_adjusted);
+        let is_adjusted = self.waiting[next].is_adjusted();
         let slot = if is_adjusted { self.slots.take(1)?.pop() } else { None };
-        let Waiting { id, request, constraint, produced, .. } = self.waiting.pop_front()?;
+        let Waiting { id, request, constraint, produced, .. } = self.waiting.remove(next)?;
         let start = self.tokens_of(&shared);
         self.shared_prompt_tokens += u64::from(start);
         let running = Running {

@@ -275,12 +275,32 @@ fn adjusted_sequences_wait_for_a_slot() {
     assert_eq!(join(&mut schedule, 9), first);
     let second = schedule.add(adjusted()).unwrap();
     assert_eq!((schedule.due(), schedule.waiting()), (Next::Launch { changed: true }, 1));
-    step(&mut schedule, &[10], &[]);
+    let plain = schedule.add(request(5, 3)).unwrap();
+    assert_eq!(join(&mut schedule, 20), plain, "it needs no slot and passes");
+    step(&mut schedule, &[10, 21], &[]);
     assert_eq!(join(&mut schedule, 9), second, "the first has ended");
     let wrong = request(5, 2).adjustments(Adjustments::default().bias(vec![(100, 1.0)]));
     assert!(matches!(schedule.add(wrong), Err(AdmissionError::Params(why)) if why.contains("token 100")));
     let many = schedule.add(request(5, 2).logprobs(Some(21)));
     assert!(matches!(many, Err(AdmissionError::Params(why)) if why.contains("21")));
+}
+
+#[test]
+fn pages_stay_free_only_for_sequences_that_may_need_one() {
+    for (limits, pages) in [(LIMITS, 3), (PACKED, 0)] {
+        let mut schedule = Schedule::new(limits, pages);
+        for _ in 0..4 {
+            schedule.add(request(60, 4)).unwrap();
+        }
+        let ids = [10, 20, 30].map(|token| join(&mut schedule, token));
+        assert_eq!((schedule.rows().len(), schedule.waiting(), schedule.free_pages()), (3, 1, 0), "{ids:?}");
+    }
+    // The second token that a sequence writes needs a second page.
+    let mut schedule = Schedule::new(LIMITS, 3);
+    schedule.add(request(63, 4)).unwrap();
+    schedule.add(request(127, 1)).unwrap();
+    join(&mut schedule, 10);
+    assert!(matches!(schedule.due(), Next::Launch { .. }), "one of two free pages is kept");
 }
 
 #[test]
