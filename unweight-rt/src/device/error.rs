@@ -113,23 +113,24 @@ pub enum DeviceError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowFault {
-    /// A token id outside the vocabulary.
-    #[error("its token id is not below the rows of the embedding; its embedding was set to zeros")]
-    Token,
     /// An entry of a list of rows that is not a row of the matrix.
     #[error("the list of rows names a row that the matrix does not have; its output was set to zeros")]
     Source,
     /// An entry of a page table that is not a page of the KV cache, or a table that ends too early.
     #[error("its page table names a page that the KV cache does not have, or is too short; the page was skipped")]
     Page,
+    /// A token id outside the vocabulary.
+    #[error("its token id is not below the rows of the embedding; its embedding was set to zeros")]
+    Token,
     /// Logits that are all NaN.
     #[error("its logits are all NaN; token 0 was chosen")]
     Logits,
 }
 
 impl RowFault {
-    /// All faults, in the order of an execution context's fault words.
-    pub(crate) const ALL: [Self; 4] = [Self::Token, Self::Source, Self::Page, Self::Logits];
+    /// All faults, in the order of an execution context's fault words, of which the first is reported. A row of NaN,
+    /// which an engine accepts, faults as `Token` and `Logits`: they must not hide another fault.
+    pub(crate) const ALL: [Self; 4] = [Self::Source, Self::Page, Self::Token, Self::Logits];
 }
 
 /// The driver's status for an allocation that does not fit.
