@@ -195,7 +195,7 @@ impl Texts {
     pub fn calls(mut self, call: &Call, id: &str) -> Self {
         if let (Some(tools), Some(format)) = (&call.tools, self.text.tool_format()) {
             for (index, choice) in self.choices.iter_mut().enumerate() {
-                choice.calls = Some(Calls::new(format, tools.names(), format!("call-{id}-{index}-")));
+                choice.calls = Some(Calls::new(format, tools.functions.clone(), format!("call-{id}-{index}-")));
             }
         }
         self

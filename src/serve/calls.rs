@@ -8,9 +8,11 @@ use crate::text::ToolFormat;
 pub(super) const OPEN: &str = "<tool_call>";
 pub(super) const CLOSE: &str = "</tool_call>";
 pub(super) const LIST: &str = "[TOOL_CALLS]";
+pub(super) const ARGS: &str = "[ARGS]";
+const CALL_ID: &str = "[CALL_ID]";
 const PYTHON: &str = "<|python_tag|>";
-/// Special tokens with these texts are read as text.
-pub(super) const MARKS: [&str; 4] = [OPEN, CLOSE, LIST, PYTHON];
+/// Special tokens with these texts are decoded as text.
+pub(super) const MARKS: [&str; 6] = [OPEN, CLOSE, LIST, ARGS, CALL_ID, PYTHON];
 
 /// A tool call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,71 +25,86 @@ pub(super) struct ToolCall {
     pub arguments: String,
 }
 
-/// An incremental parser for tool calls.
+/// A parser of tool calls in a text that arrives in pieces.
 #[derive(Debug)]
 pub(super) struct Calls {
     format: ToolFormat,
-    /// Names of the functions that may be called.
-    names: Vec<String>,
-    /// Prefix of the calls' identifiers.
+    /// The functions that may be called: name and JSON schema of the arguments.
+    functions: Vec<(String, Value)>,
+    /// The prefix of the ids of calls.
     id: String,
-    /// Text that may be a call, or the start of its mark.
+    /// Text that is part of a call, or may turn out to be.
     held: String,
-    /// Whether `held` follows the opening mark of a call.
+    /// Whether `held` follows the mark that opens a call.
     inside: bool,
-    /// Length of the prefix of `held` in which no closing mark starts, bytes.
+    /// The number of bytes of `held` that were searched for the mark that closes a call.
     searched: usize,
-    /// Whether the text has started with something other than a call.
+    /// Whether `held[..searched]` ends within a JSON string.
+    quoted: bool,
+    /// Whether a mark closes a call even within a JSON string, because the quotes of a call do not match.
+    ignores_quotes: bool,
+    /// Whether the text has begun with something other than a call.
     is_text: bool,
     /// Whether only white space has followed the last call.
-    behind_call: bool,
+    after_call: bool,
     /// The number of calls so far.
     pub count: usize,
 }
 
 impl Calls {
-    /// Creates a parser for a format. `id` is the prefix of the calls' identifiers.
-    pub fn new(format: ToolFormat, names: Vec<String>, id: String) -> Self {
+    /// A parser for calls of these functions. The id of a call is `id` and its index.
+    pub fn new(format: ToolFormat, functions: Vec<(String, Value)>, id: String) -> Self {
         Self {
             format,
-            names,
+            functions,
             id,
             held: String::new(),
             inside: false,
             searched: 0,
+            quoted: false,
+            ignores_quotes: false,
             is_text: false,
-            behind_call: false,
+            after_call: false,
             count: 0,
         }
     }
 
-    /// Adds a piece of the text. Returns the text outside of calls, and complete calls.
+    /// Takes the next piece of the text. Returns the text outside of calls, and the calls that are complete.
     pub fn push(&mut self, piece: &str) -> (String, Vec<ToolCall>) {
         self.held += piece;
         match self.format {
-            ToolFormat::Hermes => self.hermes(),
-            ToolFormat::Mistral => (self.before(LIST), Vec::new()),
+            ToolFormat::Hermes | ToolFormat::QwenCoder => self.tagged(),
+            ToolFormat::Mistral | ToolFormat::MistralArgs => (self.before(LIST), Vec::new()),
             ToolFormat::Llama => (self.llama(), Vec::new()),
         }
     }
 
-    /// Ends the text. Returns the remaining text and calls.
+    /// Ends the text. Returns the rest of the text outside of calls, and the rest of the calls.
     pub fn finish(&mut self) -> (String, Vec<ToolCall>) {
+        let is_tagged = matches!(self.format, ToolFormat::Hermes | ToolFormat::QwenCoder);
+        if is_tagged && self.inside && !self.ignores_quotes && self.one(&self.held).is_none() {
+            // A call without matching quotes may hide the calls after it.
+            (self.ignores_quotes, self.quoted, self.searched) = (true, false, 0);
+            let (shown, calls) = self.tagged();
+            let (more, rest) = self.finish();
+            return (shown + &more, calls.into_iter().chain(rest).collect());
+        }
         let held = std::mem::take(&mut self.held);
         let found = match self.format {
-            ToolFormat::Hermes | ToolFormat::Mistral if !self.inside => None,
-            ToolFormat::Hermes => one(&held).map(|call| vec![call]),
+            ToolFormat::Llama if self.is_text => None,
+            ToolFormat::Llama => self.objects(&held),
+            _ if !self.inside => None,
+            ToolFormat::Hermes | ToolFormat::QwenCoder => self.one(&held).map(|call| vec![call]),
             ToolFormat::Mistral => {
                 let list: Option<Vec<Value>> = serde_json::from_str(held.trim()).ok();
                 list.and_then(|list| list.iter().map(call).collect())
             }
-            ToolFormat::Llama if self.is_text => None,
-            ToolFormat::Llama => self.objects(&held),
+            ToolFormat::MistralArgs => held.split(LIST).map(with_args).collect(),
         };
-        let mark = match (self.inside, self.format) {
-            (true, ToolFormat::Hermes) => OPEN,
-            (true, ToolFormat::Mistral) => LIST,
-            _ => "",
+        let mark = match (self.inside, is_tagged) {
+            (true, true) => OPEN,
+            (true, false) => LIST,
+            (false, _) => "",
         };
         match found.filter(|found| !found.is_empty()) {
             Some(found) => (String::new(), found.into_iter().map(|found| self.numbered(found)).collect()),
@@ -95,39 +112,50 @@ impl Calls {
         }
     }
 
-    fn hermes(&mut self) -> (String, Vec<ToolCall>) {
+    /// Calls between [`OPEN`] and [`CLOSE`].
+    fn tagged(&mut self) -> (String, Vec<ToolCall>) {
         let (mut shown, mut calls) = (String::new(), Vec::new());
         loop {
             let before = self.before(OPEN);
             // White space after a call is dropped.
-            let before = if self.behind_call { before.trim_start() } else { &before };
-            self.behind_call &= before.is_empty();
+            let before = if self.after_call { before.trim_start() } else { &before };
+            self.after_call &= before.is_empty();
             shown += before;
             let Some(end) = self.end() else { return (shown, calls) };
             let body = self.held[..end].to_owned();
             self.held.drain(..end + CLOSE.len());
-            self.inside = false;
-            match one(&body) {
+            (self.inside, self.quoted, self.searched) = (false, false, 0);
+            match self.one(&body) {
                 Some(found) => {
                     calls.push(self.numbered(found));
-                    self.behind_call = true;
+                    self.after_call = true;
                 }
                 None => shown += &format!("{OPEN}{body}{CLOSE}"),
             }
         }
     }
 
-    /// Returns the position of the closing mark in `held`.
+    /// The offset of the mark that closes the call, if it has arrived. Within a JSON string, or before the end of a
+    /// function, the mark is part of an argument. Each byte is visited once, however long a call is.
     fn end(&mut self) -> Option<usize> {
         if !self.inside {
             return None;
         }
-        let found = self.held[self.searched..].find(CLOSE).map(|at| self.searched + at);
-        // Each byte is searched once, however long a call is.
-        let searched = self.held.len().saturating_sub(CLOSE.len());
-        let rest = (0..=searched).rev().find(|at| self.held.is_char_boundary(*at)).unwrap_or(0);
-        self.searched = if found.is_some() { 0 } else { rest };
-        found
+        let bytes = self.held.as_bytes();
+        let has_quotes = self.format == ToolFormat::Hermes && !self.ignores_quotes;
+        while self.searched + CLOSE.len() <= bytes.len() {
+            let at = self.searched;
+            let closes = bytes[at..].starts_with(CLOSE.as_bytes());
+            let is_whole = || self.ignores_quotes || self.held[..at].trim_ascii_end().ends_with(END_OF_FUNCTION);
+            match bytes[at] {
+                b'\\' if self.quoted => self.searched += 1,
+                b'"' if has_quotes => self.quoted = !self.quoted,
+                _ if closes && !self.quoted && (self.format == ToolFormat::Hermes || is_whole()) => return Some(at),
+                _ => {}
+            }
+            self.searched += 1;
+        }
+        None
     }
 
     /// Returns the text before a mark, and holds what follows the mark.
@@ -164,12 +192,25 @@ impl Calls {
         let mut found = Vec::new();
         while !rest.is_empty() {
             let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-            let own = call(&values.next()?.ok()?).filter(|(name, _)| self.names.contains(name))?;
+            let own = call(&values.next()?.ok()?).filter(|(name, _)| self.schema(name).is_some())?;
             found.push(own);
             rest = rest[values.byte_offset()..].trim_start();
             rest = rest.strip_prefix(';').unwrap_or(rest).trim_start();
         }
         Some(found)
+    }
+
+    /// The schema of the arguments of a function that may be called.
+    fn schema(&self, name: &str) -> Option<&Value> {
+        self.functions.iter().find(|(own, _)| own == name).map(|(_, schema)| schema)
+    }
+
+    /// The name and the JSON arguments of the call between two marks.
+    fn one(&self, text: &str) -> Option<(String, String)> {
+        match self.format {
+            ToolFormat::QwenCoder => function(text, |name| self.schema(name)),
+            _ => call(&serde_json::from_str(text.trim()).ok()?),
+        }
     }
 
     fn numbered(&mut self, (name, arguments): (String, String)) -> ToolCall {
@@ -179,11 +220,63 @@ impl Calls {
     }
 }
 
-/// Parses the name and arguments of a call.
-fn one(text: &str) -> Option<(String, String)> {
-    call(&serde_json::from_str(text.trim()).ok()?)
+/// The name and the JSON arguments of `name[ARGS]arguments`, where an id may follow the name.
+fn with_args(text: &str) -> Option<(String, String)> {
+    let (name, arguments) = text.split_once(ARGS)?;
+    let name = name.split_once(CALL_ID).map_or(name, |(name, _)| name).trim();
+    let arguments: serde_json::Map<String, Value> = serde_json::from_str(arguments.trim()).ok()?;
+    Some((name.to_owned(), Value::Object(arguments).to_string()))
 }
 
+const END_OF_FUNCTION: &str = "</function>";
+
+/// The name and the JSON arguments of `<function=NAME>`, `<parameter=KEY>value</parameter>` ..., `</function>`.
+/// `schema_of` returns the schema of a function's arguments, which decides the types of values.
+fn function<'a>(text: &str, schema_of: impl Fn(&str) -> Option<&'a Value>) -> Option<(String, String)> {
+    const END_OF_PARAMETER: &str = "</parameter>";
+    let body = text.trim().strip_prefix("<function=")?.strip_suffix(END_OF_FUNCTION)?;
+    let (name, mut rest) = body.split_once('>')?;
+    let schema = schema_of(name);
+    let mut arguments = serde_json::Map::new();
+    while !rest.trim_start().is_empty() {
+        let (key, value) = rest.trim_start().strip_prefix("<parameter=")?.split_once('>')?;
+        let (value, after) = value.split_once(END_OF_PARAMETER)?;
+        let value = value.strip_prefix('\n').unwrap_or(value);
+        let value = value.strip_suffix('\n').unwrap_or(value);
+        let schema = schema.map_or(&Value::Null, |schema| &schema["properties"][key]);
+        arguments.insert(key.to_owned(), typed(value, schema));
+        rest = after;
+    }
+    Some((name.to_owned(), Value::Object(arguments).to_string()))
+}
+
+/// Whether the values of a schema are written as plain text and not as JSON.
+pub(super) fn is_plain_text(schema: &Value) -> bool {
+    match &schema["type"] {
+        Value::String(of) => of == "string",
+        Value::Array(of) => of.iter().any(|of| of == "string"),
+        // A reference cannot be resolved here.
+        _ => !["enum", "const", "anyOf", "oneOf", "allOf"].iter().any(|key| schema.get(key).is_some()),
+    }
+}
+
+/// A value of this schema: JSON if it is valid JSON, unless the schema is one of strings.
+fn typed(text: &str, schema: &Value) -> Value {
+    let text_value = || Value::String(text.to_owned());
+    if is_plain_text(schema) {
+        return text_value();
+    }
+    // Some models write the constants of Python.
+    let json = match text {
+        "True" => "true",
+        "False" => "false",
+        "None" => "null",
+        text => text,
+    };
+    serde_json::from_str(json).unwrap_or_else(|_| text_value())
+}
+
+/// The name and the JSON arguments of a call that is an object.
 fn call(value: &Value) -> Option<(String, String)> {
     let name = value["name"].as_str()?.to_owned();
     let arguments = match (&value["arguments"], &value["parameters"]) {
@@ -203,7 +296,10 @@ mod tests {
 
     /// Parses a text in pieces of `size` characters. Returns the text and the calls.
     fn parsed(format: ToolFormat, text: &str, size: usize) -> (String, Vec<(usize, String, String)>) {
-        let mut own = Calls::new(format, vec!["f".into(), "g".into()], "call_".into());
+        let schema = serde_json::json!({"properties": {
+            "a": {"type": "integer"}, "s": {"type": "string"}, "list": {"type": "array"}, "on": {"type": "boolean"}
+        }});
+        let mut own = Calls::new(format, vec![("f".into(), schema), ("g".into(), Value::Null)], "call_".into());
         let chars: Vec<char> = text.chars().collect();
         let (mut shown, mut calls) = (String::new(), Vec::new());
         for piece in chars.chunks(size) {
@@ -220,7 +316,7 @@ mod tests {
 
     #[test]
     fn calls_are_found_however_the_text_is_cut() {
-        use ToolFormat::{Hermes, Llama, Mistral};
+        use ToolFormat::{Hermes, Llama, Mistral, MistralArgs, QwenCoder};
         let f = |index| (index, "f".to_owned(), r#"{"a":1}"#.to_owned());
         let g = |index| (index, "g".to_owned(), "{}".to_owned());
         for (format, text, shown, calls) in [
@@ -236,6 +332,38 @@ mod tests {
             (Hermes, "<tool_call>{\"name\": \"g\", ", "<tool_call>{\"name\": \"g\", ", vec![]),
             (Hermes, "<tool_call>{\"name\": \"g\"}</tool_call>\n\n a b ", "a b ", vec![g(0)]),
             (Hermes, "<tool_call>no</tool_call>!", "<tool_call>no</tool_call>!", vec![]),
+            (
+                Hermes,
+                r#"<tool_call>{"name": "f", "arguments": {"s": "\" </tool_call>"}}</tool_call>!"#,
+                "!",
+                vec![(0, "f".to_owned(), r#"{"s":"\" </tool_call>"}"#.to_owned())],
+            ),
+            (
+                Hermes,
+                r#"<tool_call>{"name": "f</tool_call> <tool_call>{"name": "g"}</tool_call>"#,
+                r#"<tool_call>{"name": "f</tool_call> "#,
+                vec![g(0)],
+            ),
+            (
+                QwenCoder,
+                "x <tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+                "x ",
+                vec![f(0), g(1)],
+            ),
+            (
+                QwenCoder,
+                "<tool_call><function=f><parameter=s>\n\n1 </tool_call>\n</parameter><parameter=list>[1, \"b\"]</parameter>\n<parameter=on>\nTrue\n</parameter><parameter=a>x</parameter><parameter=new>7</parameter></function></tool_call>",
+                "",
+                vec![(
+                    0,
+                    "f".to_owned(),
+                    r#"{"s":"\n1 </tool_call>","list":[1,"b"],"on":true,"a":"x","new":"7"}"#.to_owned(),
+                )],
+            ),
+            (QwenCoder, "<tool_call>no</tool_call>!", "<tool_call>no</tool_call>!", vec![]),
+            (QwenCoder, "<tool_call>\n<function=g>", "<tool_call>\n<function=g>", vec![]),
+            (MistralArgs, "so [TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g[CALL_ID]x12[ARGS]{}", "so ", vec![f(0), g(1)]),
+            (MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\"", "[TOOL_CALLS]f[ARGS]{\"a\"", vec![]),
             (
                 Mistral,
                 "well [TOOL_CALLS] [{\"name\": \"f\", \"arguments\": {\"a\": 1}}, {\"name\": \"g\"}]",

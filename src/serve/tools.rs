@@ -3,17 +3,17 @@
 use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{
-    calls::{CLOSE, LIST, OPEN},
+    calls::{ARGS, CLOSE, LIST, OPEN, is_plain_text},
     error::ApiError,
     fields::{Fields, each, text},
 };
 use crate::text::{Grammar, ToolFormat};
 
 /// The maximum number of tools of a request, and the maximum size of their JSON in bytes.
-const TOOLS: usize = 128;
-const TOOLS_MOST: usize = 256 << 10;
+const TOOLS_MAX: usize = 128;
+const TOOLS_BYTES_MAX: usize = 256 << 10;
 /// The maximum length of a function name, characters.
-const NAME: usize = 64;
+const NAME_MAX: usize = 64;
 
 /// The fields that this module reads.
 pub(super) const FIELDS: &[&str] = &["tools", "tool_choice", "parallel_tool_calls"];
@@ -32,8 +32,8 @@ pub(super) enum ToolChoice {
 pub(super) struct Tools {
     /// The definitions, as the chat template gets them.
     pub definitions: Value,
-    /// Name and parameter schema of each function.
-    functions: Vec<(String, Value)>,
+    /// The functions: name and JSON schema of the arguments.
+    pub functions: Vec<(String, Value)>,
     pub choice: ToolChoice,
     /// Whether the request names a function. The finish reason is then `stop`.
     pub named: bool,
@@ -74,13 +74,8 @@ impl Tools {
         Ok(Some(Self { definitions: Value::Array(definitions), functions, choice, named, parallel }))
     }
 
-    /// The names of the functions.
-    pub fn names(&self) -> Vec<String> {
-        self.functions.iter().map(|(name, _)| name.clone()).collect()
-    }
-
-    /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none; `None` if neither
-    /// applies. `marks` are the special tokens that mark calls.
+    /// What an answer must match in a format, if it must call a tool or match a schema where it calls none. `marks` has
+    /// the special tokens of marks.
     pub fn grammar(&self, format: ToolFormat, marks: &[(u32, &str)], schema: Option<&str>) -> Option<Grammar> {
         let (of, answer) = match (&self.choice, schema) {
             (ToolChoice::Auto, None) => return None,
@@ -90,14 +85,10 @@ impl Tools {
         let quoted = |text: &str| json!(text).to_string();
         let special = |text: &str| marks.iter().find(|(_, own)| *own == text);
         let mark = |text: &str| special(text).map_or_else(|| quoted(text), |(id, _)| format!("<[{id}]>"));
-        let arguments = match format {
-            ToolFormat::Llama => "parameters",
-            ToolFormat::Hermes | ToolFormat::Mistral => "arguments",
-        };
         let several = self.parallel && !self.named;
         let more = |text: String| if several { format!(" ({text})*") } else { String::new() };
         let start = match format {
-            ToolFormat::Hermes => {
+            ToolFormat::Hermes | ToolFormat::QwenCoder => {
                 let one = format!("{} \"\\n\" call \"\\n\" {}", mark(OPEN), mark(CLOSE));
                 format!("{one}{}", more(format!("\"\\n\" {one}")))
             }
@@ -106,6 +97,7 @@ impl Tools {
             ToolFormat::Mistral => {
                 format!("{} \" [\" call{} \"]\"", mark(LIST), more("\", \" call".to_owned()))
             }
+            ToolFormat::MistralArgs => format!("{0} call{1}", mark(LIST), more(format!("{} call", mark(LIST)))),
         };
         let calls: Vec<String> = of.iter().map(|at| format!("call{at}")).collect();
         let mut lark = format!("tools: {start}\ncall: {}\n", calls.join(" | "));
@@ -113,28 +105,63 @@ impl Tools {
             Some(schema) => format!("start: tools | answer\nanswer: %json {schema}\n"),
             None => "start: tools\n".to_owned(),
         };
+        if format == ToolFormat::QwenCoder {
+            lark += "text[suffix=\"\\n</parameter>\\n\"]: /(?s:.*)/\n";
+        }
         for at in of {
             let (name, schema) = &self.functions[at];
-            let head = quoted(&format!("{{\"name\": \"{name}\", \"{arguments}\": "));
-            lark += &format!("call{at}: {head} arguments{at} \"}}\"\narguments{at}: %json {schema}\n");
+            let object = |key: &str| {
+                let head = quoted(&format!("{{\"name\": \"{name}\", \"{key}\": "));
+                format!("call{at}: {head} arguments{at} \"}}\"\narguments{at}: %json {schema}\n")
+            };
+            lark += &match format {
+                ToolFormat::Hermes | ToolFormat::Mistral => object("arguments"),
+                ToolFormat::Llama => object("parameters"),
+                ToolFormat::MistralArgs => {
+                    format!("call{at}: {} {} arguments{at}\narguments{at}: %json {schema}\n", quoted(name), mark(ARGS))
+                }
+                ToolFormat::QwenCoder => function_rules(at, name, schema),
+            };
         }
         Some(Grammar::Lark(lark))
     }
 }
 
-/// Parses the definitions. Returns them, and the name and schema of each function.
+/// The rules of a call in the format of Qwen3-Coder: parameters in the order of the schema.
+fn function_rules(at: usize, name: &str, schema: &Value) -> String {
+    let quoted = |text: &str| json!(text).to_string();
+    let none = Map::new();
+    let properties = schema["properties"].as_object().unwrap_or(&none);
+    let required = |key: &str| schema["required"].as_array().is_some_and(|keys| keys.iter().any(|own| own == key));
+    let (mut call, mut rules) = (quoted(&format!("<function={name}>\n")), String::new());
+    // The syntax has no escape of the character that ends a key.
+    for (nth, (key, schema)) in properties.iter().filter(|(key, _)| !key.contains(['>', '\n'])).enumerate() {
+        let parameter = format!("parameter{at}_{nth}");
+        call += &format!(" {parameter}{}", if required(key) { "" } else { "?" });
+        let head = quoted(&format!("<parameter={key}>\n"));
+        // References lead to the schema of the whole function.
+        rules += &if is_plain_text(schema) || schema.to_string().contains("\"$ref\"") {
+            format!("{parameter}: {head} text\n")
+        } else {
+            format!("{parameter}: {head} value{at}_{nth} \"\\n</parameter>\\n\"\nvalue{at}_{nth}: %json {schema}\n")
+        };
+    }
+    format!("call{at}: {call} \"</function>\"\n{rules}")
+}
+
+/// The definitions, and the name and schema of each function.
 #[allow(clippy::type_complexity)]
 fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), ApiError> {
     let wrong = |message: String| ApiError::of("tools", format!("tools {message}"));
     let bytes = raw.get().len();
-    if bytes > TOOLS_MOST {
-        return Err(wrong(format!("has {bytes} bytes; the limit is {TOOLS_MOST}")));
+    if bytes > TOOLS_BYTES_MAX {
+        return Err(wrong(format!("has {bytes} bytes; the limit is {TOOLS_BYTES_MAX}")));
     }
     let (mut definitions, mut functions) = (Vec::new(), Vec::<(String, Value)>::new());
     let listed = each(raw, |at, raw| {
         let wrong = |message: &str| wrong(format!("[{at}]: {message}"));
-        if at >= TOOLS {
-            return Err(wrong(&format!("the limit is {TOOLS} tools")));
+        if at >= TOOLS_MAX {
+            return Err(wrong(&format!("the limit is {TOOLS_MAX} tools")));
         }
         let tool: Value = serde_json::from_str(raw.get()).map_err(|error| wrong(&error.to_string()))?;
         if tool["type"].as_str() != Some("function") {
@@ -142,7 +169,7 @@ fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), Api
         }
         let name = tool["function"]["name"].as_str().filter(|name| is_name(name));
         let name = name.ok_or_else(|| {
-            wrong(&format!("function.name is not a name of 1 to {NAME} letters, digits, underscores and dashes"))
+            wrong(&format!("function.name is not a name of 1 to {NAME_MAX} letters, digits, underscores and dashes"))
         })?;
         if functions.iter().any(|(own, _)| own == name) {
             return Err(wrong("another tool has this function.name"));
@@ -169,7 +196,7 @@ fn arguments(schema: &Map<String, Value>) -> Value {
 
 fn is_name(name: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
-    (1..=NAME).contains(&name.len()) && name.chars().all(fits)
+    (1..=NAME_MAX).contains(&name.len()) && name.chars().all(fits)
 }
 
 /// Parses the tool calls of an earlier turn for chat templates, with arguments as objects. `wrong` creates an error
@@ -205,11 +232,13 @@ mod tests {
 
     #[test]
     fn calls_match_their_grammar() {
-        use crate::text::ToolFormat::{Hermes, Llama, Mistral};
+        use crate::text::ToolFormat::{Hermes, Llama, Mistral, MistralArgs, QwenCoder};
         let tools = |more: &str| {
             let body = format!(
                 r#"{{"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {{"properties": {{"a": {{"type": "integer"}}}},
-                "additionalProperties": false}}}}}}, {{"type": "function", "function": {{"name": "g"}}}}], {more}}}"#
+                "additionalProperties": false}}}}}}, {{"type": "function", "function": {{"name": "g"}}}},
+                {{"type": "function", "function": {{"name": "s", "parameters": {{"properties": {{"t": {{"type": "string"}}}},
+                "required": ["t"]}}}}}}], {more}}}"#
             );
             Tools::read(&mut Fields::read(body.as_bytes(), FIELDS).unwrap()).unwrap().unwrap()
         };
@@ -220,6 +249,10 @@ mod tests {
         let named = tools(r#""tool_choice": {"type": "function", "function": {"name": "g"}}"#);
         let f = "{\"name\": \"f\", \"arguments\": {\"a\": 1}}";
         let g = "{\"name\": \"g\", \"arguments\": {}}";
+        let coder = |name: &str, key: &str, value: &str| {
+            let parameter = format!("<parameter={key}>\n{value}\n</parameter>\n");
+            format!("<tool_call>\n<function={name}>\n{parameter}</function>\n</tool_call>")
+        };
         for (tools, format, text, expected) in [
             (&many, Hermes, format!("<tool_call>\n{f}\n</tool_call>"), true),
             (&many, Hermes, format!("<tool_call>\n{f}\n</tool_call>\n<tool_call>\n{g}\n</tool_call>"), true),
@@ -231,6 +264,16 @@ mod tests {
             (&many, Llama, "{\"name\": \"f\", \"parameters\": {\"b\": 1}}".to_owned(), false),
             (&many, Mistral, format!("[TOOL_CALLS] [{f}, {g}]"), true),
             (&one, Mistral, format!("[TOOL_CALLS] [{f}, {g}]"), false),
+            (&many, MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g[ARGS]{}".to_owned(), true),
+            (&many, MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\": \"1\"}".to_owned(), false),
+            (&named, MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\": 1}".to_owned(), false),
+            (&many, QwenCoder, format!("{}\n{}", coder("f", "a", "1"), coder("s", "t", "any </par> \n\n")), true),
+            (&many, QwenCoder, coder("f", "a", "x"), false),
+            (&many, QwenCoder, coder("f", "b", "1"), false),
+            // A required parameter.
+            (&many, QwenCoder, "<tool_call>\n<function=s>\n</function>\n</tool_call>".to_owned(), false),
+            (&many, QwenCoder, "<tool_call>\n<function=f>\n</function>\n</tool_call>".to_owned(), true),
+            (&one, QwenCoder, format!("{0}\n{0}", coder("f", "a", "1")), false),
         ] {
             let grammar = tools.grammar(format, &[], None).unwrap();
             assert_eq!(accepts(&grammar, &text), expected, "{text} by {grammar:?}");

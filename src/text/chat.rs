@@ -70,10 +70,11 @@ impl Template {
         let tools = if !has("tools") {
             None
         } else if has("[TOOL_CALLS]") {
-            // Later versions write a name and arguments that are not one JSON value.
-            (!has("[ARGS]")).then_some(ToolFormat::Mistral)
+            Some(if has("[ARGS]") { ToolFormat::MistralArgs } else { ToolFormat::Mistral })
+        } else if has("<tool_call>") && has("<function=") {
+            has("<parameter=").then_some(ToolFormat::QwenCoder)
         } else if has("<tool_call>") {
-            (!has("<function=") && !has("<arg_key>")).then_some(ToolFormat::Hermes)
+            (!has("<arg_key>")).then_some(ToolFormat::Hermes)
         } else {
             has("\"parameters\": ").then_some(ToolFormat::Llama)
         };
@@ -312,7 +313,8 @@ mod tests {
             ("{% if tools %}<tool_call>\n<function=example>", None),
             ("{% if tools %}<tool_call>{name}\n<arg_key>", None),
             ("{{ tools }}{{ '[TOOL_CALLS] [' }}", Some(ToolFormat::Mistral)),
-            ("{{ tools }}[TOOL_CALLS]name[ARGS]{}", None),
+            ("{{ tools }}[TOOL_CALLS]name[ARGS]{}", Some(ToolFormat::MistralArgs)),
+            ("{{ tools }}<tool_call>\n<function=f>\n<parameter=p>", Some(ToolFormat::QwenCoder)),
             (r#"{% if tools is not none %}{"name": function name, "parameters": dictionary"#, Some(ToolFormat::Llama)),
         ] {
             assert_eq!(of(template), expected, "{template}");

@@ -99,8 +99,14 @@ pub(super) enum ProcessRequest {
     Grammar(Grammar, Sampled),
 }
 
-/// Formats of tool calls. The number in a frame is the index plus 1.
-const TOOL_FORMATS: [ToolFormat; 3] = [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::Mistral];
+/// Formats of tool calls, by their number in a frame, from 1.
+const TOOL_FORMATS: [ToolFormat; 5] = [
+    ToolFormat::Hermes,
+    ToolFormat::Llama,
+    ToolFormat::Mistral,
+    ToolFormat::MistralArgs,
+    ToolFormat::QwenCoder,
+];
 
 /// Writes the properties of a chat template.
 pub(super) fn write_chat(out: &mut Writer, chat: Option<Chat>) {
