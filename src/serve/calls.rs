@@ -69,7 +69,7 @@ impl Calls {
         }
     }
 
-    /// Takes the next piece of the text. Returns the text outside of calls, and the calls that are complete.
+    /// Adds a piece of the text. Returns the text outside of calls, and the calls that are complete.
     pub fn push(&mut self, piece: &str) -> (String, Vec<ToolCall>) {
         self.held += piece;
         match self.format {

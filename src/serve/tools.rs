@@ -74,8 +74,8 @@ impl Tools {
         Ok(Some(Self { definitions: Value::Array(definitions), functions, choice, named, parallel }))
     }
 
-    /// What an answer must match in a format, if it must call a tool or match a schema where it calls none. `marks` has
-    /// the special tokens of marks.
+    /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none. `None` if any answer is
+    /// valid. `marks` lists the marks that are special tokens.
     pub fn grammar(&self, format: ToolFormat, marks: &[(u32, &str)], schema: Option<&str>) -> Option<Grammar> {
         let (of, answer) = match (&self.choice, schema) {
             (ToolChoice::Auto, None) => return None,
@@ -127,7 +127,7 @@ impl Tools {
     }
 }
 
-/// The rules of a call in the format of Qwen3-Coder: parameters in the order of the schema.
+/// Returns the grammar rules of a call in Qwen3-Coder's format, with parameters in the order of the schema.
 fn function_rules(at: usize, name: &str, schema: &Value) -> String {
     let quoted = |text: &str| json!(text).to_string();
     let none = Map::new();
@@ -139,7 +139,7 @@ fn function_rules(at: usize, name: &str, schema: &Value) -> String {
         let parameter = format!("parameter{at}_{nth}");
         call += &format!(" {parameter}{}", if required(key) { "" } else { "?" });
         let head = quoted(&format!("<parameter={key}>\n"));
-        // References lead to the schema of the whole function.
+        // A `$ref` is relative to the function's schema, of which this is a part.
         rules += &if is_plain_text(schema) || schema.to_string().contains("\"$ref\"") {
             format!("{parameter}: {head} text\n")
         } else {
@@ -149,7 +149,7 @@ fn function_rules(at: usize, name: &str, schema: &Value) -> String {
     format!("call{at}: {call} \"</function>\"\n{rules}")
 }
 
-/// The definitions, and the name and schema of each function.
+/// Parses tool definitions. Returns them, and the name and schema of each function.
 #[allow(clippy::type_complexity)]
 fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), ApiError> {
     let wrong = |message: String| ApiError::of("tools", format!("tools {message}"));

@@ -79,11 +79,11 @@ pub(crate) enum ToolFormat {
     Hermes,
     /// `{"name": .., "parameters": ..}` alone, as in Llama 3.1 and 3.2.
     Llama,
-    /// `[TOOL_CALLS] [{"name": .., "arguments": ..}, ..]`, as Mistral until 2024.
+    /// `[TOOL_CALLS] [{"name": .., "arguments": ..}, ..]`, as in Mistral's models until 2024.
     Mistral,
-    /// `[TOOL_CALLS]name[ARGS]{..}` for each call, as Mistral since 2025.
+    /// `[TOOL_CALLS]name[ARGS]{..}` for each call, as in Mistral's models since 2025.
     MistralArgs,
-    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as Qwen3-Coder.
+    /// `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, as in Qwen3-Coder.
     QwenCoder,
 }
 

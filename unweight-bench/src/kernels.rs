@@ -56,7 +56,8 @@ options! {
         matmul: bool = true,
         /// Measure attention over packed KV pages, and the packing of pages.
         kv_cache: bool = true,
-        /// Measure every variant of the report's Table 5 that fits the shape instead of the heuristic's first choice.
+        /// Measure every variant of the report's Table 5 that fits the shape instead of the heuristic's first choice, and
+        /// every variant of attention.
         all_variants: bool = false,
         /// Maximum code length of the weights, bits.
         code_limit: u32 = CodeLimit::DEFAULT.bits(),
@@ -87,7 +88,9 @@ pub fn bench_kernels(
     let bench = Bench { kernels, timer, options, limit, arch: kernels.device().info().arch };
     let mut rows = Vec::new();
     if options.kv_cache {
-        rows.extend(kv_cache::KvBench { kernels, timer: &bench.timer }.measure(progress)?);
+        rows.extend(
+            kv_cache::KvBench { kernels, timer: &bench.timer, all_variants: options.all_variants }.measure(progress)?,
+        );
     }
     let report = |rows| Report {
         device: kernels.device().info().clone(),

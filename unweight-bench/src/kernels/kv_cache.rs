@@ -7,12 +7,14 @@
 //! ```
 //! Together, the copies of a problem exceed the L2 cache, as do the weights of other families.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     kv::PAGE_TOKENS,
-    plan::GemmShape,
-    spec::{HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec},
+    plan::{GemmShape, Plan},
+    spec::{AttentionSpec, AttentionStages, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec, Op, catalog},
 };
 use unweight_engine::raw::{decode_variant, options::bucket};
 use unweight_rt::{
@@ -69,6 +71,8 @@ const STRIDE: u64 = 7919;
 pub(super) struct KvBench<'a> {
     pub kernels: &'a KernelSet,
     pub timer: &'a Timer<'a>,
+    /// Measure every variant of attention, not only the engine's choice.
+    pub all_variants: bool,
 }
 
 /// A batch at a context length.
@@ -227,14 +231,20 @@ impl KvBench<'_> {
         let problem = GemmShape { m, n: OUT_COLUMNS, k: context };
         let inputs = Inputs::new(stream, case, pool.body)?;
         let mut ctx = ExecContext::new(stream, ContextSize::default())?;
-        let (mut contenders, mut first) = (Vec::new(), None);
-        let caches = [KvCache::Bf16, KvCache::Packed];
-        let kernels = caches.into_iter().map(|cache| self.kernel(cache, case)).collect::<Result<Vec<_>, _>>()?;
+        let (mut contenders, mut first) = (Vec::new(), BTreeMap::new());
+        let mut kernels = Vec::new();
+        for cache in [KvCache::Bf16, KvCache::Packed] {
+            let (chosen, parts) = self.kernel(cache, case)?;
+            let others = if self.all_variants { others(&chosen) } else { Vec::new() };
+            for (nth, spec) in std::iter::once(chosen).chain(others).enumerate() {
+                kernels.push((cache, Attention::new(self.kernels.get(&spec)?)?, parts, nth == 0));
+            }
+        }
         // Reserve before the first capture: graphs hold the addresses of the context's buffers.
-        for (attention, parts) in &kernels {
+        for (_, attention, parts, _) in &kernels {
             ctx.reserve(attention.context_size(m, HEADS.kv_heads, *parts)?)?;
         }
-        for (cache, (attention, parts)) in caches.into_iter().zip(kernels) {
+        for (cache, attention, parts, dispatched) in kernels {
             let mut out = DeviceBuffer::<u16>::zeroed(stream, m as usize * OUT_COLUMNS as usize)?;
             let mut run = |copy: usize, out: &mut DeviceBuffer<u16>| {
                 let (keys, page_table) = match cache {
@@ -264,7 +274,12 @@ impl KvBench<'_> {
                 }
             }
             let no_number = outs.iter().flatten().any(|bits| bits & 0x7fff > 0x7f80);
-            if no_number || first.get_or_insert_with(|| outs.clone()) != &outs {
+            // Warps and blocks decide the order of sums.
+            let sums = match attention.kernel().spec().op {
+                Op::Attention(op) => (op.warps.get(), op.cluster.get()),
+                _ => (0, 0),
+            };
+            if no_number || first.entry(sums).or_insert_with(|| outs.clone()) != &outs {
                 return Err(BenchError::WrongBits { kernel: "attention over packed KV pages" });
             }
             let (graph, launches) = self.timer.record(problem, copies as usize, |copy| run(copy, &mut out))?;
@@ -272,7 +287,7 @@ impl KvBench<'_> {
             let name = attention.kernel().spec().to_string();
             let name = if parts > 1 { format!("{name} x{parts}") } else { name };
             let bytes = case.bytes(cache);
-            contenders.push((out, Contender { name, graph, launches, bytes, error: None, dispatched: true }));
+            contenders.push((out, Contender { name, graph, launches, bytes, error: None, dispatched }));
         }
         let (outs, contenders): (Vec<_>, Vec<_>) = contenders.into_iter().unzip();
         let mut rows = self.timer.measure("attention", contenders, copies as usize, problem, progress)?;
@@ -289,12 +304,11 @@ impl KvBench<'_> {
     }
 
     /// Returns the variant that an engine selects for a batch, and its number of parts.
-    fn kernel(&self, cache: KvCache, Case { m, context, .. }: Case) -> Result<(Attention, u32), BenchError> {
+    fn kernel(&self, cache: KvCache, Case { m, context, .. }: Case) -> Result<(VariantSpec, u32), BenchError> {
         let info = self.kernels.device().info();
         let heads = (HEADS.kv_heads, HEADS.head_dim);
         let variant = decode_variant(&GpuModel::from(info), cache, heads, bucket(m), context);
-        let (spec, parts) = variant.ok_or(BenchError::NoVariant(GemmShape { m, n: OUT_COLUMNS, k: context }))?;
-        Ok((Attention::new(self.kernels.get(&spec)?)?, parts))
+        variant.ok_or(BenchError::NoVariant(GemmShape { m, n: OUT_COLUMNS, k: context }))
     }
 
     /// Measures packing of the pages of a chunk, of one layer.
@@ -418,6 +432,27 @@ impl KvBench<'_> {
     }
 }
 
+/// Returns the other variants that compute the same attention: every catalogued number of warps and blocks, with every
+/// number of stages that fits.
+fn others(chosen: &VariantSpec) -> Vec<VariantSpec> {
+    let Op::Attention(own) = chosen.op else { return Vec::new() };
+    let shapes: BTreeSet<_> = catalog::on::<AttentionSpec>(chosen.arch)
+        .filter_map(|spec| match spec.op {
+            Op::Attention(op)
+                if op == (AttentionSpec { warps: op.warps, cluster: op.cluster, stages: op.stages, ..own }) =>
+            {
+                Some((op.warps, op.cluster))
+            }
+            _ => None,
+        })
+        .collect();
+    let stages = || (1..=AttentionStages::MAX.get()).filter_map(|stages| AttentionStages::new(stages).ok());
+    let specs = shapes.into_iter().flat_map(|(warps, cluster)| {
+        stages().map(move |stages| VariantSpec::attention(chosen.arch, AttentionSpec { warps, cluster, stages, ..own }))
+    });
+    specs.filter(|spec| spec != chosen && Plan::new(spec).is_ok()).collect()
+}
+
 impl Case {
     /// Returns the bytes that attention must read and write: keys and values, QKV and A.
     fn bytes(self, cache: KvCache) -> u64 {
@@ -464,8 +499,6 @@ impl Inputs {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     /// Copies of a case share no page, and together exceed the L2 cache.
