@@ -158,13 +158,13 @@ fn logprobs_are_those_of_the_logits() {
 
 /// Allows tokens depending on the token before, and ends after a number of tokens.
 #[derive(Clone, Debug)]
-struct Rule {
-    before: u32,
-    left: u32,
+pub(crate) struct Rule {
+    pub before: u32,
+    pub left: u32,
 }
 
 impl Rule {
-    fn allows(before: u32, token: u32) -> bool {
+    pub fn allows(before: u32, token: u32) -> bool {
         (token ^ before.wrapping_mul(2_654_435_761)) % 11 < 2
     }
 }

@@ -3,7 +3,7 @@
 //! Steps of other sizes differ by rounding. Where bits are compared, a sequence without drafts therefore runs along,
 //! and all steps have 2 to 8 rows, so that they run as steps of 8 rows with and without drafts.
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path, sync::Arc};
 
 use unweight::engine::{
     Adjustments, Engine, EngineOptions, Event, KvCache, Logprobs, Placement, Request, SampleParams, SeqId,
@@ -14,6 +14,7 @@ use unweight_format::{
 };
 
 use crate::{
+    adjusted::Rule,
     engine::{MODELS, assert_most_likely, bundle, load, options, run, tokens},
     families,
     harness::Random,
@@ -144,6 +145,36 @@ fn drafts_change_no_bit_of_any_family() {
         }
     }
     assert!(accepted > 0, "no draft was right");
+}
+
+/// A step that verifies drafts of some sequences, and has constrained ones, computes the bits of a step without drafts.
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_and_constraints_share_steps() {
+    const NEW: u32 = 150;
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Bf16, false)] {
+        let options = options().context(2048).max_batch(4).kv_cache(cache).graphs(graphs);
+        let [mut plain, mut drafting] = engines(&bundle, &options, 1);
+        for round in 0..6 {
+            let mut requests = repeating(6, vocab, NEW, SampleParams::default()).split_off(3 * (round % 2));
+            requests.truncate(3);
+            let (constrained, before) = (round % 3, round as u32);
+            let request = &mut requests[constrained];
+            *request = request.clone().constraint(Some(Arc::new(Rule { before, left: NEW })));
+            let answers = run_beside(&mut drafting, &requests);
+            assert!(answers == run_beside(&mut plain, &requests), "{cache:?}, graphs {graphs}, round {round}");
+            let mut before = before;
+            assert_eq!(answers[constrained].len(), NEW as usize);
+            for (token, _) in &answers[constrained] {
+                assert!(Rule::allows(std::mem::replace(&mut before, *token), *token), "{cache:?}, round {round}");
+            }
+        }
+        let counts = drafting.draft_counts();
+        assert!(counts.accepted > 0, "{cache:?}: {counts:?}");
+    }
 }
 
 /// Up to 64 rows of up to 8 sequences use other kernels, so tokens are checked against logits of prompts.
