@@ -17,6 +17,7 @@
 //! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be
 //! kept neither packed nor in BF16.
 
+mod chunks;
 mod speculate;
 
 use std::{collections::VecDeque, ops::Range};
@@ -24,6 +25,7 @@ use std::{collections::VecDeque, ops::Range};
 use rayon::prelude::*;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
+use self::chunks::{ChunkStart, time_of};
 pub use self::speculate::{DraftCounts, Speculation};
 use crate::{
     constraint::{self, ConstraintState},
@@ -168,15 +170,6 @@ pub enum Next {
     Read,
 }
 
-/// When a chunk may run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
-    /// After steps in flight.
-    Behind,
-    /// While no step is in flight: the sequence joins the rows after it.
-    Alone,
-}
-
 /// The limits of a schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
@@ -201,9 +194,6 @@ pub struct Limits {
     /// Drafts of sequences without adjusted logits.
     pub speculation: Speculation,
 }
-
-/// Prefill of up to this many tokens takes about as long as that of one.
-const PASS_TOKENS: u32 = 128;
 
 /// When a row needs a page, rows get pages for this many tokens if enough are free, because taking pages pauses the
 /// device.
@@ -250,11 +240,6 @@ struct Prefill {
     shared_units: bool,
     /// The state of the sequence after its first token.
     running: Running,
-}
-
-/// The prefill time of `tokens` tokens, in tokens.
-fn time_of(tokens: u32) -> u32 {
-    tokens.max(PASS_TOKENS)
 }
 
 /// The next chunk of a prompt.
@@ -419,7 +404,7 @@ impl Schedule {
         let chunk = self.chunk_is_due();
         // Enqueueing a chunk may wait for the device, so tokens that are ready by then are read first.
         let may_launch = self.in_flight.len() < self.limits.ahead as usize;
-        let after_steps = chunk == Some(Place::Behind) && may_launch;
+        let after_steps = chunk == Some(ChunkStart::AfterSteps) && may_launch;
         if after_steps || chunk.is_some() && self.in_flight.is_empty() {
             return Next::Prefill;
         }
@@ -431,44 +416,6 @@ impl Schedule {
         let can_run = |row: &Running| row.may_run() && row.need(cache, 0) <= row.pages.len() as u32;
         let ready = !self.changed && chunk.is_none() && self.rows.iter().all(can_run);
         if ready && may_launch && !self.wants_drafts() { Next::Launch { changed: false } } else { Next::Read }
-    }
-
-    /// Returns when the next chunk of a prompt may run; `None` if no prompt waits, or if a step is due first.
-    fn chunk_is_due(&self) -> Option<Place> {
-        let (start, len, behind) = match &self.prefill {
-            Some(prefill) => (prefill.start, prefill.running.tokens.len() as u32, 0),
-            None => {
-                let waiting = &self.waiting[self.next_waiting()?];
-                let (shared, _) = self.room_for(waiting)?;
-                (self.tokens_of(&shared), waiting.request.prompt.len() as u32, 1)
-            }
-        };
-        let backlog = self.backlog(start, len, behind);
-        let Range { end, .. } = self.next_cut(start, len, backlog);
-        // Twice the backlog above a chunk, so that the backlog shrinks.
-        let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
-        let budget = budget.max(self.cut.part(4)).min(self.cut.chunk());
-        let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
-        fits.then_some(if end == len { Place::Alone } else { Place::Behind })
-    }
-
-    /// The prefill time of waiting prompt tokens, by [`time_of`]: `start..len` of a prompt, and the prompts of waiting
-    /// sequences from index `first` on.
-    fn backlog(&self, start: u32, len: u32, first: usize) -> u32 {
-        let others = self.waiting.iter().skip(first).map(|waiting| time_of(waiting.request.prompt.len() as u32));
-        others.fold(time_of(len - start), u32::saturating_add)
-    }
-
-    /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
-    fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
-        let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
-        if steps_first { start..len.min(start + self.cut.part(4)) } else { self.cut.next(start, len) }
-    }
-
-    /// Returns the next tokens to run of the current prompt.
-    fn chunk_of(&self, prefill: &Prefill) -> Range<u32> {
-        let (start, len) = (prefill.start, prefill.running.tokens.len() as u32);
-        self.next_cut(start, len, self.backlog(start, len, 0))
     }
 
     /// The number of tokens of these nodes.
