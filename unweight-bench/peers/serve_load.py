@@ -2,35 +2,45 @@
 
     python3 serve_load.py --unweight unweight --out serve_load.json              # a random model of Llama-3.1-8B's shapes
     python3 serve_load.py --unweight unweight --before old/unweight --out serve_load.json
+    python3 serve_load.py --unweight unweight --vllm python3 --out serve_load.json    # next to vLLM in BF16
     python3 serve_load.py --url http://127.0.0.1:8000 --model llama --out other.json
 
 Prompts are random token ids, greedy decoding, streamed. Arrivals are a Poisson process; every server gets the same
-prompts at the same times. Loads:
+prompts at the same times. `--vllm` runs vLLM's server first, on the model that the bundle is made from, with
+default settings except for `--max-model-len`, `--max-num-seqs` and `--gpu-memory-utilization`. Loads:
 
 - `long`: 3 requests/s, 6,000 prompt tokens, 64 new tokens.
 - `short`: 16 requests/s, 512 prompt tokens, 128 new tokens.
-- `closed`: 1, 8, 32 and 128 clients, each of which sends its next request when the last one ends: 512 + 128 tokens.
-- `prefix`: pairs of requests that share 4,000 tokens; the text of the second must equal that of a fresh server.
+- `closed`: 1, 8, 32, 64 and 128 clients, each of which sends its next request when the last one ends: 512 + 128 tokens.
+- `prefix`: pairs of requests that share 4,000 tokens; the text of the second must equal that of a fresh server of
+  ours.
 - `no_limit` (own servers only): 256 chats without `max_tokens` in 24 GB of GPU memory and a context of 1,024 tokens,
   next to `unweight generate` with the same prompts.
 
-Each load reports seconds to the first token, gaps between tokens of one stream, and tokens per second. `--only LOAD`
-selects loads, `--seconds` sets the length of `long` and `short`. Times are in ms. Exit status 1 if a request failed or
-texts differ.
+Each load reports the time to the first token, gaps between the parts of one stream, the mean time per output token of
+a request, and tokens per second. For a server that this script starts, `server` holds the CPU seconds of its processes
+during the load and their resident memory after it; shared pages count once per process. `--only LOAD` selects loads,
+`--seconds` sets the length of `long` and `short`. Times in `_ms` are in ms. The output file is written after each load.
+Exit status 1 if vLLM does not start, a request failed, or texts differ.
 """
 
 import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -39,7 +49,11 @@ HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32
 LOADS = ("long", "short", "closed", "prefix", "no_limit")
 # Requests per second, prompt tokens, new tokens.
 OPEN = {"long": (3.0, 6000, 64), "short": (16.0, 512, 128)}
-CLOSED = ((1, 6), (8, 24), (32, 96), (128, 256))
+# Clients, requests.
+CLOSED = ((1, 6), (8, 24), (32, 96), (64, 192), (128, 256))
+CONTEXT, MAX_BATCH = 8192, 128
+# Seconds for vLLM to load, compile and capture its graphs.
+START_LIMIT = 300
 PREFIX_TOKENS, PREFIX_PAIRS = 4000, 8
 CHATS, CHAT_CONTEXT, CHAT_MEMORY = 256, 1024, "24000000000"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
@@ -96,7 +110,7 @@ def make_model(home: Path) -> None:
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCAB,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
@@ -111,6 +125,62 @@ def make_model(home: Path) -> None:
     (home / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def processes(root: int) -> dict[int, list[str]]:
+    """Returns the fields of /proc/PID/stat, from the state on, of a process and its descendants."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            found[int(stat.parent.name)] = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+    tree = [pid for pid in (root,) if pid in found]
+    for parent in tree:
+        tree.extend(pid for pid, fields in found.items() if int(fields[1]) == parent)
+    return {pid: found[pid] for pid in tree}
+
+
+def usage(root: int) -> dict:
+    """Returns the CPU seconds, ended children included, and the resident memory of a process and its descendants."""
+    fields = processes(root).values()
+    ticks = sum(int(value) for of in fields for value in of[11:15])
+    pages = sum(int(of[21]) for of in fields)
+    return {
+        "cpu_s": round(ticks / os.sysconf("SC_CLK_TCK"), 2),
+        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "processes": len(fields),
+    }
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Stops a server and its descendants, so that the next server has the whole GPU."""
+    started = {pid: of[19] for pid, of in processes(process.pid).items()}
+
+    def running() -> list[int]:
+        alive = []
+        for pid, start in started.items():
+            now = processes(pid).get(pid)
+            # A different start time means that the id was reused.
+            if now and now[0] != "Z" and now[19] == start:
+                alive.append(pid)
+        return alive
+
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    # Children exit after their parent. Kill those that still run after five seconds.
+    for tenth in range(100):
+        left = running()
+        if not left:
+            break
+        if tenth == 50:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
 
 
 class Server:
@@ -129,11 +199,57 @@ class Server:
         return self
 
     def __exit__(self, *_) -> None:
-        self.process.send_signal(signal.SIGINT)
+        stop(self.process)
+        self.log.close()
+
+
+class Vllm:
+    """The server of vLLM in BF16, run as a process. Its log is next to the model."""
+
+    def __init__(self, python: str, path: Path | None, model: Path, log: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT)]
+        command += ["--max-num-seqs", str(MAX_BATCH), "--gpu-memory-utilization", "0.9"]
+        environment = dict(os.environ)
+        # Disable downloads, usage reports, and FlashInfer's sampler. Greedy decoding does not use the sampler, and
+        # FlashInfer may be missing.
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+        if path:
+            others = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = os.pathsep.join([str(path.absolute()), *([others] if others else [])])
+        self.log = log.open("w")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
+        self.url = f"http://127.0.0.1:{port}"
         try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.wait(START_LIMIT)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(f"{' '.join(command)}: {error}\n{log.read_text(errors='replace')[-6000:]}") from None
+            raise
+
+    def wait(self, seconds: float) -> None:
+        """Waits until the server answers."""
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"exit status {self.process.returncode}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.1)
+        raise RuntimeError(f"not ready after {seconds:.0f} s")
+
+    def __enter__(self) -> "Vllm":
+        return self
+
+    def __exit__(self, *_) -> None:
+        stop(self.process)
         self.log.close()
 
 
@@ -143,12 +259,13 @@ class Client:
         self.failures: list[str] = []
 
     async def complete(self, prompt: list[int], new_tokens: int) -> dict:
-        """Sends one streamed completion. Returns the arrival times of its parts, in seconds from the start, and its
-        text."""
+        """Sends one streamed completion. Returns the arrival times of its parts, in seconds from the start, its text,
+        and its number of tokens: a server under load may send several tokens in one part."""
         body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+        body["stream_options"] = {"include_usage": True}
         if self.model:
             body["model"] = self.model
-        began, times, text = time.perf_counter(), [], []
+        began, times, text, tokens = time.perf_counter(), [], [], None
         try:
             async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
                 if answer.status != 200:
@@ -159,13 +276,15 @@ class Client:
                     event = json.loads(line[6:])
                     if "error" in event:
                         raise RuntimeError(str(event["error"]))
+                    if event.get("usage"):
+                        tokens = event["usage"]["completion_tokens"]
                     part = event["choices"][0]["text"] if event["choices"] else ""
                     if part:
                         times.append(time.perf_counter() - began)
                         text.append(part)
         except (RuntimeError, aiohttp.ClientError, asyncio.TimeoutError) as error:
             self.failures.append(f"{type(error).__name__}: {error}")
-        return {"times": times, "text": "".join(text)}
+        return {"times": times, "text": "".join(text), "tokens": len(times) if tokens is None else tokens}
 
     async def chat(self, content: str) -> int:
         """Sends a chat without `max_tokens`. Returns the number of tokens in the answer."""
@@ -190,15 +309,22 @@ def figures(answers: list[dict], seconds: float) -> dict:
     first = [1e3 * answer["times"][0] for answer in answers if answer["times"]]
     pairs = (itertools.pairwise(answer["times"]) for answer in answers)
     gaps = [1e3 * (after - before) for before, after in itertools.chain.from_iterable(pairs)]
-    tokens = sum(len(answer["times"]) for answer in answers)
+    long = [answer for answer in answers if answer["times"] and answer["tokens"] > 1]
+    per_token = [1e3 * (of["times"][-1] - of["times"][0]) / (of["tokens"] - 1) for of in long]
+    tokens = sum(answer["tokens"] for answer in answers)
     shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
     return {
         "requests": len(answers),
         "tokens": tokens,
+        "parts": sum(len(answer["times"]) for answer in answers),
         "seconds": round(seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
         "first_token_ms": {name: round(percentile(first, share), 2) for name, share in shares},
         "gap_ms": {name: round(percentile(gaps, share), 2) for name, share in shares},
+        "time_per_output_token_ms": {
+            "mean": round(statistics.fmean(per_token), 2) if per_token else None,
+            **{name: round(percentile(per_token, share), 2) for name, share in shares},
+        },
     }
 
 
@@ -269,25 +395,47 @@ def client_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=1 << 22)
 
 
-async def measure(url: str, model: str | None, loads: list[str], seconds: float, ours: bool) -> dict:
-    result = {}
+async def with_usage(load: Awaitable[dict], process: int | None) -> dict:
+    """Returns the figures of a load and the resources that the processes of its server used."""
+    if process is None:
+        return await load
+    before = usage(process)
+    found = await load
+    after = usage(process)
+    return {**found, "server": {**after, "cpu_s": round(after["cpu_s"] - before["cpu_s"], 2)}}
+
+
+async def measure(
+    url: str,
+    loads: list[str],
+    seconds: float,
+    result: dict,
+    save: Callable[[], None],
+    model: str | None = None,
+    process: int | None = None,
+    ours: bool = False,
+) -> None:
+    """Adds the figures of each load to `result` and saves them."""
     async with client_session() as session:
         client = Client(session, url, model)
+        result["failures"] = client.failures
         # Compile the kernels and capture the graphs of every batch before the first measurement.
         warm = random.Random("warm")
         await asyncio.gather(*(client.complete(prompt(warm, 700), 24) for _ in range(64)))
         for name in loads:
             if name in OPEN:
-                result[name] = await open_load(client, name, seconds)
+                result[name] = await with_usage(open_load(client, name, seconds), process)
             elif name == "closed":
-                result[name] = [await closed_load(client, *of) for of in CLOSED]
+                result[name] = []
+                for of in CLOSED:
+                    result[name].append(await with_usage(closed_load(client, *of), process))
+                    save()
             elif name == "prefix":
-                result[name] = await prefix_load(client)
+                result[name] = await with_usage(prefix_load(client), process)
+            save()
             print(name, json.dumps({**result[name], "texts": None} if name == "prefix" else result[name]), flush=True)
         if ours:
             result["metrics"] = await metrics(client)
-        result["failures"] = client.failures
-    return result
 
 
 async def texts_alone(url: str) -> list[str]:
@@ -325,17 +473,34 @@ def offline(binary: str, bundle: Path, memory: str) -> dict:
     return {key: value for key, value in whole.items() if not isinstance(value, (list, dict))}
 
 
-def run(binary: str, bundle: Path, arguments, name: str) -> dict:
+def run_vllm(model: Path, arguments, result: dict, save: Callable[[], None]) -> None:
+    loads = [load for load in arguments.only if load != "no_limit"]
+    began = time.perf_counter()
+    try:
+        with Vllm(arguments.vllm, arguments.vllm_path, model, model.parent / "vllm.log") as server:
+            result["start_s"] = round(time.perf_counter() - began, 2)
+            result["started"] = usage(server.process.pid)
+            asyncio.run(measure(server.url, loads, arguments.seconds, result, save, process=server.process.pid))
+    except RuntimeError as error:
+        result["failed"] = str(error)
+        print(error, flush=True)
+    result.get("prefix", {}).pop("texts", None)
+    save()
+
+
+def run(binary: str, bundle: Path, arguments, name: str, result: dict, save: Callable[[], None]) -> None:
     work = bundle.parent
-    result = {}
+    sizes = ["--max-batch", str(MAX_BATCH)]
     loads = [load for load in arguments.only if load != "no_limit"]
     if loads:
         began = time.perf_counter()
-        with Server(binary, bundle, work / f"{name}.log", "--max-batch", "128", *arguments.option) as server:
+        with Server(binary, bundle, work / f"{name}.log", *sizes, *arguments.option) as server:
             result["start_s"] = round(time.perf_counter() - began, 2)
-            result |= asyncio.run(measure(server.url, None, loads, arguments.seconds, True))
+            pid = server.process.pid
+            result["started"] = usage(pid)
+            asyncio.run(measure(server.url, loads, arguments.seconds, result, save, process=pid, ours=True))
     if "prefix" in loads:
-        with Server(binary, bundle, work / f"{name}-alone.log", "--max-batch", "128", *arguments.option) as server:
+        with Server(binary, bundle, work / f"{name}-alone.log", *sizes, *arguments.option) as server:
             alone = asyncio.run(texts_alone(server.url))
         result["prefix"]["texts_equal"] = alone == result["prefix"].pop("texts")
     if "no_limit" in arguments.only:
@@ -344,12 +509,13 @@ def run(binary: str, bundle: Path, arguments, name: str) -> dict:
             result["no_limit"] = asyncio.run(no_limit(server.url))
         result["no_limit"]["generate"] = offline(binary, bundle, CHAT_MEMORY)
         print("no_limit", json.dumps(result["no_limit"]), flush=True)
-    return result
+    save()
 
 
 def failed(result: dict) -> bool:
     unequal = not result.get("prefix", {}).get("texts_equal", True)
-    return bool(result.get("failures")) or bool(result.get("no_limit", {}).get("failures")) or unequal
+    broken = "failed" in result or bool(result.get("failures"))
+    return broken or bool(result.get("no_limit", {}).get("failures")) or unequal
 
 
 def main() -> int:
@@ -358,37 +524,54 @@ def main() -> int:
     which.add_argument("--unweight", help="the command")
     which.add_argument("--url", help="a running server")
     parser.add_argument("--before", help="another build, measured before this one")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python that has vLLM; its server runs first, in BF16")
+    parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="directory put first in PYTHONPATH of --vllm")
     parser.add_argument("--model", help="name of the model at --url")
     parser.add_argument("--bundle", type=Path, help="a bundle made by an earlier run with --keep")
     parser.add_argument("--work", type=Path, help="folder for the model, 30 GB")
-    parser.add_argument("--keep", action="store_true", help="keep the bundle in --work")
+    parser.add_argument("--keep", action="store_true", help="keep the bundle, with --vllm also the model, in --work")
     parser.add_argument("--only", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--option", action="append", default=[], help="option of `unweight serve`; repeatable")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.vllm and arguments.url:
+        parser.error("--vllm needs --unweight: it measures the model that the bundle is made from")
     results = {}
+
+    def save() -> None:
+        part = arguments.out.with_name(f"{arguments.out.name}.part")
+        part.write_text(json.dumps(results, indent=1))
+        part.replace(arguments.out)
+
     if arguments.url:
         loads = [load for load in arguments.only if load != "no_limit"]
-        results["server"] = asyncio.run(measure(arguments.url, arguments.model, loads, arguments.seconds, False))
+        result = results["server"] = {}
+        asyncio.run(measure(arguments.url, loads, arguments.seconds, result, save, model=arguments.model))
     else:
         work = arguments.work or Path(tempfile.mkdtemp())
-        bundle = arguments.bundle or work / "bundle"
+        model, bundle = work / "model", arguments.bundle or work / "bundle"
+        # The tokenizer's configuration is the last file of a model.
+        made = not (model / "tokenizer_config.json").exists() and (arguments.vllm or not bundle.exists())
+        if made:
+            make_model(model)
         if not bundle.exists():
-            make_model(work / "model")
-            command = [arguments.unweight, "compress", work / "model", "-o", bundle, "--profile", "packed"]
+            command = [arguments.unweight, "compress", model, "-o", bundle, "--profile", "packed"]
             subprocess.run([*map(str, command), "--verify", "none"], check=True)
-            shutil.rmtree(work / "model")
+        if arguments.vllm:
+            print("-- vllm", flush=True)
+            run_vllm(model, arguments, results.setdefault("vllm", {}), save)
+        if made and not (arguments.keep and arguments.vllm):
+            shutil.rmtree(model)
         builds = [("now", arguments.unweight)]
         if arguments.before:
             builds.insert(0, ("before", arguments.before))
         for name, binary in builds:
             print(f"-- {name}", flush=True)
-            results[name] = run(binary, bundle, arguments, name)
-            arguments.out.write_text(json.dumps(results, indent=1))
+            run(binary, bundle, arguments, name, results.setdefault(name, {}), save)
         if not arguments.keep:
             shutil.rmtree(bundle)
-    arguments.out.write_text(json.dumps(results, indent=1))
+    save()
     return int(any(failed(result) for result in results.values()))
 
 
