@@ -74,8 +74,8 @@ impl Tools {
         Ok(Some(Self { definitions: Value::Array(definitions), functions, choice, named, parallel }))
     }
 
-    /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none. `None` if any answer is
-    /// valid. `marks` lists the marks that are special tokens.
+    /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none. `None` if any answer
+    /// is valid. `marks` lists the marks that are special tokens.
     pub fn grammar(&self, format: ToolFormat, marks: &[(u32, &str)], schema: Option<&str>) -> Option<Grammar> {
         let (of, answer) = match (&self.choice, schema) {
             (ToolChoice::Auto, None) => return None,

@@ -100,13 +100,8 @@ pub(super) enum ProcessRequest {
 }
 
 /// Formats of tool calls, by their number in a frame, from 1.
-const TOOL_FORMATS: [ToolFormat; 5] = [
-    ToolFormat::Hermes,
-    ToolFormat::Llama,
-    ToolFormat::Mistral,
-    ToolFormat::MistralArgs,
-    ToolFormat::QwenCoder,
-];
+const TOOL_FORMATS: [ToolFormat; 5] =
+    [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::Mistral, ToolFormat::MistralArgs, ToolFormat::QwenCoder];
 
 /// Writes the properties of a chat template.
 pub(super) fn write_chat(out: &mut Writer, chat: Option<Chat>) {

@@ -430,9 +430,8 @@ fn check_refusals(stream: &Stream, case: &Case) {
     assert!(matches!(result, Err(PackError::Unpackable(_))));
     // SAFETY: the call fails before any access.
     let result = unsafe { case.interop.pack_at(address, (128, 192), sections.at(1)) };
-    assert!(
-        matches!(result, Err(PackError::Device(error)) if matches!(error.launch_error(), Some(LaunchError::Room { .. })))
-    );
+    let Err(PackError::Device(error)) = result else { panic!("{result:?}") };
+    assert!(matches!(error.launch_error(), Some(LaunchError::Room { .. })), "{error}");
     // SAFETY: the call fails before any access.
     let result = unsafe { case.interop.layer((100, 192), Window::new(100).unwrap(), sections.at(0)) };
     assert!(matches!(refused(result), LaunchError::Multiple { .. } | LaunchError::Elements { .. }));

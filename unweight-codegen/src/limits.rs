@@ -10,7 +10,7 @@ use crate::axes::Arch;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Instruction {
-    /// `wgmma.mma_async`.
+    /// Multiplies by a warpgroup from shared memory: `wgmma.mma_async`.
     Wgmma,
     /// `mma.sync` of BF16.
     Mma,
@@ -18,13 +18,13 @@ pub enum Instruction {
     AsyncCopy,
     /// `cp.async.bulk` of a contiguous range of memory.
     BulkCopy,
-    /// `cp.async.bulk.tensor`.
+    /// Copies a tile by the tensor memory accelerator: `cp.async.bulk.tensor`.
     TensorCopy,
     /// Clusters of blocks, and distributed shared memory.
     Cluster,
     /// `griddepcontrol`: programmatic dependent launch.
     DependentLaunch,
-    /// `setmaxnreg`.
+    /// Changes the registers per thread of a warp: `setmaxnreg`.
     SetMaxRegisters,
 }
 

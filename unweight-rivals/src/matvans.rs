@@ -129,9 +129,9 @@ pub enum Error {
 /// How elements are assigned to streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// One stream per row.
+    /// Each row has a stream of its own.
     Rows,
-    /// One stream per 32 rows.
+    /// Each 32 rows share a stream.
     Stripes,
     /// One stream per row, in which each coder has its own words: WarpPerRow.
     Lanes,

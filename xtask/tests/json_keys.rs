@@ -77,6 +77,19 @@ fn serializes(attributes: &[Attribute]) -> bool {
     attribute_text(attributes, "derive").iter().any(|text| text.split(',').any(|one| one.trim().ends_with("Serialize")))
 }
 
+/// Drops the words that a row repeats: an integer is a number of things, and sizes are in bytes unless the key has a
+/// unit.
+fn without_type<'a>(doc: &'a str, key: &str) -> &'a str {
+    let strip = |text: &'a str, prefix: &str| text.strip_prefix(prefix).unwrap_or(text);
+    let doc = strip(strip(doc, "The "), "number of ");
+    let doc = strip(doc, "Number of ");
+    if !key.ends_with("bytes") {
+        return doc;
+    }
+    let doc = strip(strip(doc, "Bytes of "), "Size of ");
+    doc.strip_suffix(" in bytes").or_else(|| doc.strip_suffix(", bytes")).unwrap_or(doc)
+}
+
 /// Returns the doc comment on one line, with links to Rust items as code, and escaped bars.
 fn doc(attributes: &[Attribute]) -> String {
     let line = |attribute: &Attribute| match &attribute.meta {
@@ -225,7 +238,7 @@ impl Page {
         let Shape { inner, list, null } = shape(kind);
         let (name, _) = named(&inner);
         let path = format!("{prefix}{}", key.name);
-        let mut doc = key.doc.clone();
+        let mut doc = without_type(&key.doc, &key.name).to_owned();
         let scalar = SCALARS.iter().find(|(rust, _)| *rust == name).map(|(_, json)| *json);
         let target = if scalar.is_none() { self.find(file, &name).map(|(at, _)| at) } else { None };
         let heading = target.as_ref().and_then(|at| self.headings.get(at));

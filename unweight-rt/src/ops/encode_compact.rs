@@ -70,7 +70,7 @@ pub struct EncodedCompact {
 }
 
 impl EncodedCompact {
-    /// Copies the tensor to the host in its stored form. Waits for the stream.
+    /// Copies the tensor to the host as it is stored in a bundle. Waits for the stream.
     ///
     /// # Errors
     /// A driver error, or the data on the device are not a compact tensor.

@@ -29,7 +29,7 @@ pub struct AdjustedSample {
 /// Adjustments of rows, and the token states on which they depend.
 #[derive(Debug)]
 pub struct RowAdjustments<'a> {
-    /// One entry per row.
+    /// The adjustments, one entry per row.
     pub rows: &'a DeviceBuffer<AdjustRow>,
     /// One entry per slot and token. The caller guarantees that it contains every slot in `rows`.
     pub tokens: &'a mut DeviceBuffer<TokenState>,

@@ -233,7 +233,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (
         "src/serve",
-        "backend calls < metrics reference < worker < error < bodies fields < frame structure tools < sampling < api < \
+        "backend calls < cpu metrics < worker < error < bodies fields < frame structure tools < sampling < api < \
          prepare tokenize < answer",
     ),
     (

@@ -631,7 +631,7 @@ class Linear(nn.Module):
         return self._escapes is not None
 
     def pack(self, weight: Optional[Tensor] = None) -> bool:
-        """Replaces the layer's weight by its packed form, or by that of `weight`, bfloat16 `[n, k]`.
+        """Replaces the layer's weight by its packed encoding, or by that of `weight`, bfloat16 `[n, k]`.
 
         Returns false, and changes nothing, if the matrix cannot be packed. Raises `ValueError` if the layer is packed
         already, and the errors of the function `pack`.

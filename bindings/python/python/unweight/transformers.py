@@ -58,7 +58,7 @@ class UnweightConfig(QuantizationConfigMixin):
 
 
 def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
-    """Replaces a weight by its packed form; returns false, and changes nothing, if it cannot be packed."""
+    """Replaces a weight by its packed encoding; returns false, and changes nothing, if it cannot be packed."""
     if isinstance(module, Linear):
         return module.pack(weight)
     experts = Experts.of(weight)

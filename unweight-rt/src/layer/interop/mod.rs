@@ -206,9 +206,9 @@ impl Interop {
     /// # Safety
     /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before
     ///   another stream with the same handle is passed.
-    /// - The work recorded by one capture never runs twice at the same time, for example as two executables of one
-    ///   graph, or as two child nodes of it. Its calls on one stream run in the order of the calls, as CUDA orders them
-    ///   by default.
+    /// - The work recorded by one capture never runs twice at the same time, for example as two executables of a
+    ///   graph, or as two child nodes of a graph. Its calls on one stream run in the order of the calls, as CUDA orders
+    ///   them by default.
     /// - `x` is the address of `m * k` BF16, `y` of `m * n`, and `scratch` of `scratch.bytes` bytes, all on this device
     ///   and without overlap. They stay allocated until the work is done, including every replay of a graph that
     ///   captured it.
