@@ -124,8 +124,9 @@ impl Running {
     /// The number of pages needed before another step is launched, or for `ahead` tokens if that is more.
     fn need(&self, cache: KvCache, ahead: u32) -> u32 {
         let in_flight = self.launched - self.produced;
-        let last = self.max_new_tokens - self.produced;
-        step_pages(cache, self.position + in_flight.max(ahead).min(last))
+        // The last token is sampled, but no step reads it.
+        let steps_left = (self.max_new_tokens - self.produced).saturating_sub(1);
+        step_pages(cache, self.position + in_flight.max(ahead).min(steps_left))
     }
 
     /// Records a token and returns its event.
