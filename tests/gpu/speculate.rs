@@ -33,7 +33,7 @@ fn run_beside(engine: &mut Engine, requests: &[Request]) -> Vec<Told> {
     let mut step = |engine: &mut Engine, told: &mut BTreeMap<SeqId, Told>| {
         for Event { seq, token, finish, logprobs } in engine.step().unwrap() {
             if seq == other {
-                assert!(finish.is_none(), "the other sequence must run along");
+                assert!(finish.is_none(), "the other sequence must run along, but ends: {finish:?}");
                 continue;
             }
             told.entry(seq).or_default().push((token, logprobs));
@@ -133,6 +133,7 @@ fn drafts_change_no_bit_of_any_family() {
             // Two sequences, with space for both to grow.
             let options = EngineOptions::default().max_batch(4).context(context).memory(1 << 30).kv_cache(cache);
             let [mut plain, mut drafting] = engines(&bundle, &options, 3);
+            println!("{model}, {cache:?}, context {}", plain.memory().context);
             let vocab = plain.config().vocab as usize;
             let new = context.min(200) / 2;
             for request in repeating(4, vocab, new, SampleParams::default()) {
