@@ -24,7 +24,7 @@ pub struct Shape {
     pub split: bool,
     /// The number of blocks that split a pair.
     pub parts: u32,
-    /// Whether each multiprocessor has work for two blocks of a packed cache; a shorter ring lets both fit.
+    /// Whether each multiprocessor has work for several blocks. Of a packed cache, a shorter ring lets more of them fit.
     pub crowded: bool,
 }
 
@@ -40,7 +40,7 @@ impl Shape {
 
     /// Returns the shape for `pairs` pairs on a device, in sequences of up to `tokens` tokens.
     ///
-    /// With clusters: the fastest shape within a whole step on an H200 (docs/records/2026-11-22) with as many pairs per
+    /// With clusters: the fastest shape on an H200 (docs/records/2026-11-22 and 2026-11-26) with as many pairs per
     /// multiprocessor. Without clusters: as many parts as give each multiprocessor a block, but none that could never
     /// have a token. A block has 64 KB of loads in flight, which is several times what the memory of any such device
     /// needs.
@@ -57,7 +57,8 @@ impl Shape {
         match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
             0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
             24..96 => Self { cluster: 2, ..Self::BLOCK },
-            pairs => Self { crowded: pairs >= u64::from(2 * GpuModel::H200.sms), ..Self::BLOCK },
+            pairs if pairs < u64::from(2 * GpuModel::H200.sms) => Self::BLOCK,
+            _ => Self { warps: 4, crowded: true, ..Self::BLOCK },
         }
     }
 }
@@ -126,9 +127,11 @@ pub fn variant(
         has_one_cache || other_caches.iter().any(|other| (other.warps, other.cluster) == (op.warps, op.cluster))
     };
     let rank = |op: &AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
-    // Where variants differ in their rings only, a crowded device uses the shorter one.
-    let ring =
-        |op: &AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
+    let prefers_short_rings = crowded && cache == KvCache::Packed;
+    let ring = |op: &AttentionSpec| {
+        let stages = op.stages.get();
+        if prefers_short_rings { stages } else { AttentionStages::MAX.get() - stages }
+    };
     let distance = |op: &AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
     // Prefill computes attention in BF16 with either cache.
     let fits = same_cache.into_iter().filter(|op| step == AttentionStep::Prefill || is_shared(op));

@@ -513,7 +513,8 @@ mod tests {
             _ => panic!("{decode:?}"),
         });
         let shapes: Vec<_> = shapes.collect();
-        assert_eq!(shapes[..4], [(1, 4, 2, 8, 1), (8, 8, 1, 2, 1), (16, 8, 2, 1, 1), (32, 8, 2, 1, 1)]);
+        let expected = [(1, 4, 3, 8, 1), (8, 8, 2, 2, 1), (16, 8, 2, 1, 1), (32, 8, 2, 1, 1), (64, 4, 3, 1, 1)];
+        assert_eq!(shapes[..5], expected);
     }
 
     /// The shape and the parts of attention, by bucket.
@@ -546,7 +547,7 @@ mod tests {
         assert!(shapes("qwen2.5-7b", Arch::Sm89).into_iter().eq(of([32, 4, 2, 1])));
         // H200 and RTX 5090 have clusters; the RTX 5090 has 170 multiprocessors, and room for blocks of four warps
         // only.
-        let h200 = ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w8p2c1_pdl x1", "32 d128_w8p2c1_pdl x1"];
+        let h200 = ["1 d128_w4p3c8_pdl x1", "8 d128_w8p2c2_pdl x1", "16 d128_w8p2c1_pdl x1", "32 d128_w8p2c1_pdl x1"];
         assert_eq!(shapes("llama-3.1-8b", Arch::Sm90a), h200);
         let blackwell =
             ["1 d128_w4p2c8_pdl x1", "8 d128_w4p2c4_pdl x1", "16 d128_w4p2c2_pdl x1", "32 d128_w4p2c2_pdl x1"];
