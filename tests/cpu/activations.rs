@@ -1,11 +1,10 @@
 //! Activation kernels in the simulator, checked against double precision or against exact bytes: random rows and edges,
 //! entries that are out of range, and planted bugs that must be caught.
 
-use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_bench::oracle;
 use unweight_codegen::{
     VariantSpec,
-    abi::{EmbedArgs, KernelArgs, NormArgs, RopeArgs, SiluMulArgs},
+    abi::{EmbedArgs, NormArgs, RopeArgs, SiluMulArgs},
     kv,
     plan::GemmShape,
     spec::{EmbedSpec, NormKind, NormSpec, Op, SiluMulSpec, catalog},
@@ -16,48 +15,10 @@ use unweight_format::{
     testing::Random,
 };
 
-/// Fills an output before the launch; rows must still be surrounded by this value after the launch.
-pub const POISON: u16 = 0xa5a5;
-
-pub fn bytes(halves: &[u16]) -> Vec<u8> {
-    halves.iter().flat_map(|half| half.to_le_bytes()).collect()
-}
-
-fn words(words: &[u32]) -> Buffer {
-    Buffer::of(&words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>())
-}
-
-/// Returns bf16 values around 1 with both signs.
-pub fn random(count: usize, seed: u64) -> Vec<u16> {
-    let mut random = Random::new(seed);
-    (0..count).map(|_| oracle::rounded(random.normal())).collect()
-}
-
-pub fn launch<A: KernelArgs>(
-    kernel: &mut CpuKernel,
-    spec: &VariantSpec,
-    problem: GemmShape,
-    args: &A,
-    buffers: &[(&str, &Buffer)],
-) -> Result<(), String> {
-    let slices: Vec<_> = buffers.iter().map(|(name, buffer)| (*name, buffer.slice())).collect();
-    // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.run(spec, Run { problem, sms: 2, seed: 11 }, args, &slices) }
-}
-
-/// Returns the rows of a matrix with gaps. Fails if a gap was written.
-pub fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u16>, String> {
-    let y = y.u16s();
-    let mut rows = Vec::new();
-    for row in 0..m {
-        let (row_values, gap) = y[row * pitch..][..pitch].split_at(columns);
-        rows.extend_from_slice(row_values);
-        if gap.iter().any(|half| *half != POISON) {
-            return Err(format!("the gap after row {row} was written"));
-        }
-    }
-    Ok(rows)
-}
+use crate::{
+    harness::{Buffer, CpuKernel, Edit, spec},
+    rows::{GAP, POISON, bytes, launch, random, words, written_rows},
+};
 
 // ---- norm ----
 
@@ -72,8 +33,6 @@ struct Norm {
     before: Vec<u16>,
 }
 
-/// Gap between rows, elements.
-pub const GAP: usize = 16;
 const EPS: f32 = 1e-5;
 
 impl Norm {
@@ -122,7 +81,7 @@ impl Norm {
         buffers.extend(list.as_ref().map(|list| ("rows", list)));
         launch(kernel, spec, GemmShape::rows(m as u32), &args, &buffers)?;
         let mut reported = 0;
-        for (row, y) in rows(&y, m, d, pitch)?.chunks_exact(d).enumerate() {
+        for (row, y) in written_rows(&y, m, d, pitch)?.chunks_exact(d).enumerate() {
             let source = self.list.as_ref().map_or(row, |list| list[row] as usize);
             if source >= self.m {
                 reported = row as u32 + 1;
@@ -198,7 +157,7 @@ fn norms_in_place_match_those_apart() {
         launch(&mut CpuKernel::of(&spec, &[]), &spec, GemmShape::rows(m as u32), &args, &buffers).unwrap();
         let of = |row: &[u16]| oracle::norm_of(op.kind, &row[..d], &gamma, EPS, None);
         let spans: Vec<_> = x.chunks_exact(pitch).flat_map(of).collect();
-        assert_eq!(oracle::outside(&rows(&y, m, d, pitch).unwrap(), &spans), None, "{name}");
+        assert_eq!(oracle::outside(&written_rows(&y, m, d, pitch).unwrap(), &spans), None, "{name}");
     }
 }
 
@@ -324,7 +283,7 @@ fn check_silu_mul(
         gate.iter().zip(up).map(|(gate, up)| oracle::gated(function, *gate, *up)).collect::<Vec<_>>()
     };
     let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
-    oracle::outside(&rows(&y, m, n, y_pitch)?, &spans)
+    oracle::outside(&written_rows(&y, m, n, y_pitch)?, &spans)
         .map_or(Ok(()), |wrong| Err(format!("[{m}, {n}] {pair:?}: {wrong}")))
 }
 
@@ -443,7 +402,7 @@ impl Table {
         ];
         launch(kernel, spec, GemmShape::rows(ids.len() as u32), &args, &buffers)?;
         let mut reported = 0;
-        for (row, y) in rows(&y, ids.len(), d, pitch)?.chunks_exact(d).enumerate() {
+        for (row, y) in written_rows(&y, ids.len(), d, pitch)?.chunks_exact(d).enumerate() {
             let id = ids[row] as usize;
             let expected = if id < vocabulary {
                 self.bytes[id * self.k * 2..][..d * 2].to_vec()
@@ -649,7 +608,7 @@ impl Rope {
             ("fault", &fault),
         ];
         launch(kernel, spec, GemmShape::rows(m as u32), &args, &buffers)?;
-        let got = rows(&qkv, m, columns, pitch)?;
+        let got = written_rows(&qkv, m, columns, pitch)?;
         let cache = cache.u16s();
         let (mut written, mut reported) = (0, 0);
         for row in 0..m {

@@ -436,8 +436,8 @@ fn planted_bugs_of_chunks_are_caught() {
     let prefill = "unweight/kernels/attention/prefill.cuh";
     let bulk = [
         ("ring.wait_empty(load);", ""),
-        ("ptx::bar_warp_sync();  // every lane's loads", "// every lane's loads"),
-        ("ptx::fence_proxy_async_shared();  // stores", "// stores"),
+        ("if constexpr (!kAsync<Config>) {\n                ptx::bar_warp_sync();", "if constexpr (!kAsync<Config>) {"),
+        ("ptx::fence_proxy_async_shared();", ""),
         ("|| token > position) scores", "|| token >= position) scores"),
         ("if (token < from || token > position)", "if (token > position)"),
         ("first + S::kTokens - 1 > last_token)) clear", "false)) clear"),
@@ -449,7 +449,10 @@ fn planted_bugs_of_chunks_are_caught() {
     ];
     let copied = [
         ("ptx::cp_async_wait_group<Config::kStages - 2>();", ""),
-        ("ptx::bar_sync();                                  // all", "// all"),
+        (
+            "ptx::cp_async_wait_group<Config::kStages - 2>();\n            ptx::bar_sync();",
+            "ptx::cp_async_wait_group<Config::kStages - 2>();",
+        ),
         ("ptx::cp_async_commit_group();", ";"),
         ("at += kThreads<Config> * 16", "at += kThreads<Config> * 32"),
         (
@@ -491,8 +494,8 @@ fn planted_bugs_are_caught() {
         (decode, "const u32 line = position % kTileTokens;", "const u32 line = position % kTileTokens / 2;"),
         // Sums.
         (decode, "mapa(address, w / Config::kWarps)", "mapa(address, 0)"),
-        (decode, "sync_cluster();  // stores of sums", "// stores of sums"),
-        (decode, "ptx::bar_sync();  // stores to queries", "// stores to queries"),
+        (decode, "store_sums();\n        sync_cluster();", "store_sums();"),
+        (decode, "prepare_heads(cosines, sines);\n        ptx::bar_sync();", "prepare_heads(cosines, sines);"),
         (softmax, "sum[r] += shfl_sync_bfly(sum[r], 2);", ""),
         (softmax, "sum[r] *= factor[r];", ""),
         (softmax, "shfl_sync_bfly(top, 2)", "shfl_sync_bfly(top, 1)"),
@@ -504,7 +507,11 @@ fn planted_bugs_are_caught() {
             "ptx::cp_async_wait_group<kSlots - 1>();\n            ptx::bar_warp_sync();",
             "ptx::cp_async_wait_group<kSlots - 1>();",
         ),
-        (ring, "ptx::bar_warp_sync();  // orders the lanes' loads", "// orders the lanes' loads"),
+        (
+            ring,
+            "release() {\n        if constexpr (kAsync) {\n            ptx::bar_warp_sync();",
+            "release() {\n        if constexpr (kAsync) {",
+        ),
         (decode, "ptx::cp_async_commit_group();", ";"),
         (decode, "keys + at / 2)", "keys + at)"),
     ];
@@ -529,10 +536,10 @@ fn planted_bugs_of_parts_are_caught() {
     let plants = [
         // The summing block must see the partial sums: each synchronization step from one block's threads to the
         // other's.
-        ("ptx::bar_sync();  // stores of a part", "// stores of a part"),
-        ("ptx::fence_acq_rel_gpu();  // releases", "// releases"),
-        ("ptx::fence_acq_rel_gpu();  // acquires", "// acquires"),
-        ("ptx::bar_sync();  // what one thread", "// what one thread"),
+        ("ptx::bar_sync();\n        if (warp == 0 && ptx::elect_sync()) {", "if (warp == 0 && ptx::elect_sync()) {"),
+        ("/ args.parts;\n            ptx::fence_acq_rel_gpu();", "/ args.parts;"),
+        ("== live - 1;\n            ptx::fence_acq_rel_gpu();", "== live - 1;"),
+        ("ptx::bar_sync();\n        return ptx::ld_shared", "return ptx::ld_shared"),
         // Tickets that are not reset, waited for from parts that never arrive, or taken by such parts.
         ("if (last) ptx::st_global(counter, 0);", ""),
         ("== live - 1;", "== args.parts - 1;"),
@@ -541,7 +548,7 @@ fn planted_bugs_of_parts_are_caught() {
         ("least(a.parts, (last_tile - first_tile + Config::kWarps) /", "least(a.parts, (last_tile - first_tile) /"),
         ("if (first + i >= live || states[i].y == 0) continue;", "if (states[i].y == 0) continue;"),
         ("u64(ptx::ctaid() - rank + of)", "u64(ptx::ctaid() - rank + of / 2)"),
-        ("least(first + i, live - 1);  // those", "(rank + first + i) % live;  // those"),
+        ("least(first + i, live - 1);", "(rank + first + i) % live;"),
         // More parts than are read at once.
         ("sum *= moved;", ""),
     ];

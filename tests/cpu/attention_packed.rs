@@ -389,14 +389,10 @@ fn planted_bugs_of_packed_attention_are_caught() {
         // Refills a slot while its loads are in flight: a packed tile, a tile with slots, and a hot tile's keys.
         (
             decode,
-            "the loads of V may still be in flight.\n        slots.release();",
-            "the loads of V may still be in flight.\n        ptx::bar_warp_sync();",
+            "slots.release();\n        load_next();\n        if constexpr (Config::kSoftcap)",
+            "ptx::bar_warp_sync();\n        load_next();\n        if constexpr (Config::kSoftcap)",
         ),
-        (
-            decode,
-            "        slots.release();\n        load_next();\n    }\n    // queries * K of a step.",
-            "        ptx::bar_warp_sync();\n        load_next();\n    }\n    // queries * K of a step.",
-        ),
+        (decode, "v[3]);\n        }\n        slots.release();", "v[3]);\n        }\n        ptx::bar_warp_sync();"),
         (
             decode,
             "slots.release();\n            load_next();\n            next_slot();\n            slots.wait",

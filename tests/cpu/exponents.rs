@@ -76,7 +76,7 @@ fn cases(float: Float) -> Vec<Case> {
         ("k odd", (33, 77), 30),
         ("k a multiple of 8, not of 16", (200, 104), 500),
         ("k a multiple of 4, not of 8", (70, 68), 200),
-        ("a last row of tiles of a row", (129, 192), NO_EXTREMES),
+        ("one row in the last row of tiles", (129, 192), NO_EXTREMES),
         ("one row", (1, 640), NO_EXTREMES),
         ("one column", (130, 1), NO_EXTREMES),
         ("outliers", (130, 208), 200),

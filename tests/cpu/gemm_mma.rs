@@ -99,16 +99,11 @@ fn hostile_escapes_stay_in_bounds() {
 #[test]
 fn planted_bugs_of_threads_that_copy_are_caught() {
     let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
-    let released =
-        "ptx::bar_warp_sync();  // orders the lanes' loads before copies that any of them starts (ptx/async.cuh)";
+    let released = "release() {\n        if constexpr (kAsync) {\n            ptx::bar_warp_sync();";
     for (header, from, to) in [
         (ring, "ptx::cp_async_wait_group<kSlots - 1>();", "ptx::cp_async_wait_group<kSlots>();"),
-        (ring, released, ""),
-        (
-            kernel,
-            "if constexpr (kAsync<Config>) ptx::cp_async_commit_group();\n    }\n\n    // Fills",
-            "}\n\n    // Fills",
-        ),
+        (ring, released, "release() {\n        if constexpr (kAsync) {"),
+        (kernel, "if constexpr (kAsync<Config>) ptx::cp_async_commit_group();\n    }", "}"),
         (kernel, "share.batch + r < args.m;", "true;"),
         (kernel, "::offset(r, chunk), from, inside", "::offset(r, chunk ^ 1), from, inside"),
         (kernel, "if (at < load_pieces.bytes[i]) ptx::cp_async", "if (at + 512 < load_pieces.bytes[i]) ptx::cp_async"),

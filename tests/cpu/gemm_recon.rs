@@ -468,14 +468,14 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
         (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
         // Sums that are read before they are written, and X that is filled before the sums are read.
         (
-            Edit { header, from: "        sync_cluster();        // all blocks have left their sums\n", to: "" },
+            Edit { header, from: "        sync_cluster();\n        if (has_rows) {", to: "        if (has_rows) {" },
             Error("deadlock"),
         ),
         (
             Edit {
                 header,
-                from: "        sync_cluster();        // all blocks have left their sums\n",
-                to: "        ptx::barrier_cluster_arrive();\n",
+                from: "        sync_cluster();\n        if (has_rows) {",
+                to: "        ptx::barrier_cluster_arrive();\n        if (has_rows) {",
             },
             Wrong,
         ),

@@ -374,10 +374,10 @@ const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 fn planted_bugs_of_packing_are_caught() {
     let plants = [
         // Each barrier of the block and of a warp.
-        (PACK, "ptx::bar_sync();  // all tiles' come", "// all tiles' come"),
-        (PACK, "ptx::bar_sync();  // all tiles' counts", "// all tiles' counts"),
-        (PACK, "ptx::bar_sync();  // the unit is known", "// the unit is known"),
-        (PACK, "ptx::bar_sync();  // every warp's slots", "// every warp's slots"),
+        (PACK, "lane * 4, 0);\n        ptx::bar_sync();", "lane * 4, 0);"),
+        (PACK, "below | flag);\n        ptx::bar_sync();", "below | flag);"),
+        (PACK, "take());\n            ptx::bar_sync();", "take());"),
+        (PACK, "ptx::bar_sync();\n        if (warp == 0 && lane <", "if (warp == 0 && lane <"),
         // The choice of bases.
         (PACK, "u32 all = kv::kWindow - 1;", "u32 all = 0;"),
         (PACK, "record.bases[s / 4] |=", "record.bases[0] |="),

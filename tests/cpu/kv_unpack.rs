@@ -148,7 +148,7 @@ fn hostile_packed_pages_lead_nowhere() {
 fn planted_bugs_of_unpacking_are_caught() {
     let kernel_header = "unweight/kernels/kv_unpack.cuh";
     let plants = [
-        (kernel_header, "ptx::bar_warp_sync();  // every lane's stores", "// every lane's stores"),
+        (kernel_header, "ptx::bar_warp_sync();", ""),
         (kernel_header, "token = lane / 4 + r / 2 * 8", "token = lane / 4 + r % 2 * 8"),
         (kernel_header, "chunk = 2 * step + r / 2, inside", "chunk = 2 * step + r % 2, inside"),
         (PAGES, "ends >> (8 * tile - 8) & 255", "ends >> (8 * tile) & 255"),

@@ -22,6 +22,7 @@ mod moe;
 mod pack;
 mod packed_problem;
 mod rivals;
+mod rows;
 mod sample;
 mod scale;
 mod simulator;

@@ -184,9 +184,9 @@ fn planted_bugs_of_the_sort_are_caught() {
         ("place + ptx::popc(step.peers));", "place + 1);"),
         ("first = entries_to - total,", "first = entries_to,"),
         ("if (lane >= distance) {", "if (lane > distance) {"),
-        ("ptx::bar_sync();  // the counts of all warps,", "//"),
-        ("ptx::bar_sync();  // the sums of all warps,", "//"),
-        ("ptx::bar_sync();  // first entries,", "//"),
+        ("ptx::bar_warp_sync();\n    }\n    ptx::bar_sync();", "ptx::bar_warp_sync();\n    }"),
+        ("items_to});\n    ptx::bar_sync();", "items_to});"),
+        ("U32x4{0, 0, 0, 0});\n    }\n    ptx::bar_sync();", "U32x4{0, 0, 0, 0});\n    }"),
     ] {
         let spec = spec("route_sort_pdl");
         let Some(edit) = Edit::planted(header, from, to) else { continue };

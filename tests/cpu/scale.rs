@@ -9,8 +9,8 @@ use unweight_codegen::{
 };
 
 use crate::{
-    activations::{GAP, POISON, bytes, launch, random, rows},
     harness::{Buffer, CpuKernel, Edit, spec},
+    rows::{GAP, POISON, bytes, launch, random, written_rows},
 };
 
 const FACTOR: f32 = 0.22;
@@ -41,7 +41,7 @@ fn check_scale(
     };
     let problem = GemmShape { m: m as u32, n: n as u32, k: 0 };
     launch(kernel, spec, problem, &args, &[("x", &source), ("y", &apart)])?;
-    let got = rows(y, m, n, y_pitch)?;
+    let got = written_rows(y, m, n, y_pitch)?;
     let of = |(row, column): (usize, usize)| {
         let product = f64::from(FACTOR) * oracle::value(x[row * x_pitch + column]);
         let exact = match op.form {

@@ -7,7 +7,7 @@
 // parks the exponents. A sum over the block says where each window's exponents belong; there they go, one after the
 // other. The block then stores 8 elements a thread, 16 bytes each. The package's kernel decodes twice instead: once to
 // count. So does this one where parked exponents have no room: where a window has more than 32, which takes codes of
-// one bit, or the block's windows more than some 31.8 on average. Each thread then stores its own, one by one.
+// one bit, or the block's windows more than about 31.8 on average. Each thread then stores its own, one by one.
 //
 // Grid      what fits the machine: a block takes every so many format blocks, so tables are read once.
 // Smem      8192 + 16384 + 4 * warps + 64 * kThreads - 64: codes that begin in 12 bits, their exponents, sums,

@@ -78,7 +78,7 @@ struct Queue {
     const u32* next;    // the next group of words
     u32 groups;         // groups from there on
     u32 ring;           // shared address
-    u32 filled, taken;  // words that went into the ring, and out of it
+    u32 filled, taken;  // words that entered and left the ring
     U32x4 ahead;        // the next group, if there is one
     u32 lane;
 

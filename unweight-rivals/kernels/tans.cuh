@@ -1,6 +1,6 @@
-// Pair-coded FP8 (docs/rivals.md): out = a + b of two vectors that lie coded, E4M3; and the same of two that lie as
-// they are. Sums are exact in fp32 and rounded once, to the nearest even; what is too large becomes the largest number,
-// and of a NaN a NaN remains.
+// Pair-coded FP8 (docs/rivals.md): out = a + b for two coded vectors, E4M3, and the same for two that are not coded.
+// Sums are exact in fp32 and rounded once, to nearest even; overflow saturates to the largest number, and NaN
+// propagates.
 //
 //   add    out[tile][stream][16] from two coded vectors with the same table
 //   plain  out[count] from two plain ones
@@ -16,8 +16,8 @@
 // Bound     device memory, if the streams' chains (a look at the table for two bytes) overlap well
 //
 // Safety    any bytes: slabs are read between their block's offsets, if those are in order and within the slabs; zeros
-//           elsewhere. States are held to the table's 4096. A stream that has run out of bits counts in `faults`; what
-//           is written of it is of zeros.
+//           elsewhere. States are held to the table's 4096. A stream that has run out of bits counts in `faults`; the
+//           rest of its output is zeros.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"

@@ -61,7 +61,7 @@ namespace uw::zipserv {
 constexpr u32 kBlock = 64, kWarps = 4, kTiles = 64, kStripTiles = kTiles / kWarps, kStripElements = 16 * kBlock;
 // Fullest block: one of its elements in the window, padded to 16 bytes, and the others.
 constexpr u32 kCodedBytes = 16 + 2 * kBlock * kBlock;
-// What a lane reads beside its strip's last element is there.
+// With room for what a lane reads past its strip's last element.
 constexpr u32 kCodedRoom = kCodedBytes + 48;
 
 template <class Config>
@@ -176,7 +176,7 @@ UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
     const u32 c0 = m0 >> shift, c1 = m1 >> shift, c2 = m2 >> shift, own = any >> shift;
     u64 exponents = static_cast<u64>(four_exponents(c0 >> 4, c1 >> 4, c2 >> 4, own >> 4, first)) << 32 |
                     four_exponents(c0, c1, c2, own, first);
-    // Eight bytes of the window from any byte on, as if all eight were of it.
+    // Eight bytes from any byte of the window on, as if the window had all eight.
     const u32 from = strip.high + index, word = from & ~3u, turn = 8 * (from & 3), middle = ptx::ld_shared(word + 4);
     u64 rest = static_cast<u64>(ptx::shf_r_wrap(middle, ptx::ld_shared(word + 8), turn)) << 32 |
                ptx::shf_r_wrap(ptx::ld_shared(word), middle, turn);
@@ -307,8 +307,8 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
             if (strip.is_sane) {
 #pragma unroll
                 for (u32 side = 0; side < 2; ++side) {
-                    // Lane 4 g + t has columns 8 t .. 8 t + 8 of 32, of rows g and g + 8. mma wants two and two of 16
-                    // of it: which ones does not matter, as long as x has the same.
+                    // Lane 4 g + t has columns 8 t .. 8 t + 8 of 32, of rows g and g + 8. mma takes two and two of
+                    // them per 16: which ones does not matter, as long as x has the same.
                     const u32 chunk = side * 4 + lane % 4;
                     const U32x4 top = decode_row(strip, args.first, 2 * chunk, lane / 4);
                     const U32x4 bottom = decode_row(strip, args.first, 2 * chunk + 1, lane / 4);

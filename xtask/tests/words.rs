@@ -1,5 +1,5 @@
-//! Checks the language of documents, help texts, errors and public doc comments: no unidiomatic phrases, doc comments
-//! are sentences, and documents and code have at most 120 columns.
+//! Checks the language of documents, help texts, errors, public doc comments and comments of kernel headers: no
+//! unidiomatic phrases, doc comments are sentences, and documents and code have at most 120 columns.
 //!
 //! Help texts are checked in `docs/reference/{cli,bench}.md`, which print them. Records are excluded, because they
 //! quote what was run.
@@ -51,10 +51,6 @@ const AFTER_NO: [&str; 7] = ["longer", "more", "less", "fewer", "later", "larger
 
 /// Beginnings of doc comments that define nothing.
 const FRAGMENTS: [&str; 8] = ["The same", "Which", "As there", "Where it is", "Where it lies", "Them", "Of it", "And"];
-
-/// Files that may still have such fragments until their families are rewritten.
-const FRAGMENTED: [&str; 3] =
-    ["unweight-codegen/src/family/attention.rs", "unweight-rt/src/ops/kv.rs", "unweight-rt/src/ops/rope.rs"];
 
 /// Folders of product code.
 const SOURCES: [&str; 9] = [
@@ -132,6 +128,20 @@ fn public_docs_and_errors_use_plain_words() {
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
+#[test]
+fn kernel_comments_use_plain_words() {
+    let all = files(&["templates", "unweight-rivals", "unweight-bench"], &["cuh"], &[]);
+    assert!(all.len() > 60, "{} headers", all.len());
+    let hits: Vec<String> = all.iter().flat_map(|path| found(path, line_comments(&read(path)).into_iter())).collect();
+    assert!(hits.is_empty(), "{}", hits.join("\n"));
+}
+
+/// Returns the texts of `//` comments with line numbers from 1. No string of a kernel header contains `//`.
+fn line_comments(source: &str) -> Vec<(usize, String)> {
+    let comment = |(at, line): (usize, &str)| Some((at + 1, line.split_once("//")?.1.to_owned()));
+    source.lines().enumerate().filter_map(comment).collect()
+}
+
 /// Returns the doc comment lines of modules and public items, and the lines of `#[error]`, with line numbers from 1.
 fn public_text(source: &str) -> Vec<(usize, String)> {
     let (mut text, mut pending, mut in_error) = (Vec::new(), Vec::new(), false);
@@ -185,7 +195,6 @@ fn public_docs_are_sentences() {
     let all = files(&SOURCES, &["rs"], &[]);
     let hits: Vec<String> = all
         .iter()
-        .filter(|path| !FRAGMENTED.contains(&shown(path).as_str()))
         .flat_map(|path| {
             fragments(&public_text(&read(path)))
                 .into_iter()
@@ -267,9 +276,6 @@ fn string_lines(tokens: TokenStream, lines: &mut BTreeSet<usize>) {
     }
 }
 
-/// Sources with longer lines, until their family is rewritten.
-const LONG: [&str; 1] = ["unweight-codegen/src/family/attention.rs"];
-
 #[test]
 fn code_has_120_columns() {
     let mut all = files(&SOURCES, &["rs"], &[]);
@@ -278,9 +284,8 @@ fn code_has_120_columns() {
     assert!(all.len() > 300, "{} sources", all.len());
     let hits: Vec<String> = all
         .iter()
-        .map(|path| (path, shown(path)))
-        .filter(|(_, own)| !LONG.contains(&own.as_str()))
-        .flat_map(|(path, own)| {
+        .flat_map(|path| {
+            let own = shown(path);
             long_code(&read(path)).into_iter().map(move |at| format!("{own}:{at}")).collect::<Vec<_>>()
         })
         .collect();
@@ -334,6 +339,7 @@ fn planted_phrases_are_found() {
     assert_eq!(phrases("It is no matrix"), ["is no"]);
     assert_eq!(phrases("there is no matrix, and it is no longer one; some more"), [""; 0]);
     assert_eq!(phrases("some 12 percent of it"), ["some NUMBER", "of it"]);
+    assert_eq!(line_comments("u32 a;  // of it\nint b;\n// c\n"), [(1, " of it".into()), (3, " c".into())]);
     let lines = |text: &str| public_text(text).into_iter().map(|(at, _)| at).collect::<Vec<_>>();
     assert_eq!(lines("//! module\n/// item\npub fn f() {}\n/// private\nfn g() {}\n"), [1, 2]);
     assert_eq!(lines("#[error(\n    \"x\"\n)]\nX,\n#[cfg(test)]\n/// y\npub fn f() {}\n"), [1, 2, 3]);

@@ -1,5 +1,5 @@
-// The argument structs of every kernel: the contract between the host (unweight-codegen/src/abi.rs, field for field)
-// and the device. Each kernel takes exactly one of them, by value, as a __grid_constant__ parameter.
+// The argument structs of all kernels: the contract between the host (unweight-codegen/src/abi.rs, field for field) and
+// the device. Each kernel takes exactly one of them, by value, as a __grid_constant__ parameter.
 //
 // Layouts: docs/format.md part A. `n` output features (rows), `k` input features (columns), tile = 64x64,
 // t = tile_row * tile_cols + tile_col. All pointers are device pointers, 16-byte aligned at least (128 for TMA
@@ -23,7 +23,7 @@ struct alignas(64) TensorMap {
     u64 opaque[16];
 };
 
-// uint4 of the CUDA headers under a name that also exists on a CPU.
+// The uint4 of the CUDA headers under a name that also exists in a CPU build.
 struct alignas(16) TileMetadata {
     u32 start_word;           // first 32-bit word of the tile in encoded_exp
     u32 verbatim_row_offset;  // first row of the tile in verbatim_exponents
@@ -31,8 +31,8 @@ struct alignas(16) TileMetadata {
     u32 verbatim_high;        // bitmask of verbatim rows 32..63
 };
 
-// Family `decode_huffman`: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of
-// decode_full also one of encoding `exponents` (docs/format.md A.12).
+// Family `decode_huffman`: decode_full, decode_exponent, decode_palette. The input is a Huffman tensor, read-only; for
+// decode_full also a tensor of encoding `exponents` (docs/format.md A.12).
 struct DecodeHuffmanArgs {
     const u8* sign_mantissa;          // [n, k], full only; of other dtypes: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
@@ -74,12 +74,12 @@ struct GemmReconArgs {
 // multiples of 64, m is any.
 struct GemmPackedArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
-    TensorMap y_map;                  // bf16 [m, n], for variants that store by the copy engine
+    TensorMap y_map;                  // bf16 [m, n], for variants that store by TMA
     const u8* packed;                 // [tiles, 6144]
     const u32* escape_heads;          // [tiles, 4]: one per block of 16 rows
     const u32* escapes;               // [escape_words]: lists of row blocks with more than one escape
     void* y;                          // bf16 [m, n] row-major
-    float* workspace;                 // partial sums of split or streamed k; its size follows from the plan
+    float* workspace;                 // partial sums of split-K or stream-K; the plan gives its size
     u32* counters;                    // zeroed once; every launch leaves them zero
     float scale;                      // 2^(base - 112): the factor between the operands and the weights
     u32 escape_words;
@@ -87,13 +87,13 @@ struct GemmPackedArgs {
     u32 n;
     u32 k;
     u32 tile_cols;                    // k / 64
-    const u8* x_data;                 // bf16 [m, k] once more, for variants whose threads copy it themselves
+    const u8* x_data;                 // bf16 [m, k] again, for variants whose threads copy it themselves
     u64 x_row_bytes;
     u32 reserved[10];
 };
 
-// The same for a mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an
-// expert. Their matrices [n, k] are one below the other in one packed tensor. n and k are multiples of 64.
+// The same for mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an
+// expert. The experts' matrices [n, k] are stacked along n in one packed tensor. n and k are multiples of 64.
 struct GemmGroupedArgs {
     const u8* packed;                 // [experts * tiles, 6144]
     const u32* escape_heads;          // [experts * tiles, 4]
@@ -118,7 +118,7 @@ struct RouteArgs {
     u32* ids;                         // [tokens, top_k]: written by topk, otherwise read; other ids are skipped
     float* weights;                   // [tokens, top_k]: written by topk, read by combine
     u32* pairs;                       // [tokens * top_k]: written by sort
-    u32* items;                       // [items_max, 4]: written by sort, as GemmGroupedArgs has them
+    u32* items;                       // [items_max, 4]: written by sort, laid out as in GemmGroupedArgs
     const u16* products;              // bf16 [tokens * top_k, columns]; combine
     u16* y;                           // bf16 [tokens, columns]; combine
     u64 logits_pitch;
@@ -223,7 +223,7 @@ struct EncodeCompactArgs {
     u32 reserved;
 };
 
-// Matmul from the compact encoding for small batches (docs/format.md A.11).
+// GEMM for small batches from the compact encoding (docs/format.md A.11).
 struct GemmCompactArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
     const u8* dense;                  // [tiles, 5120]
@@ -242,15 +242,15 @@ struct GemmCompactArgs {
     u32 reserved[13];
 };
 
-// Activations of a model: m rows of bf16, each kernel a row by itself. Every row begins 16-byte aligned.
+// Activations of a model: m rows of bf16; kernels treat rows independently. Every row is 16-byte aligned.
 
-// RMSNorm of rows, or of those that a list names.
+// RMSNorm of all rows, or of those that a list names.
 struct NormArgs {
     const u16* x;                     // bf16 [source_rows, d]
     const u16* gamma;                 // bf16 [d]
     const u32* rows;                  // [m]: rows of x; null: all, in order
     u16* y;                           // bf16 [m, d]
-    u32* fault;                       // set to 1 + row of y where `rows` names no row of x (its output is zeros)
+    u32* fault;                       // set to 1 + row of y if `rows` names no row of x (its output is zeros)
     u64 x_pitch;
     u64 y_pitch;
     float eps;
@@ -259,7 +259,7 @@ struct NormArgs {
     u32 reserved;
 };
 
-// Rows of an embedding.
+// Embedding lookup.
 struct EmbedArgs {
     const u32* ids;                   // [m]
     const u16* table;                 // bf16 [vocabulary, d]; source bf16 only
@@ -267,7 +267,7 @@ struct EmbedArgs {
     const u32* escape_heads;          // [tiles, 4]
     const u32* escapes;               // [escape_words]
     u16* y;                           // bf16 [m, d]
-    u32* fault;                       // set to 1 + row where an id is no row of the table (its output is zeros)
+    u32* fault;                       // set to 1 + row if an id is not a row of the table (its output is zeros)
     u64 table_pitch;
     u64 y_pitch;
     u32 vocabulary;
@@ -291,7 +291,7 @@ struct SiluMulArgs {
     u32 reserved;                     // 0
 };
 
-// Factors of activations.
+// Scales or soft-caps activations.
 struct ScaleArgs {
     const u16* x;                     // bf16 [m, columns]
     u16* y;                           // bf16 [m, columns], may be x
@@ -303,21 +303,21 @@ struct ScaleArgs {
     u32 reserved;                     // 0
 };
 
-// Attention over the pages of a KV cache; h = kv_heads * group. `decode`: row r is the newest token of a sequence of
-// its own. `prefill`: the rows are the tokens from `start` on of one sequence, and their K and V are in its pages.
+// Attention over the pages of a KV cache; h = kv_heads * group. `decode`: row r is the newest token of its own
+// sequence. `prefill`: the rows are the tokens of one sequence from `start` on, and their K and V are in its pages.
 struct AttentionArgs {
     const u16* qkv;                   // bf16 [m, (h + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
     u16* out;                         // bf16 [m, h * head_dim]
     u16* layer;                       // the pages of one layer (encoding/kv_page.cuh)
-    const u32* positions;             // decode: [m] of each row's token, or 0xffffffff: a row without one
+    const u32* positions;             // decode: [m] position of each row's token; 0xffffffff: no token
     const u32* page_table;            // decode: [m, table_pages]; prefill: [table_pages]
     const u16* cosines;               // this and the next four, decode: bf16 [max_positions, rope_dim / 2]
     const u16* sines;                 // the same
     const u16* bias;                  // bf16 [(h + 2 * kv_heads) * head_dim], or null
     const u16* q_norm;                // bf16 [head_dim], or null
     const u16* k_norm;                // the same
-    u32* fault;                       // 1 + row, of a row that leaves the tables or the cache
-    u8* partials;                     // decode, split: what parts leave for each other; null where parts is 1
+    u32* fault;                       // set to 1 + row if the row leaves the tables or the cache
+    u8* partials;                     // decode, split: partial results of the parts; null if parts is 1
     u32* counters;                    // the same: u32 [m * kv_heads], zero before and after
     u64 qkv_pitch;                    // elements from row to row
     u64 out_pitch;
@@ -326,33 +326,33 @@ struct AttentionArgs {
     u32 group;                        // q heads of a KV head, 1..16
     u32 pages;                        // of the layer
     u32 table_pages;                  // entries of a row's page table, at least 1
-    u32 max_positions;                // a token's position is below it
-    u32 window;                       // tokens that a token sees, itself included; 0: all before it
+    u32 max_positions;                // positions of tokens are below this
+    u32 window;                       // tokens that a token attends to, including itself; 0: all before it
     u32 rope_dim;                     // elements of a head that are rotated: a multiple of 4, at most head_dim
     u32 start;                        // prefill: position of the first row's token
-    float scale;                      // of scores, times log2(e)
-    float eps;                        // of the norms
+    float scale;                      // of scores, times log2(e); with a soft cap: the cap, times log2(e)
+    float eps;                        // of the norms; with a soft cap: the factor of the scores
     u32 parts;                        // decode, split: blocks that share the tokens of a row and KV head, at least 1
     const u8* records;                // this and the rest, decode of packed pages (encoding/kv_packed.cuh): of a layer
-    const u8* unit_pages;             // bf16 operands of what records have no room for
+    const u8* unit_pages;             // bf16 operands of units with too many escapes for their records
     u16* hot;                         // bf16 pages of the layer that sequences are writing
     const u32* hot_table;             // [m] the hot page of each row
     u32 hot_pages;                    // of the layer
     u32 units;                        // in unit_pages
 };
 
-// Packs pages of the KV cache, or takes back the units of pages that are free again (encoding/kv_packed.cuh).
+// Packs pages of the KV cache, or frees the units of pages that are free again (encoding/kv_packed.cuh).
 struct KvPackArgs {
     const u16* source;                // bf16 pages; step: hot pages [layers][source_pages]; chunk: of one layer
     u8* packed;                       // [layers][pages]
     u8* records;                      // [layers][pages]
     u8* unit_pages;                   // [units]
-    u32* free_units;                  // [1 + units]: how many are free, and which
-    const u32* positions;             // step: [m] of each row's newest token, or 0xffffffff: a row without one
-    const u32* page_table;            // step: [m, table_pages]; chunk, release: [m]; 0xffffffff: not to be packed
+    u32* free_units;                  // [1 + units]: the number of free units, and their indices
+    const u32* positions;             // step: [m] position of each row's newest token; 0xffffffff: no token
+    const u32* page_table;            // step: [m, table_pages]; chunk, release: [m]; 0xffffffff: do not pack
     const u32* hot_table;             // step: [m]
     u32* lost;                        // step: [m], chunk: [1]; set to 1 if no unit was free
-    u32* fault;                       // 1 + row (step) or place in the table, of a page that is not there
+    u32* fault;                       // set to 1 + row (step) or place in the table if a page does not exist
     u64 source_pitch;                 // elements from layer to layer
     u64 packed_pitch;                 // bytes from layer to layer
     u64 record_pitch;
@@ -366,21 +366,21 @@ struct KvPackArgs {
     u32 first;                        // chunk: page m of the table comes from source page first + m
 };
 
-// Packed pages of one layer and sequence -> bf16 pages.
+// Unpacks pages of one layer and sequence to bf16 pages.
 struct KvUnpackArgs {
     const u8* packed;                 // [pages]
     const u8* records;                // [pages]
     const u8* unit_pages;             // [units]
     const u32* page_table;            // [m]
     u16* out;                         // bf16 pages [m]
-    u32* fault;                       // 1 + place in the table, of a page that is not there or cannot be read
+    u32* fault;                       // set to 1 + place in the table if a page does not exist or cannot be read
     u32 m;                            // pages
     u32 kv_heads;
     u32 pages;                        // of the layer
     u32 units;
 };
 
-// Bias, QK-norm and rotation of the heads of a chunk of one sequence; K and V to their pages.
+// Bias, QK-norm and rotation of the heads of a chunk of one sequence; stores K and V in their pages.
 struct RopeArgs {
     u16* qkv;                         // bf16 [m, (heads + 2 * kv_heads) * head_dim]; q heads are rewritten
     const u16* bias;                  // bf16 [(heads + 2 * kv_heads) * head_dim]; null: none
@@ -389,8 +389,8 @@ struct RopeArgs {
     const u16* cosines;               // bf16 [positions, rope_dim / 2]
     const u16* sines;                 // bf16 [positions, rope_dim / 2]
     u16* cache;                       // bf16, the pages of a layer (encoding/kv_page.cuh)
-    const u32* pages;                 // pages of the sequence, up to that of position start + m - 1
-    u32* fault;                       // set to 1 + row of a token whose page the cache does not have
+    const u32* pages;                 // pages of the sequence, up to the page of position start + m - 1
+    u32* fault;                       // set to 1 + row if the cache does not have the page of a token
     u64 pitch;
     float eps;
     u32 start;                        // position of the first row
@@ -400,10 +400,10 @@ struct RopeArgs {
     u32 cache_pages;
 };
 
-// How the token of one row is chosen. Filters apply in this order: temperature, top_k, top_p, min_p.
+// Sampling parameters of one row. Filters apply in this order: temperature, top_k, top_p, min_p.
 struct SampleRow {
     u64 seed;                         // of the random numbers
-    float temperature;                // logits are divided by it; 0: the largest, of equal ones the lowest
+    float temperature;                // divides the logits; 0: the largest logit, among equal ones the lowest token
     u32 top_k;                        // 0: all
     float top_p;                      // 1: all
     float min_p;                      // 0: all
@@ -413,25 +413,25 @@ struct SampleRow {
 struct AdjustRow {
     u32 slot;                         // row of the token states, or 0xffffffff: no adjustments
     float repetition;                 // divides positive logits of tokens in prompt or answer, multiplies others
-    float frequency;                  // subtracted for each time that a token is in the answer
-    float presence;                   // subtracted for a token that is in the answer
+    float frequency;                  // subtracted once per occurrence of the token in the answer
+    float presence;                   // subtracted for each token that is in the answer
     u32 end_from;                     // first position at which an end token may be sampled
     u32 mask;                         // 1 + row of the masks, or 0: any token may be sampled
 };
 
-// What adjustments depend on for one token of the vocabulary.
+// State of one token of the vocabulary that adjustments depend on.
 struct TokenState {
     float bias;                       // added to the logit
-    u32 marks;                        // bit 31: in the prompt, bit 30: ends the sequence; count in the answer
+    u32 marks;                        // bit 31: in the prompt; bit 30: ends the sequence; below: count in the answer
 };
 
-// A token of each row of logits. Adjusted variants read positions to which 1 was added.
+// Samples a token for each row of logits. Adjusted variants read positions to which 1 was already added.
 struct SampleArgs {
     const u16* logits;                // bf16 [m, vocabulary]
     const SampleRow* rows;            // [m]
-    u32* positions;                   // [m] of the tokens whose logits these are, or 0xffffffff; 1 is added
+    u32* positions;                   // [m] position of the token whose logits these are, or 0xffffffff; 1 is added
     u32* ids;                         // [m]
-    u32* fault;                       // set to 1 + row of a row whose logits are all NaN
+    u32* fault;                       // set to 1 + row if all logits of a row are NaN
     const AdjustRow* adjusts;         // [m]; adjusted variants
     TokenState* tokens;               // [slots, token_pitch]; adjusted variants count the sampled token
     const u32* masks;                 // [masks, (vocabulary + 31) / 32], a bit per token; adjusted variants
@@ -440,12 +440,12 @@ struct SampleArgs {
     u32 token_pitch;                  // entries of `tokens` from slot to slot, a multiple of 2
 };
 
-// Log probabilities of the sampled token and of the likeliest ones of each row.
+// Log probabilities of the sampled token and of the most likely tokens of each row.
 struct LogprobsArgs {
     const u16* logits;                // bf16 [m, vocabulary]
-    const u32* wanted;                // [m]: 0 for a row without, else 1 + the number of likeliest tokens
+    const u32* wanted;                // [m]: 0: no log probabilities, else 1 + the number of most likely tokens
     const u32* ids;                   // [m]: sampled tokens
-    u32* out;                         // [m, 21, 2]: token and f32; the sampled token, then the likeliest
+    u32* out;                         // [m, 21, 2]: token and f32; the sampled token, then the most likely ones
     u64 pitch;                        // elements from row to row, a multiple of 8
     u32 vocabulary;                   // 1..2^20
     u32 reserved;

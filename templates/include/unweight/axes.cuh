@@ -1,4 +1,4 @@
-// Axes whose values are words, as unweight-codegen/src/family declares them. A generated Config names its values, for
+// Axes with named values, as unweight-codegen/src/family declares them. A generated Config names its values, for
 // example `static constexpr uw::Epilogue kEpilogue = uw::Epilogue::kStoreAdd;`.
 #pragma once
 
@@ -25,7 +25,7 @@ enum class GateFunction : u32 { kSilu, kGelu };
 enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };
 enum class WeightSource : u32 { kExponent, kPalette };
 
-// Threads copy 16 bytes at a time (cp.async); otherwise an elected lane asks the copy engine (cp.async.bulk).
+// kAsync: threads copy 16 bytes at a time (cp.async); otherwise an elected lane issues bulk copies (cp.async.bulk).
 template <class Config>
 constexpr bool kAsync = Config::kCopy == SmemCopy::kAsync;
 // y += instead of y =, added in fp32 and rounded once.

@@ -1,18 +1,18 @@
-// The elements of a tensor whose exponents are Huffman-coded (docs/format.md A.1 and A.12): where their signs and
-// fractions are, and how those are joined with exponents.
+// Elements of tensors whose exponents are Huffman-coded (docs/format.md A.1 and A.12): where their signs and fractions
+// are stored, and how those are joined with exponents.
 //
-// A type of elements has
+// An element type has
 //   kBytes, kFractionBits   of an element
-//   kRestBytes, kRestBits   sign and fraction: so many whole bytes of each element, row-major; then, from the next
+//   kRestBytes, kRestBits   sign and fraction: this many whole bytes of each element, row-major; then, from the next
 //                           multiple of 16 bytes on, the bits above them as one dense stream, lowest bit of a byte
-//                           first. Of BF16 this is `sign_mantissa`, of the others `fraction_bytes` and `fraction_bits`,
-//                           one behind the other.
-//   kWidth                  neighbours in a row that a lane joins at once, the first a multiple of kWidth
-//   kBatch                  of these, how many a lane loads ahead of their use: as many as 64 registers hold
-//   Rest, load              their signs and fractions as they come from memory; `first` is the first of them
-//   Table, join             weights from palette indices, four bits each, or from exponent bytes. Index 8 and above
-//                           needs no mux: see mma/reconstruct.cuh.
-// Nothing here checks anything: the host has checked the sizes, and any bytes are weights.
+//                           first. For BF16 this is `sign_mantissa`, for the others `fraction_bytes` followed by
+//                           `fraction_bits`.
+//   kWidth                  adjacent elements of a row that a lane joins at once, the first a multiple of kWidth
+//   kBatch                  number of such groups that a lane loads before their use: as many as 64 registers hold
+//   Rest, load              signs and fractions as loaded from memory; `first` is the first element
+//   Table, join             weights from palette indices, four bits each, or from exponent bytes. Indices of 8 and
+//                           above need no mux: see mma/reconstruct.cuh.
+// Nothing is checked here: the host has checked the sizes, and any bytes are valid weights.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -23,13 +23,13 @@ namespace uw::elements {
 
 using mma::kSigns;
 
-// kWidth weights, as they are stored.
+// kWidth weights, as stored.
 template <u32 kWords>
 struct Words {
     u32 word[kWords];
 };
 
-// Where signs and fractions are.
+// Addresses of signs and fractions.
 struct Fractions {
     const u8* bytes;
     const u8* bits;
@@ -41,7 +41,7 @@ UW_DEVICE Fractions fractions(const u8* bytes, u32 n, u32 k) {
     return {bytes, bytes + ((static_cast<u64>(n) * k * Element::kRestBytes + 15) & ~15ull)};
 }
 
-// An element by itself, at any place.
+// Sign and fraction of a single element, at any index.
 template <class Element>
 UW_DEVICE u32 rest_of(const Fractions& from, u64 at) {
     u32 rest = 0;
@@ -56,7 +56,7 @@ UW_DEVICE u32 rest_of(const Fractions& from, u64 at) {
         const u8* byte = from.bits + bit / 8;
         const u32 shift = bit % 8;
         u32 bits = ptx::ld_global_nc_u8(byte);
-        // The byte after the last one is not looked at.
+        // The byte after the last one is not read.
         if (shift + Element::kRestBits > 8) bits |= ptx::ld_global_nc_u8(byte + 1) << 8;
         rest |= (bits >> shift & ((1u << Element::kRestBits) - 1)) << 8 * Element::kRestBytes;
     }
@@ -96,8 +96,8 @@ struct Bf16 {
     }
 };
 
-// A palette of exponents of 4 or 5 bits, each where it stands in the highest byte of its element. The top bit of these
-// is 0, so two lookups of four make one, without a mux.
+// A palette of exponents of 4 or 5 bits, each at its position in the highest byte of its element. The sign bit there is
+// 0, so two lookups (lower and upper half of the palette) combine with an OR, without a mux.
 template <u32 kExponentBits>
 struct ShortPalette {
     static constexpr u32 kShift = 7 - kExponentBits;
@@ -110,10 +110,10 @@ struct ShortPalette {
     UW_DEVICE explicit ShortPalette(U32x4 palette)
         : low{place(palette.x), place(palette.y)}, high{place(palette.z), place(palette.w)} {}
 
-    // Bytes with larger exponents, which only a palette or a damaged row has, lose their upper bits.
+    // Larger exponents, which occur only in a palette or a damaged row, lose their upper bits.
     static UW_DEVICE u32 place(u32 exponents) { return exponents << kShift & kMask; }
 
-    // The four of the low nibbles of `indices`.
+    // Looks up the four low nibbles of `indices`.
     UW_DEVICE u32 four(u32 indices) const {
         return ptx::prmt(low[0], low[1], indices) | ptx::prmt(high[0], high[1], indices ^ 0x8888u);
     }
@@ -121,7 +121,7 @@ struct ShortPalette {
 
 struct E4m3 {
     static constexpr u32 kBytes = 1, kFractionBits = 3, kRestBytes = 0, kRestBits = 4, kWidth = 16, kBatch = 4;
-    using Rest = U32x2;  // two elements a byte, the earlier one in the low nibble
+    using Rest = U32x2;  // two elements per byte, the earlier one in the low nibble
     using Table = ShortPalette<4>;
 
     static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::ld_global_nc_x2(from.bits + first / 2); }
@@ -148,27 +148,27 @@ private:
     }
 };
 
-// Three bits of sign and fraction of eight elements: three bytes, which begin at any byte.
+// Sign and fraction bits of eight elements, three bits each: three bytes at any byte offset.
 struct ThreeBits {
-    u32 low, high;  // the word with the first byte, and the one after it where that has the last
+    u32 low, high;  // the word that contains the first byte, and the next word if it contains the last
 
     static UW_DEVICE u64 byte(u64 first) { return first / 8 * 3; }
 
     static UW_DEVICE ThreeBits load(const u8* bits, u64 first) {
         const u64 at = byte(first);
         const u8* word = bits + (at & ~3ull);
-        // What follows a last group may be another section, or nothing.
+        // The bytes after the last group may be another section, or unmapped.
         return {ptx::ld_global_nc(word), (at & 3) > 1 ? ptx::ld_global_nc(word + 4) : 0};
     }
 
-    // The highest bytes of eight E5M2 or F16, whose exponents are placed.
+    // The highest bytes of eight E5M2 or F16 elements, whose exponents are already in place.
     UW_DEVICE Words<2> join(u64 first, u32 exponents, u32 later_exponents) const {
         const u32 bits = ptx::shf_r_wrap(low, high, 8 * (static_cast<u32>(byte(first)) & 3));
         return {{exponents | four(bits), later_exponents | four(bits >> 12)}};
     }
 
 private:
-    // Signs and fractions of four, in their bytes.
+    // Signs and fractions of four elements, at their positions in bytes.
     static UW_DEVICE u32 four(u32 bits) {
         const u32 pairs = (bits & 0x3f) | (bits << 10 & 0x3f0000);
         const u32 each = (pairs & 0x00070007u) | (pairs << 5 & 0x07000700u);
@@ -191,7 +191,7 @@ struct E5m2 {
     }
 };
 
-// Its highest byte is an E5M2.
+// The highest byte of an F16 has the layout of an E5M2.
 struct F16 {
     static constexpr u32 kBytes = 2, kFractionBits = 10, kRestBytes = 1, kRestBits = 3, kWidth = 8, kBatch = 4;
     struct Rest {
@@ -220,7 +220,7 @@ private:
     }
 };
 
-// Its upper half is a BF16, whose sign and fraction are the highest of three bytes.
+// The upper half of an F32 has the layout of a BF16, whose sign and fraction are the highest of three bytes.
 struct F32 {
     static constexpr u32 kBytes = 4, kFractionBits = 23, kRestBytes = 3, kRestBits = 0, kWidth = 4, kBatch = 4;
     struct Rest {
@@ -249,7 +249,7 @@ private:
     static UW_DEVICE u32 highest(const Rest& rest) {
         return ptx::prmt(ptx::prmt(rest.word[0], rest.word[1], 0x0052), rest.word[2], 0x7410);
     }
-    // Below the upper halves: bytes 0 and 1, 3 and 4, 6 and 7, 9 and 10.
+    // Adds the lower halves: bytes 0 and 1, 3 and 4, 6 and 7, 9 and 10.
     static UW_DEVICE Words<4> with_lower(const Rest& rest, u32 first, u32 second) {
         const u32 across = ptx::shf_r_wrap(rest.word[0], rest.word[1], 24);
         return {{ptx::prmt(rest.word[0], first, 0x5410), ptx::prmt(across, first, 0x7610),
@@ -257,7 +257,7 @@ private:
     }
 };
 
-// The element of an axis value.
+// Maps an axis value to its element type.
 template <DecodeElement>
 struct Of;
 template <>

@@ -1,11 +1,12 @@
-// Elements outside the window of the packed encoding (docs/format.md, A.9): exact operands that replace what the
-// container decoded to.
+// Elements outside the window of the packed encoding (docs/format.md, A.9): exact operands that replace the decoded
+// ones.
 //
 //   head    u32 of a row block: 0 none | 1 << 30 | record | 1 << 31 | index of a list in `escapes`
 //   list    count, then count records
 //   record  operand 15..0 | lane 20..16 | 4 * step + register 24..21 | half 25
 //
-// Heads and records come from a file: lane, register and half are masked, and a list never reads past `escape_words`.
+// Heads and records come from a file and are not trusted: lane, register and half are masked, and a list never reads
+// past `escape_words`.
 #pragma once
 
 #include "unweight/encoding/packed.cuh"
@@ -15,8 +16,9 @@ namespace uw::packed {
 constexpr u32 kListHead = 1u << 31;
 constexpr u32 kBlockElements = kBlockRows * kTile;
 
-// `record` is the same in all lanes; the lane that holds the element rewrites one half of one register. Compile-time
-// indices keep the operands in registers: a branch that the warp takes together finds the step, a select the register.
+// Replaces one element. `record` is uniform over the warp; the lane that holds the element rewrites one half of one
+// register. Indices are compile-time constants, which keeps the operands in registers: a warp-uniform branch selects
+// the step, and a select the register.
 UW_DEVICE void patch(Operands& operands, u32 record, u32 lane) {
     const u32 step = record >> 23 & 3;
     const u32 target = (record >> 16 & 31) == lane ? record >> 21 & 3 : 4;
@@ -33,15 +35,17 @@ UW_DEVICE void patch(Operands& operands, u32 record, u32 lane) {
     }
 }
 
-// The records of one row block, spread over the warp: lane 0 holds the count, lane i record i - 1. Read ahead of the
-// operands, so that a list, which is far away, comes while the weights do. `head` is the same in all lanes and not 0.
+// Loads the records of one row block, spread over the warp: lane 0 holds the count, lane i record i - 1. Called ahead
+// of the operands, so that the latency of a list overlaps with that of the weights. `head` is uniform over the warp and
+// not 0.
 UW_DEVICE u32 read_records(u32 head, const u32* escapes, u32 escape_words, u32 lane) {
     if ((head & kListHead) == 0) return lane == 0 ? 1 : head;
     const u32 index = head & ~kListHead;
     return index < escape_words && lane < escape_words - index ? ptx::ld_global_nc(escapes + index + lane) : 0;
 }
 
-// Past the warp's 31 records the list is read again, one by one: a row block of 1024 elements seldom has so many.
+// Applies the records. Those after the warp's first 31 are read from the list one by one, which is rare: a row block
+// has 1024 elements.
 UW_DEVICE void apply_records(Operands& operands, u32 records, u32 head, const u32* escapes, u32 escape_words,
                              u32 lane) {
     u32 count = ptx::shfl_sync_idx(records, 0);

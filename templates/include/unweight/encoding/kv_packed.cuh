@@ -1,18 +1,19 @@
-// A packed page of the KV cache: 64 tokens of one layer at 12 bits an element, with a record for each KV head's K and V
-// (docs/kv-cache.md). unweight-codegen/src/kv/packed.rs has the same sizes and the slow encoder and decoder.
+// A packed page of the KV cache: 64 tokens of one layer at 12 bits per element, with a record for K and for V of each
+// KV head (docs/kv-cache.md). unweight-codegen/src/kv/packed.rs has the same sizes and the slow encoder and decoder.
 //
 //   pages     [page][kv_head][tile 0..4][K | V][24 * head_dim bytes]; a tile is 16 tokens
 //   records   [page][kv_head][K | V][kRecordBytes]
-//   units     [unit][tile 0..4][step][lane][P0..P3]: the bf16 operands of what its record has no room for
+//   units     [unit][tile 0..4][step][lane][P0..P3]: bf16 operands of K or V with too many escapes for its record
 //
-// The operand of a tile is in fragment order: a lane has 3 words for each step of 16 elements, which hold the quad
-// P0..P3 of the tensor cores' B operands, P3 in the bits 14..11 of the others (encoding/packed.cuh). K: {P0, P1} is the
-// operand of tokens 0-7 and {P2, P3} that of tokens 8-15 of QK^T; V: {P0, P1} that of elements 0-7 and {P2, P3} that of
-// elements 8-15 of the step, of PV.
+// The operand of a tile is in fragment order: for each step of 16 elements a lane has 3 words, which hold the quad
+// P0..P3 of B operands for the tensor cores, with P3 in bits 14..11 of the others (encoding/packed.cuh). K: {P0, P1} is
+// the operand of tokens 0-7 and {P2, P3} that of tokens 8-15, for QK^T. V: {P0, P1} is the operand of elements 0-7 and
+// {P2, P3} that of elements 8-15 of the step, for PV.
 //
-// Exponents are the true ones: an element is sign, base + nibble, mantissa, with a base for each 16 channels of the
-// unit, a step. Those below the window have nibble 0 and a slot of the record: element and exponent. So an operand is
-// the bf16 that was packed, bit for bit, zeros, subnormals, infinities and NaN included.
+// Exponents are not rebased: an element is sign, base + nibble, mantissa, with one base per step, that is, per 16
+// channels of the unit. Elements with exponents below the window have nibble 0 and a slot in the record: element and
+// exponent. An operand thus equals the bf16 that was packed, bit for bit, including zeros, subnormals, infinities and
+// NaN.
 #pragma once
 
 #include "unweight/encoding/kv_page.cuh"
@@ -27,12 +28,12 @@ constexpr u32 kPageTiles = kPageTokens / kTileTokens;
 // Kinds of records.
 constexpr u32 kPackedUnit = 0, kBf16Unit = 1, kLostUnit = 2;
 
-constexpr u32 kBelow = 31;       // codes of exponents below the window
-constexpr u32 kZeroCode = 31;    // exponent 0
+constexpr u32 kBelow = 31;       // number of codes for exponents below the window
+constexpr u32 kZeroCode = 31;    // the code of exponent 0
 constexpr u32 kWindow = 16;      // exponents
-constexpr u32 kRecordHead = 16;  // bytes in front of the slots
+constexpr u32 kRecordHead = 16;  // bytes before the slots
 
-// Loads from shared memory, by its address, and from global memory.
+// Loads from shared memory, by address, and from global memory.
 UW_DEVICE U32x4 load_x4(u32 shared) { return ptx::ld_shared_x4(shared); }
 UW_DEVICE U32x4 load_x4(const u8* global) { return ptx::ld_global_x4(global); }
 UW_DEVICE U32x2 load_x2(u32 shared) { return ptx::ld_shared_x2(shared); }
@@ -43,8 +44,8 @@ UW_DEVICE u32 load_x1(const u8* global) { return ptx::ld_global(global); }
 template <u32 kHeadDim>
 struct Packed {
     static constexpr u32 kSteps = kHeadDim / 16;
-    static constexpr u32 kWords = 3 * kSteps;            // of a lane, in a tile's K or V
-    static constexpr u32 kOperandBytes = 24 * kHeadDim;  // of a tile's K, or V
+    static constexpr u32 kWords = 3 * kSteps;            // per lane, for K or V of a tile
+    static constexpr u32 kOperandBytes = 24 * kHeadDim;  // of K or V of a tile
     static constexpr u32 kTileBytes = 2 * kOperandBytes;
     static constexpr u32 kHeadBytes = kPageTiles * kTileBytes;  // of K and V of one KV head in a page
     static constexpr u32 kRecordBytes = kHeadDim <= 80 ? 32 : 48;
@@ -52,19 +53,19 @@ struct Packed {
     static constexpr u32 kUnitTileBytes = 32 * kHeadDim;
     static constexpr u32 kUnitBytes = kPageTiles * kUnitTileBytes;
 
-    // Words of a lane in groups of 16 bytes, and what remains in one of 8, of 4, or both.
+    // A lane's words in groups of 16 bytes; the rest in one group of 8, of 4, or both.
     static constexpr u32 kGroups = kWords / 4, kRest = kWords % 4;
     static constexpr u32 kPair = kGroups * 512, kLast = kPair + (kRest >= 2 ? 256 : 0);
 
     // Index of the pair of records of a KV head in a page.
     UW_DEVICE static u64 head(u32 kv_heads, u32 page, u32 kv_head) { return u64(page) * kv_heads + kv_head; }
 
-    // Where the operands of a tile of a bf16 unit are.
+    // Address of the operands of a tile of a bf16 unit.
     template <class Byte>
     UW_DEVICE static Byte* unit_tile(Byte* unit_pages, u32 unit, u32 tile) {
         return unit_pages + u64(unit) * kUnitBytes + tile * kUnitTileBytes;
     }
-    // The quad of a step from there.
+    // Loads the quad of a step from there.
     UW_DEVICE static void unit_quad(u32 (&p)[4], const u8* tile, u32 step, u32 lane) {
         const U32x4 v = ptx::ld_global_x4(tile + step * 512 + lane * 16);
         p[0] = v.x;
@@ -73,7 +74,7 @@ struct Packed {
         p[3] = v.w;
     }
 
-    // A lane's words, from shared or global memory.
+    // Loads a lane's words, from shared or global memory.
     template <class Address>
     UW_DEVICE static void load(u32 (&words)[kWords], Address operand, u32 lane) {
 #pragma unroll
@@ -103,7 +104,8 @@ struct Packed {
         if constexpr (kRest % 2 == 1) ptx::st_global(operand + kLast + lane * 4, words[kWords - 1]);
     }
 
-    // The quad of a step; `base`: Record::pair of the step. 13 integer operations for 8 elements, and one for the base.
+    // Decodes the quad of a step; `base`: Record::pair of the step. 13 integer operations for 8 elements, plus one for
+    // the base.
     template <class Words>
     UW_DEVICE static void quad(u32 (&p)[4], const Words& words, u32 step, u32 base) {
         constexpr u32 kOwn = 0x87FF87FFu;  // sign, nibble, mantissa
@@ -116,7 +118,7 @@ struct Packed {
         last |= ptx::shf_l_wrap(w2, w2, 4) & 0x80078007u;
         p[3] = last + base;
     }
-    // The three words of a quad of halves of sign, nibble and mantissa.
+    // Packs a quad, whose halves are sign, nibble and mantissa, into three words.
     UW_DEVICE static void words_of(u32 (&words)[kWords], u32 step, const u32 (&f)[4]) {
         words[3 * step] = f[0] | ((f[3] << 4) & 0x78007800u);
         words[3 * step + 1] = f[1] | ((f[3] << 8) & 0x78007800u);
@@ -134,19 +136,19 @@ struct Record {
     UW_DEVICE static Record global(const u8* p) { return of(ptx::ld_global_x4(p)); }
 
     UW_DEVICE u32 base(u32 step) const { return bases[step / 4] >> (step % 4 * 8) & 255; }
-    // In both halves of a word.
+    // The base in both halves of a word.
     UW_DEVICE u32 pair(u32 step) const { return base(step) * 0x00800080u; }
     UW_DEVICE u32 kind() const { return word & 255; }
     UW_DEVICE u32 unit() const { return ends; }
-    // Slots of a tile: from `begin` to `end`, whatever the record says no further than `limit`.
+    // The slots of a tile are begin(tile)..end(tile), where end is clamped to `limit`.
     UW_DEVICE u32 begin(u32 tile) const { return tile == 0 ? 0 : ends >> (8 * tile - 8) & 255; }
     UW_DEVICE u32 end(u32 tile, u32 limit) const {
         const u32 end = ends >> (8 * tile) & 255;
         return end < limit ? end : limit;
     }
-    // A byte of each tile that is 0 if it has no slots.
+    // One byte per tile, which is 0 if the tile has no slots.
     UW_DEVICE u32 changes() const { return ends ^ ends << 8; }
-    // Of the step of a slot, which may be one that the head does not have.
+    // The base of the step that a slot names, which may be past the steps of the head.
     UW_DEVICE u32 base_of(u32 slot) const {
         return ((slot & 1024) == 0 ? bases[0] : bases[1]) >> (slot >> 5 & 24) & 255;
     }
@@ -156,7 +158,7 @@ struct Record {
     }
 };
 
-// Puts the exponent of a slot into a quad, if its element is of this step and lane.
+// Sets the exponent of a slot in a quad, if the slot's element is in this step and lane.
 UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, const Record& record) {
     const u32 element = slot & 2047;
     if (element >> 3 != step * 32 + lane) return;
@@ -168,7 +170,7 @@ UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, const Record& re
     if (own == 3) p[3] = (p[3] & keep) | bits;
 }
 
-// Sets the values of a tile's tokens before `token` to zero in a quad: tokens 2t and 2t + 1, and those 8 after.
+// Zeroes the values of a tile's tokens before `token` in a quad: tokens 2t and 2t + 1, and those 8 later.
 UW_DEVICE void clear_values_before(u32 (&v)[4], u32 token, u32 lane) {
 #pragma unroll
     for (u32 r = 0; r < 4; ++r) {
@@ -178,16 +180,16 @@ UW_DEVICE void clear_values_before(u32 (&v)[4], u32 token, u32 lane) {
     }
 }
 
-// Of a tile's K, or V: the steps that have an escape, the same in all lanes; and this lane's own: its element and what
-// is to be added to its register.
+// Escapes of a tile's K, or V. `steps`: the steps that have an escape, uniform over the warp. Per lane: the element of
+// its escape, and the amount to add to its register.
 struct Escapes {
     u32 steps = 0, element = ~0u, delta = 0;
 
-    // By a warp. `slots`: shared address of the record's. `clash`: the lane has more than one, which finds no room.
+    // Called by a warp. `slots`: shared address of the record's slots. Sets `clash` if a lane has several escapes.
     template <u32 kSlots>
     UW_DEVICE static Escapes of(const Record& record, u32 slots, u32 tile, u32 lane, bool& clash) {
         const u32 begin = record.begin(tile), end = record.end(tile, kSlots);
-        // One slot a lane, all at the same time.
+        // One slot per lane, loaded in parallel.
         const u32 listed = ptx::ld_shared_u16(slots + (lane < kSlots ? lane : 0) * 2);
         Escapes escapes;
         u32 own = 0;
@@ -205,7 +207,7 @@ struct Escapes {
         }
         return escapes;
     }
-    // Into the quad of a step, which has the base of the step where an exponent escapes.
+    // Applies the escape to the quad of a step, which was decoded with the step's base.
     UW_DEVICE void apply(u32 (&p)[4], u32 step) const {
         if ((steps >> step & 1) == 0) return;
         const u32 own = (element >> 8 & 255) == step ? element >> 1 & 3 : 4;

@@ -1,15 +1,15 @@
-// The packed encoding (docs/format.md, A.9) as a stream of A operands: 12 bytes become 8 bf16 in 9 integer
+// The packed encoding (docs/format.md, A.9) as a stream of A operands: 12 bytes decode to 8 bf16 with 9 integer
 // operations.
 //
 //   tile 64x64 = 6144 B = 4 row blocks of 1536 B; a row block = 3 groups of 512 B; lane l owns 16 bytes of each group,
-//   12 words in all. Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 are in a word each, P3 in the bits 14..11 that
-//   their halves leave free:
+//   12 words in all. Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 have a word each; P3 is stored in bits 14..11
+//   of their halves, which they do not use:
 //
 //     half    15    14..11       10..7    6..0
 //             sign  P3's piece   nibble   mantissa
 //     w0: P3 bits 10..7 (nibble)         w1: P3 bits 6..3         w2: P3 bits 15 and 2..0, rotated
 //
-// An operand has exponent 112 + nibble; the kernel multiplies its fp32 sum by 2^(base - 112) once.
+// An operand has exponent 112 + nibble; the kernel multiplies the fp32 sum by 2^(base - 112) once.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -64,8 +64,8 @@ struct PackedBlock {
     }
 
 private:
-    // (a & b) | c as one instruction by name: from the expression with two constants the compiler makes two, since LOP3
-    // takes one immediate, and a tile costs 64 instructions more.
+    // (a & b) | c as an explicit LOP3. From the expression, the compiler makes two instructions, because LOP3 takes one
+    // immediate and this has two constants; a tile would cost 64 more instructions.
     UW_DEVICE static u32 and_or(u32 a, u32 b, u32 c) { return ptx::lop3<0xEA>(a, b, c); }
 };
 
@@ -81,7 +81,7 @@ struct Operands {
         set<3>(packed);
     }
 
-    // One of the four.
+    // Decodes one of the four.
     template <u32 kStep>
     UW_DEVICE void set(const PackedBlock& packed) {
         const Operand a = packed.operand<kStep>();

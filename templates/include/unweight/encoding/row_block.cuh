@@ -1,7 +1,7 @@
-// Row blocks of a bf16 matrix [n, k], as the 16 registers of the A operands of a tile's columns (encoding/packed.cuh).
+// Row blocks of a bf16 matrix [n, k] as the 16 registers of a tile's A operands (encoding/packed.cuh).
 //
-// Lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, whole sectors, and four words change lanes
-// within the quad. `Args` has weights, k and tile_cols.
+// Lane 4g + t moves 16 bytes of rows g and g + 8 at columns 8t and 32 + 8t, which are whole sectors; a 4 x 4 transpose
+// within the quad then moves each word to its lane. `Args` has weights, k and tile_cols.
 #pragma once
 
 #include "unweight/encoding/packed.cuh"
@@ -11,13 +11,13 @@ namespace uw::row_block {
 
 using packed::Operands;
 
-// Row blocks of the matrix; `Args` has tile_rows, too.
+// Number of row blocks of the matrix; `Args` also has tile_rows.
 template <class Args>
 UW_DEVICE u32 count(const Args& args) {
     return args.tile_rows * args.tile_cols * packed::kTileBlocks;
 }
 
-// Where a row block begins in the matrix, lane 4g + t taking rows `row` = g and g + 8.
+// Position of a row block in the matrix; lane 4g + t takes rows `row` = g and g + 8.
 struct Place {
     u32 row, column, lane;
 
@@ -28,13 +28,13 @@ struct Place {
         column = (tile - tile_row * args.tile_cols) * packed::kTile;
     }
 
-    // Piece i of a lane: 8 neighbours in a row, as they move.
+    // Piece i of a lane: 8 adjacent elements of a row, as they are moved.
     template <class Args>
     UW_DEVICE u16* piece(const Args& args, u32 i) const {
         return args.weights + static_cast<u64>(row + i % 2 * 8) * args.k + column + i / 2 * 32 + lane % 4 * 8;
     }
 
-    // Element 2 * register + half of a lane, as the operand has them.
+    // Element 2 * register + half of a lane, in the order of the operands.
     template <class Args>
     UW_DEVICE u64 element(const Args& args, u32 e) const {
         return static_cast<u64>(row + e / 2 % 2 * 8) * args.k + column + e / 8 * 16 + e / 4 % 2 * 8 + lane % 4 * 2 +
@@ -58,7 +58,7 @@ UW_DEVICE void transpose(u32 (&v)[4], u32 lane) {
     }
 }
 
-// Register (see encoding/packed.cuh) of word j of a quad's four i-th pieces.
+// Register (encoding/packed.cuh) of word j of the i-th pieces of a quad.
 UW_DEVICE constexpr u32 register_of(u32 i, u32 j) { return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2; }
 
 template <class Args>

@@ -1,4 +1,4 @@
-// The packed encoding (docs/format.md, A.9) back to the bf16 weights that it was made of, bit for bit.
+// Decodes the packed encoding (docs/format.md, A.9) back to the original bf16 weights, bit for bit.
 #pragma once
 
 #include "unweight/encoding/escapes.cuh"
@@ -6,14 +6,14 @@
 
 namespace uw::packed {
 
-constexpr u32 kFree = 0x78007800;      // bits of a container word that carry P3
-constexpr u32 kOperandExponent = 112;  // of an operand with nibble 0
-constexpr u32 kInexact = 1u << 16;     // above the 16 bits of a number
+constexpr u32 kFree = 0x78007800;      // bits of a container word that hold P3
+constexpr u32 kOperandExponent = 112;  // exponent of an operand with nibble 0
+constexpr u32 kInexact = 1u << 16;     // flag above the 16 bits of a value
 
-// The lowest exponent of a window, in both halves of a word.
+// The lowest exponent of the window, in both halves of a word.
 UW_DEVICE u32 pair_of_exponents(u32 exponent) { return exponent << 7 | exponent << 23; }
 
-// The 12 words of a lane as weights, its escapes still to be replaced.
+// Decodes the 12 words of a lane to weights, without its escapes.
 UW_DEVICE Operands weights_of(const u32 (&words)[12], u32 bases) {
     Operands weights;
 #pragma unroll
@@ -28,7 +28,7 @@ UW_DEVICE Operands weights_of(const u32 (&words)[12], u32 bases) {
     return weights;
 }
 
-// value * 2^shift in bf16, or kInexact; zeros, Inf and NaN stay as they are.
+// value * 2^shift in bf16, or kInexact; zeros, Inf and NaN are unchanged.
 UW_DEVICE u32 times_power_of_two(u32 value, i32 shift) {
     const u32 sign = value & 0x8000, exponent = value >> 7 & 0xff, mantissa = value & 0x7f;
     if (exponent == 0xff || (value & 0x7fff) == 0) return value;
@@ -44,12 +44,12 @@ UW_DEVICE u32 times_power_of_two(u32 value, i32 shift) {
     return sign | significand >> lost;
 }
 
-// The weight that an escape's operand stands for.
+// The weight that an escape's operand encodes.
 UW_DEVICE u32 weight_of(u32 operand, u32 base) {
     return times_power_of_two(operand, static_cast<i32>(base) - static_cast<i32>(kOperandExponent)) & 0xffff;
 }
 
-// A record (encoding/escapes.cuh) with its operand made a weight: what `patch` puts in the place of a weight.
+// A record (encoding/escapes.cuh) whose operand is replaced by its weight, for `patch` on weights.
 UW_DEVICE u32 record_of_weight(u32 record, u32 base) { return (record & ~0xffffu) | weight_of(record & 0xffff, base); }
 
 }  // namespace uw::packed

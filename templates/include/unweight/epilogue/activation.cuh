@@ -5,15 +5,15 @@
 
 namespace uw::packed {
 
-// Rows of a gate, and of its up, that alternate in the weights of a product with silu_mul: those that one thread holds
-// of a fragment of the tensor cores, 8 rows apart.
+// kGateRows: in the weights of a product with silu_mul, this many rows of the gate alternate with as many of the up
+// projection, so one thread holds both in a fragment, 8 rows apart.
 constexpr u32 kGateRows = 8;
 
-// v / (1 + e^-v). Relative error below 2^-20, far below the rounding to bf16 that follows.
+// v / (1 + e^-v). Relative error below 2^-20, far below the following rounding to bf16.
 UW_DEVICE float silu(float v) { return v / (1.0f + ptx::ex2_approx(v * -1.44269504f)); }
 
 // GELU by its tanh approximation: v / (1 + e^-2u), u = sqrt(2 / pi) * (v + 0.044715 * v^3). Relative error below 2^-18
-// where it is not subnormal.
+// for normal results.
 UW_DEVICE float gelu_tanh(float v) {
     const float u = v * (1.0f + 0.044715f * v * v);
     return v / (1.0f + ptx::ex2_approx(u * -2.30220819f));

@@ -1,8 +1,8 @@
-// Accumulators of one warp (16 rows of a wgmma tile) to a row-major bf16 matrix.
+// Stores the accumulators of one warp (16 rows of a wgmma tile) to a row-major bf16 matrix.
 //
-// The fragment spreads a row over four lanes; through a private piece of shared memory the warp turns it into 16-byte
+// The fragment spreads a row over four lanes; the warp transposes it in its private piece of shared memory into 16-byte
 // accesses that cover whole 128-byte lines. Rows at or past `rows` are neither read nor written. Only the calling warp
-// is involved.
+// takes part.
 #pragma once
 
 #include "unweight/ptx/memory.cuh"
@@ -14,8 +14,8 @@ namespace uw::epilogue {
 template <u32 kColumns>
 constexpr u32 kStagingBytes = 16 * kColumns * 2;
 
-// staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8: neither stmatrix nor the row-wise
-// accesses conflict. Where several rows are in 128 bytes, r counts those.
+// staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8, so neither stmatrix nor the row-wise
+// accesses have bank conflicts. If several rows share 128 bytes, r counts 128-byte lines.
 template <u32 kColumns>
 UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
     static_assert(kColumns % 64 == 0 || kColumns == 32 || kColumns == 16,
@@ -24,7 +24,8 @@ UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
     return row * (kColumns * 2) + ((chunk ^ (row / kLineRows % (8 / kLineRows))) * 16);
 }
 
-// `visit(staging address, row, chunk)` for every 16-byte chunk below `rows`, consecutive lanes on consecutive chunks.
+// Calls `visit(staging address, row, chunk)` for every 16-byte chunk below `rows`, consecutive lanes on consecutive
+// chunks.
 template <u32 kColumns, class Visit>
 UW_DEVICE void each_chunk(u32 staging, u32 rows, Visit visit) {
     constexpr u32 kRowChunks = kColumns / 8;
@@ -42,8 +43,8 @@ UW_DEVICE void add_pair(float& low, float& high, u32 pair) {
     high += ptx::float_from_bits(pair & 0xffff0000u);
 }
 
-// y: bf16 element (first row of the warp, first column); row_stride in elements, both 16-byte aligned in bytes.
-// rows: how many of the warp's 16 rows exist. kAdd: y += accumulators, in fp32, rounded once.
+// y: address of the warp's first row and column; row_stride in elements; both are multiples of 16 bytes. rows: how many
+// of the warp's 16 rows exist. kAdd: y += accumulators, in fp32, rounded once.
 template <bool kAdd, u32 kRegisters>
 UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 rows, u32 staging) {
     constexpr u32 kColumns = kRegisters * 2;

@@ -1,10 +1,11 @@
-// Compact tensor (docs/format.md A.11) to what others read: bf16 weights row-major, or a packed tensor (A.9), byte for
-// byte those of the CPU. n and k are multiples of 64.
+// Decodes a compact tensor (docs/format.md A.11) to bf16 weights, row-major, or to a packed tensor (A.9),
+// byte-identical to the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of DecodeCompactArgs; Config has DecodeCompactStage kStage:
+// One function per stage, all with DecodeCompactArgs; Config has DecodeCompactStage kStage:
 //   weights                 full
-//   a packed tensor         packed -> the host sums group_words: the words of `escapes` -> lists (none needed if that
-//                           sum is 0); the host has chosen the window of 16 exponents
+//   a packed tensor         packed -> the host sums group_words, which gives the words of `escapes` -> lists (not
+//   needed if
+//                           that sum is 0); the host has chosen the window of 16 exponents
 //
 // stage    threads  blocks/SM  grid              dynamic smem           reads + writes, bytes per element
 // full     256      3          ceil(tiles / 8)   2048 + 8 * 1232        1.35 + 2
@@ -14,14 +15,15 @@
 // Bound    device memory for full and packed.
 //
 // Roles    a warp takes a tile: its dense part goes to registers, its streams to the warp's slot; four row blocks are
-//          decoded, two by either chain, and stored as they come. The table is copied once per block.
-// Barriers one of the block, behind the table; warps continue alone. A slot is written and read by one warp
-//          (__syncwarp). No copy engine.
+//          decoded, two from each chain, and stored one by one. The table is copied once per block.
+// Barriers one block barrier after the table is loaded; then warps are independent. One warp writes and reads a slot
+//          (__syncwarp). No bulk copies.
 //
 // Zeroed before packed: inexact, group_words. Heads and lists as in kernels/pack.cuh.
 //
-// Safety   any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past
-//          them (encoding/compact.cuh), a list never reads past `record_words` nor writes past `escape_words`.
+// Safety   for any bytes: streams are clamped to `streams`, a slot holds the longest streams and the bytes that are
+//          read past them (encoding/compact.cuh), a list never reads past `record_words` nor writes past
+//          `escape_words`.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -40,16 +42,16 @@ constexpr u32 kSlots = compact::kTableBytes, kSums = kSlots + kWarps * compact::
 template <class Config>
 constexpr u32 kThreads = kBlockThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kTable = 0;
     static constexpr u32 kSlots = decode_compact::kSlots;
-    static constexpr u32 kSums = decode_compact::kSums;  // of lists
+    static constexpr u32 kSums = decode_compact::kSums;  // lists only
     static constexpr u32 kBytes = Config::kStage == DecodeCompactStage::kLists ? kSums + kWarps * 8 : kSums;
 };
 
-// What a warp works with.
+// The state of a warp.
 struct Warp {
     const DecodeCompactArgs& args;
     const u32 shared, lane, warp, slot;
@@ -68,15 +70,15 @@ struct Warp {
         static_assert(kBlockThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
         return ptx::ld_global_nc_x2(args.table + ptx::tid() * 2);
     }
-    // By the whole block.
+    // Called by the whole block.
     UW_DEVICE void store_table(U32x2 entries) const {
         ptx::st_shared_x2(shared + ptx::tid() * 8, entries);
         ptx::bar_sync();  // orders the table before the lookups of every warp
     }
 
-    // Brings a tile's streams to the slot, where the warp has read what was there before.
+    // Copies a tile's streams to the slot, after the warp has read the previous contents.
     UW_DEVICE void load_streams(const Tile& tile) const {
-        ptx::bar_warp_sync();  // orders every lane's loads of the tile before ahead of the stores below
+        ptx::bar_warp_sync();  // orders every lane's loads of the previous tile before the stores below
         for (u32 at = lane * 4; at < tile.words; at += 32 * 4) {
             ptx::st_shared_x4(slot + at * 4, ptx::ld_global_nc_x4(args.streams + tile.first + at));
         }
@@ -84,7 +86,7 @@ struct Warp {
     }
     UW_DEVICE Chains chains(const Tile& tile) const { return Chains(slot + tile.skip * 4, lane); }
 
-    // Operands become weights: the constant of their exponents goes, the window's base comes, and escapes are replaced.
+    // Turns operands into weights: replaces the constant of their exponents by the window's base, and patches escapes.
     UW_DEVICE void to_weights(Operands& operands, const Tile& tile, u32 block) const {
         const u32 shift = (args.class_base - compact::kOperandExponent) << 7, both = shift + (shift << 16);
 #pragma unroll
@@ -104,8 +106,8 @@ template <class Store>
 UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const DecodeCompactArgs& args = own.args;
     const u32 tile = ptx::ctaid() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
-    // Everything is asked for at once: the table, the places of the streams, the streams, the dense part. A warp
-    // without a tile reads the last one, for the block's meeting.
+    // All loads are issued at once: the table, the locations of the streams, the streams, the dense part. A warp
+    // without a tile reads the last one, because it takes part in the block barrier.
     const U32x2 table = own.load_table();
     const u32 source = tile < tiles ? tile : tiles - 1;
     const Tile place(args.tiles, source, args.stream_words);
@@ -143,7 +145,7 @@ UW_DEVICE void full(const DecodeCompactArgs& args) {
     });
 }
 
-// Half `element % 2` of register `element / 2`, without an index that would push the registers to memory.
+// Half `element % 2` of register `element / 2`, by selects: an index would move the registers to local memory.
 UW_DEVICE u32 element_of(const Operands& weights, u32 element) {
     u32 pair = 0;
 #pragma unroll
@@ -161,7 +163,7 @@ UW_DEVICE void packed(const DecodeCompactArgs& args) {
     });
 }
 
-// Decodes one row block of a tile: the chain that has it from its beginning.
+// Decodes one row block of a tile, following its chain from the start.
 UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
     const DecodeCompactArgs& args = own.args;
     const u32 tile = block / kTileBlocks, within = block % kTileBlocks;
@@ -194,7 +196,7 @@ UW_DEVICE void lists(const DecodeCompactArgs& args) {
     pack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
 }
 
-// ---- the stage that Config names
+// ---- entry
 template <class Config>
 UW_DEVICE void run(const DecodeCompactArgs& args) {
     if constexpr (Config::kStage == DecodeCompactStage::kFull) {

@@ -4,50 +4,47 @@
 // Config (the axes of unweight-codegen/src/family/decode_huffman.rs)
 //   DecodeOutput kOutput     what is written
 //   DecodeElement kElement   the type that full output writes (encoding/elements.cuh)
-//   u32 kCodeLimit           6..15; a tensor may be decoded by a kernel of its own longest code or of any larger limit
-//   SmemCopy kCopy           kBulk: bits come by the copy engine; kAsync: by cp.async of all lanes, without barriers
-//   u32 kWarps               1..32; planned: 32, fewer where shared memory is short
-// Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory =
-//          Smem<Config>::kBytes,
-//          __launch_bounds__(32 * kWarps, 1).
+//   u32 kCodeLimit           6..15; a kernel decodes any tensor whose longest code does not exceed its limit
+//   SmemCopy kCopy           kBulk: bits are loaded by bulk copies (TMA); kAsync: by cp.async of all lanes, without
+//                            mbarriers
+//   u32 kWarps               1..32; planned: 32, fewer if shared memory is short
+// Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is correct), dynamic shared memory =
+//          Smem<Config>::kBytes, __launch_bounds__(32 * kWarps, 1).
 //
-// Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last
-//          round too short for
-//          all warps is distributed in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile
-//          ahead; one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk
-//          copy brings the bits, started while the half before was being decoded; (2) each lane decodes a row from
-//          shared memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging
-//          area out, 16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; signs and
-//          fractions (of BF16 the sign-mantissa bytes) are loaded before (2) and joined with the exponents in (3): of
-//          all of a lane's elements, but of half of them in F16 and a quarter in F32, whose others follow batch by
-//          batch.
-// kAsync   a group of copies a fetch, also of none: when a half is needed, its group is the last but one.
-// Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
+// Roles    warps work independently: each takes tiles at a fixed stride and shares only the table with the others; a
+//          last round too short for all warps is distributed in half tiles. A tile's header (16 B metadata, 64 B
+//          lengths) is loaded one tile ahead; one warp scan of the lengths gives the first bit of all 64 rows. Then,
+//          for each half (32 rows): (1) a bulk copy loads the bits, issued while the previous half was decoded; (2)
+//          each lane decodes a row from shared memory (encoding/huffman/reader.cuh) into 16-byte pieces of a staging
+//          area; (3) the warp writes the staging area to memory, 16 bytes per lane, in contiguous whole sectors. Full
+//          output decodes to palette indices; signs and fractions (for BF16 the sign-mantissa bytes) are loaded before
+//          (2) and joined with the exponents in (3): those of all of a lane's elements, but of half of them for F16 and
+//          a quarter for F32, whose others follow batch by batch.
+// kAsync   one cp.async group per fetch, even if empty: when a half is needed, its group is the second newest.
+// Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the expected bytes); one phase per
+// copy.
 //
 // Shared memory, in this order (bytes; Smem<Config>):
 //   table    Table::kBytes         palette, full: 32768 (L=7), 8192 (L=6); exponent: 65536 (L=7), 16384 (L=6);
 //                                  all outputs: 32768 (L=8), 65536 (L=9..15)
 //   scratch  1024                  code words and single-symbol entries while the table is built
-//   barriers 16 * kWarps           2 mbarriers a warp, where there are any
-//   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at
-//                                  both ends)
+//   barriers 16 * kWarps           2 mbarriers per warp, if any
+//   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, extended to 16 B at both
+//                                  ends)
 //   output   palette, full: 1024 * kWarps; exponent: 2048 * kWarps
-// A row may be read up to 128 B past its bits when the stream is damaged; that ends inside `output` at the latest (>=
+// If the stream is damaged, a row may be read up to 128 B past its bits, which ends within `output` at the latest (>=
 // 1024 B).
 //
-// Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
-//          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB. Full of other types: E4M3 (read 0.36 + 0.5, write 1)
-//          109 MB, E5M2 102, F16 219, F32 432.
-// Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device
-//          memory. Figures: docs/records; what else was
-//          tried: docs/records/2026-11-20/kernels-preprocess-log.md.
+// Bytes    per element, at 2.75 bits per code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1,
+//          full 2. 14336x4096: palette 50 MB, exponent 80 MB, full 198 MB. Full output of other types: E4M3 (read
+//          0.36 + 0.5, write 1) 109 MB, E5M2 102, F16 219, F32 432.
+// Bound    palette and exponent: shared memory (a pair lookup of 32 lanes takes 3 to 4 wavefronts); full: device
+//          memory. Measurements: docs/records; experiments: docs/records/2026-11-20/kernels-preprocess-log.md.
 //
-// Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row,
-//          is skipped and
-//          *fault = 1 + tile; all else is static. Wrong codes give wrong bytes only.
+// Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or marks a pad row as
+//          verbatim, is skipped and *fault = 1 + tile; everything else is static. Wrong codes only give wrong bytes.
 // Source   report sections 3.4, 6.2, 7. Changed: tables of two symbols or of one copy per bank, a tile per warp,
-//          word-aligned tiles
-//          and u8 row lengths (docs/adr/0001-format.md).
+//          word-aligned tiles and u8 row lengths (docs/adr/0001-format.md).
 #pragma once
 
 #include "unweight/abi.cuh"
@@ -63,14 +60,14 @@
 namespace uw::decode_huffman {
 
 constexpr u32 kTile = 64;
-constexpr u32 kRows = 32;        // of a half tile, one a lane
+constexpr u32 kRows = 32;        // rows of a half tile, one per lane
 constexpr u32 kRowBitsMin = 64;  // bias of row_lengths
 constexpr u32 kStageFront = 16;  // the window starts up to 7 bits before the first code
 constexpr u32 kStageBits =
     1312;  // 32 * 319 bits = 319 words; + 1 (begins inside a word) + 3 + 3 (16-byte ends), to 16 B
 constexpr u32 kStageBytes = kStageFront + kStageBits;
-constexpr u32 kStages = 2;             // one a half
-constexpr u32 kScratchPalette = 1008;  // place in `scratch` of full's 16 palette entries
+constexpr u32 kStages = 2;             // one per half
+constexpr u32 kScratchPalette = 1008;  // offset in `scratch` of full's 16 palette entries
 
 template <class Config>
 struct Smem {
@@ -90,19 +87,19 @@ struct Smem {
 template <class Config>
 constexpr u32 kThreads = 32 * Config::kWarps;
 
-// What must be known of a tile before its bits can be fetched; loaded a tile ahead.
+// What must be known of a tile before its bits can be fetched; loaded one tile ahead.
 struct Header {
     TileMetadata metadata;
     u32 length[2];  // row_lengths of rows `lane` and `lane + 32`
 };
 
-// What a warp does in one round.
+// The work of a warp in one round.
 struct Work {
     u32 tile;
-    u32 halves;  // bit h: half h is this warp's
+    u32 halves;  // bit h: this warp decodes half h
 };
 
-// A last round that would keep no more than half of the warps busy is distributed in half tiles.
+// A last round that would use at most half of the warps is distributed in half tiles.
 UW_DEVICE Work work(u32 round_begin, u32 warp, u32 tiles, u32 warps) {
     u32 left = tiles > round_begin ? tiles - round_begin : 0;
     if (2 * left > warps) return {round_begin + warp, warp < left ? 3u : 0u};
@@ -113,7 +110,7 @@ UW_DEVICE Work work(u32 round_begin, u32 warp, u32 tiles, u32 warps) {
 struct Tile {
     TileMetadata metadata;
     u32 index;
-    u32 halves;  // to be decoded; 0: nothing, or a tile that failed
+    u32 halves;  // halves to decode; 0: none, or the tile failed a check
     u32 rows;    // matrix rows in it, 1..64
     u32 begins;  // first bit, from the tile's start, of rows `lane` (low half) and `lane + 32` (high half)
     u32 bits;    // of rows 0..31 (low half) and 32..63 (high half); 20416 at most in all
@@ -146,7 +143,7 @@ UW_DEVICE Tile prepare(const DecodeHuffmanArgs& args, const Header& h, const Wor
     t.rows = last_row ? args.n - (args.tile_rows - 1) * kTile : kTile;
     u32 inside_low = low_bits(t.rows), inside_high = t.rows > 32 ? low_bits(t.rows - 32) : 0;
 
-    // Both halves in one scan: 64 * 319 fits 16 bits.
+    // Both halves in one scan: 64 * 319 fits in 16 bits.
     u32 low = (inside_low & ~h.metadata.verbatim_low) >> lane & 1 ? h.length[0] + kRowBitsMin : 0;
     u32 high = (inside_high & ~h.metadata.verbatim_high) >> lane & 1 ? h.length[1] + kRowBitsMin : 0;
     u32 own = low | high << 16;
@@ -160,7 +157,7 @@ UW_DEVICE Tile prepare(const DecodeHuffmanArgs& args, const Header& h, const Wor
     t.begins = sum - own + (t.bits << 16);
 
     u32 words = ((t.bits & 0xffff) + (t.bits >> 16) + 31) / 32;
-    // The copy engine moves groups of 4 words, and the section ends on one (A.6).
+    // Bulk copies move groups of 4 words, and the section is padded to that (A.6).
     u64 end = (static_cast<u64>(h.metadata.start_word) + words + 3) & ~3ull;
     u64 verbatim_end = static_cast<u64>(h.metadata.verbatim_row_offset) + ptx::popc(h.metadata.verbatim_low) +
                        ptx::popc(h.metadata.verbatim_high);
@@ -173,11 +170,11 @@ UW_DEVICE Tile prepare(const DecodeHuffmanArgs& args, const Header& h, const Wor
     return t;
 }
 
-// Bits of a half, and of what is before it.
+// Bits of a half, and of the halves before it.
 UW_DEVICE u32 half_bits(const Tile& t, u32 half) { return half ? t.bits >> 16 : t.bits & 0xffff; }
 UW_DEVICE u32 half_begin(const Tile& t, u32 half) { return half ? t.bits & 0xffff : 0; }
 
-// Starts the copy of a half's bits, if it has any.
+// Issues the copy of a half's bits, if it has any.
 template <bool kAsync>
 UW_DEVICE void fetch(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 lane, u32 stage, u32 barrier) {
     u32 bits = half_bits(t, half), begin = half_begin(t, half);
@@ -194,11 +191,11 @@ UW_DEVICE void fetch(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32
             ptx::cp_async_bulk_load(to, from, bytes, barrier);
         }
     }
-    // Also without copies: a wait counts groups.
+    // An empty group is committed, too: cp_async_wait_group counts groups.
     if constexpr (kAsync) ptx::cp_async_commit_group();
 }
 
-// First bit of this lane's row of a half, from the start of the stage buffer.
+// First bit of this lane's row of a half, relative to the stage buffer.
 UW_DEVICE u32 stage_bit(const Tile& t, u32 half) {
     u32 begin = half_begin(t, half);
     u32 skew = (t.metadata.start_word + begin / 32) & 3;
@@ -206,25 +203,25 @@ UW_DEVICE u32 stage_bit(const Tile& t, u32 half) {
     return kStageFront * 8 + skew * 32 + row - (begin & ~31u);
 }
 
-// Staging: row r's 16-byte piece c stands at slot c ^ swizzle, so that the 8 lanes of a store phase meet 8 bank groups.
+// Staging: 16-byte piece c of row r is at slot c ^ swizzle, so that the 8 lanes of a store phase hit 8 bank groups.
 template <u32 kRowBytes>
 UW_DEVICE u32 piece(u32 row, u32 c) {
     if constexpr (kRowBytes == 64) return row * 64 + ((c ^ (row >> 1 & 3)) << 4);
     return row * 32 + ((c ^ (row >> 2 & 1)) << 4);
 }
 
-// Full output: a lane's part of a half tile is kCount cells of kWidth elements, in rows lane / kLanes + kStep i.
+// Full output: a lane's share of a half tile is kCount cells of kWidth elements, in rows lane / kLanes + kStep i.
 template <u32 kWidth>
 struct Cells {
-    static constexpr u32 kLanes = kTile / kWidth;  // that share a row
-    static constexpr u32 kStep = 32 / kLanes;      // rows that a warp has at once
+    static constexpr u32 kLanes = kTile / kWidth;  // lanes that share a row
+    static constexpr u32 kStep = 32 / kLanes;      // rows that a warp processes at once
     static constexpr u32 kCount = kRows / kStep;
 
     u64 first;  // element of cell 0
-    u32 rows;   // cells 0.. that are inside: i with row + kStep * i below this
+    u32 rows;   // cell i is inside if row + kStep * i is below this
     u32 row;    // lane / kLanes
     UW_DEVICE bool inside(u32 i) const { return row + kStep * i < rows; }
-    // The first of cell i.
+    // The first element of cell i.
     UW_DEVICE u64 element(const DecodeHuffmanArgs& args, u32 i) const {
         return first + static_cast<u64>(kStep * i) * args.k;
     }
@@ -238,7 +235,7 @@ UW_DEVICE Cells<kWidth> cells(const DecodeHuffmanArgs& args, const Tile& t, u32 
     return {static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + column, column < args.k ? left : 0, row};
 }
 
-// Signs and fractions of the cells from `begin` on.
+// Loads signs and fractions of the cells from `begin` on.
 template <class Element>
 UW_DEVICE void load_batch(const DecodeHuffmanArgs& args, const Cells<Element::kWidth>& part, u32 begin,
                           typename Element::Rest (&batch)[Element::kBatch]) {
@@ -250,14 +247,14 @@ UW_DEVICE void load_batch(const DecodeHuffmanArgs& args, const Cells<Element::kW
     }
 }
 
-// The record of a verbatim row of a half.
+// The exponents of a verbatim row of a half.
 UW_DEVICE const u8* verbatim_row(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 row) {
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
     u32 before = ptx::popc(mask & low_bits(row)) + (half ? ptx::popc(t.metadata.verbatim_low) : 0);
     return args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
 }
 
-// Writes a half tile whose rows start at any element: one a lane.
+// Writes a half tile whose rows start at any element: one element per lane.
 template <class Element, u32 kRowBytes>
 UW_DEVICE void write_narrow(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output,
                             u32 lane) {
@@ -279,7 +276,7 @@ UW_DEVICE void write_narrow(const DecodeHuffmanArgs& args, const Tile& t, u32 ha
     }
 }
 
-// Palette indices of a cell, four bits each.
+// Loads the palette indices of a cell, four bits each.
 template <u32 kWidth>
 UW_DEVICE auto load_indices(u32 address) {
     if constexpr (kWidth == 16) {
@@ -291,19 +288,19 @@ UW_DEVICE auto load_indices(u32 address) {
     }
 }
 
-// Writes a half tile from its indices and the signs and fractions of the first cells, already on their way: up to 16
-// bytes a lane.
+// Writes a half tile, up to 16 bytes per lane, from its indices and from the signs and fractions in `batch`, whose
+// loads for the first cells are in flight.
 template <class Element, u32 kRowBytes>
 UW_DEVICE void write_wide(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output,
                           typename Element::Rest (&batch)[Element::kBatch], u32 palette, u32 lane) {
     using Part = Cells<Element::kWidth>;
-    // Found again rather than kept: registers are short while a row is decoded.
+    // Recomputed rather than kept: registers are short while a row is decoded.
     Part part = cells<Element::kWidth>(args, t, half, tile_row, lane);
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
     typename Element::Table table(ptx::ld_shared_x4(palette));
-    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or is
-    // 8.
-    constexpr u32 kLanes = 32 / Element::kWidth;  // that share a piece
+    // A piece has 32 columns, two per byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or
+    // is 8.
+    constexpr u32 kLanes = 32 / Element::kWidth;  // lanes that share a piece
     u32 column = lane % Part::kLanes / kLanes, place = lane % kLanes * (Element::kWidth / 2);
     u32 from[2] = {output + piece<kRowBytes>(part.row, column) + place,
                    output + piece<kRowBytes>(part.row + 4, column) + place};
@@ -338,7 +335,7 @@ UW_DEVICE void write_wide(const DecodeHuffmanArgs& args, const Tile& t, u32 half
     }
 }
 
-// Decodes a half tile whose bits are (or are about to be) in `stage` and writes it out.
+// Decodes a half tile whose bits are in `stage`, or in flight to it, and writes the result.
 template <class Config, class Element>
 UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 palette,
                            u32 stage, u32 output, u32 barrier, u32& parity) {
@@ -353,13 +350,14 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
     if constexpr (Config::kOutput == DecodeOutput::kFull) {
         tile_row = t.index / args.tile_cols;
         wide = args.k % Element::kWidth == 0;
-        // On their way while the row is decoded.
+        // In flight while the row is decoded.
         if (wide) load_batch<Element>(args, cells<Element::kWidth>(args, t, half, tile_row, lane), 0, batch);
     }
 
     if (half_bits(t, half) != 0) {
         if constexpr (kAsync<Config>) {
-            // Every lane its own copies of this half, then all of them; the other half's may be on their way.
+            // Each lane waits for its own copies of this half, then all meet; copies of the other half may be in
+            // flight.
             ptx::cp_async_wait_group<kStages - 1>();
             ptx::bar_warp_sync();  // orders the copies of every lane before the warp's loads
         } else {
@@ -385,7 +383,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
 #pragma unroll
         for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
     }
-    ptx::bar_warp_sync();  // orders the rows that lanes have stored before the loads of the whole warp
+    ptx::bar_warp_sync();  // orders the lanes' stores of rows before the loads of the whole warp
 
     if constexpr (Config::kOutput == DecodeOutput::kFull) {
         if (wide) {
@@ -394,18 +392,18 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
             write_narrow<Element, kRowBytes>(args, t, half, tile_row, output, lane);
         }
     } else {
-        // 32 pieces further on, the swizzle is the same: one address each, and constant steps.
+        // The swizzle is the same 32 pieces later: one address each, and constant steps.
         u8* out =
             static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes + lane * 16;
         u32 from = output + piece<kRowBytes>(lane / kPieces, lane % kPieces);
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) ptx::st_global_x4(out + 512 * i, ptx::ld_shared_x4(from + 512 * i));
     }
-    // The staging area is about to be written again by the warp, and the stage buffer by the copy engine.
+    // The warp is about to overwrite the staging area, and the next copy the stage buffer.
     if constexpr (kAsync<Config>) {
-        // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the
-        // meeting that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
-        ptx::bar_warp_sync();  // orders the staging area's loads before its next stores
+        // The loads of the stage buffer precede the __syncwarp before the output is written, so copies that any lane
+        // issues later follow them (ptx/async.cuh).
+        ptx::bar_warp_sync();  // orders the loads of the staging area before its next stores
     } else {
         pipeline::release_to_copy_engine();
     }
@@ -426,7 +424,7 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
     u32 palette = smem + Layout::kScratch + kScratchPalette;
 
     u32 tiles = args.tile_rows * args.tile_cols, warps = ptx::nctaid() * Config::kWarps;
-    // Neighbouring tiles go to different blocks: the last, partial round then spreads over all SMs.
+    // Adjacent tiles go to different blocks: the last, partial round then spreads over all SMs.
     u32 own = warp * ptx::nctaid() + ptx::ctaid(), round = 0;
     typename Table::Code code = Table::fetch(args.palette, args.code_lengths, lane);
     Work now = work(round, own, tiles, warps);
@@ -435,12 +433,12 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
     if (!kAsync<Config> && lane == 0) {
         for (u32 i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
         ptx::fence_mbarrier_init();
-        // The copy engine updates a barrier that ordinary stores made.
+        // Makes the initialization visible to the async proxy, which updates the barriers.
         ptx::fence_proxy_async_shared();
     }
     if (Config::kOutput == DecodeOutput::kFull && thread == 0)
         ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
-    ptx::bar_warp_sync();  // orders the barriers that lane 0 has made before the waits of the others
+    ptx::bar_warp_sync();  // orders the initialization of the mbarriers before the waits of other lanes
 
     Tile tile = prepare(args, header, now, lane);
     for (u32 half = 0; half < kStages; ++half) {

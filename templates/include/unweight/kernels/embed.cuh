@@ -1,20 +1,20 @@
-// Rows of an embedding: y[r] = table[ids[r]], the table bf16 [vocabulary, d] or packed (docs/format.md, A.9).
+// Embedding lookup: y[r] = table[ids[r]], the table bf16 [vocabulary, d] or packed (docs/format.md, A.9).
 //
 // Config (the axes of unweight-codegen/src/family/embed.rs)
-//   EmbedSource kSource  kBf16, or kPacked: a model whose last linear shares the table needs no copy of it in bf16
-//   bool kPdl            programmatic dependent launch: everything is touched after griddepcontrol.wait, since the
-//                        kernel before chooses the ids
+//   EmbedSource kSource  kBf16, or kPacked, with which a model whose last linear shares the table needs no bf16 copy
+//   bool kPdl            programmatic dependent launch: all global accesses follow griddepcontrol.wait, because the
+//                        preceding kernel chooses the ids
 //
-// Launch: kBlockThreads threads, no shared memory, a block a row. d is a multiple of 8, of a packed table at most
+// Launch: kBlockThreads threads, no shared memory, one block per row. d is a multiple of 8, for a packed table at most
 // 64 * tile_cols; rows are 16-byte aligned.
 //
-// Roles and barriers: none. bf16: a thread takes 16 bytes at a time. Packed: a row is in four lanes of each of its
-// row blocks, 4 x 16 bytes in each of 3 places, so a quad takes a tile column: 64 columns; only its escapes are looked
-// for.
+// Roles and barriers: none. bf16: a thread copies 16 bytes at a time. Packed: a row is in four lanes of each of its row
+// blocks, 4 x 16 bytes in each of 3 places, so a quad takes a tile column of 64 columns and patches only the escapes of
+// these lanes.
 //
-// Safety   an id that is no row gives zeros and a report. Heads and lists may hold anything: a list is not read past
-//          `escape_words`, nor a record past 1024.
-// Bound    device memory; bytes a row: 4 * d, packed 5 * d and 4 for each 64 columns.
+// Safety   an id that is not a row gives zeros and is reported. Heads and lists may hold anything: a list is not read
+//          past `escape_words`, nor past 1024 records.
+// Bound    device memory; bytes per row: 4 * d, packed 5 * d and 4 per 64 columns.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -60,7 +60,7 @@ UW_DEVICE void replace_escapes(const EmbedArgs& args, u32 head, u32 lane, packed
 
 UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
     const u32 part = ptx::tid() % 4, row = id % packed::kBlockRows;
-    // Of a row block, lane 4g + t holds rows g and g + 8.
+    // In a row block, lane 4g + t holds rows g and g + 8.
     const u32 lane = row % 8 * 4 + part;
     const bool upper = row >= 8;
     const u32 bases = packed::pair_of_exponents(args.base);
@@ -82,7 +82,7 @@ UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
         if (head != 0) replace_escapes(args, head, lane, weights);
 #pragma unroll
         for (u32 i = 0; i < 2 * packed::kSteps; ++i) {
-            // Pair i of a lane; its register is one of row g, the next one of row g + 8.
+            // Pair i of a lane: one register is of row g, the next one of row g + 8.
             const u32 at = column * packed::kTile + i * 8 + part * 2;
             if (at < args.d) ptx::st_global(y + at, upper ? weights.p[2 * i + 1] : weights.p[2 * i]);
         }

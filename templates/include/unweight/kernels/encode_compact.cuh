@@ -1,27 +1,28 @@
-// BF16 matrix -> compact tensor (docs/format.md A.11), byte for byte that of the CPU. n and k are multiples of 64.
+// Encodes a BF16 matrix as compact (docs/format.md A.11), byte-identical to the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of EncodeCompactArgs; Config has EncodeCompactStage kStage:
-//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book
-//   -> sizes -> the host adds up where tiles begin, and reads `inexact` -> write
+// One function per stage, all with EncodeCompactArgs; Config has EncodeCompactStage kStage:
+//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the code
+//   book -> sizes -> the host computes where tiles begin, and reads `inexact` -> write
 //
 // stage   threads  blocks/SM  grid               dynamic smem         reads + writes, bytes per element
 // quads   256      4          ceil(tiles / 16)   4 * 4096             2
 // sizes   256      3          ceil(tiles / 8)    4 * 4096             2
 // write   256      2          ceil(tiles / 8)    the same + 8 * 1328  2 + 1.35
 //
-// Bound    quads: additions to one counter of shared memory, one after the other; else instructions.
+// Bound    quads: additions to the same counter of shared memory, which serialize; otherwise instructions.
 //
-// Roles    a warp takes row blocks (quads) or a tile. sizes and write look the same codes up, so nothing is kept
-//          between them but what the host makes of their sizes. A lane keeps its 32 codes until it knows where its
-//          chains begin.
-// Barriers quads: one before the counters are added to, one before they are read. Else one, behind the table; warps
-//          continue alone, and a slot is written and read by one warp (__syncwarp).
+// Roles    a warp takes row blocks (quads) or a tile. sizes and write look up the same codes, so nothing is kept
+//          between them except what the host computes from the sizes. A lane keeps its 32 codes until it knows where
+//          its chains begin.
+// Barriers quads: one block barrier before the additions, one before the counters are read. Other stages: one, after
+// the
+//          table is loaded; then warps are independent. One warp writes and reads a slot (__syncwarp).
 //
-// Zeroed before: quads, inexact. Before write a tile has where it begins, and the head of a list; the head of a lone
-// escape is kOneHead without its record, which write adds.
+// Zeroed before: quads, inexact. Before write, `tiles` has where each tile begins and the head of its list; the head of
+// a single escape is kOneHead without its record, which write adds.
 //
-// Safety   write trusts `tiles` of its own making; what would leave a tile's words or `records`, since the weights are
-//          others than those of sizes, is not written.
+// Safety   write trusts `tiles`, which the host computed; words that would exceed a tile's streams or `records`,
+//          because the weights differ from those of sizes, are not written.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -39,28 +40,28 @@ using row_block::Place;
 
 constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
 constexpr u32 kQuads = 4096, kQuadBytes = kQuads * 4;
-constexpr u32 kSlotBytes = (kStreamBytesMax + 4 + 15) / 16 * 16;  // a code may touch the word behind
+constexpr u32 kSlotBytes = (kStreamBytesMax + 4 + 15) / 16 * 16;  // a code may touch the next word
 template <class Config>
 constexpr u32 kThreads = kBlockThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kQuads = 0;
-    static constexpr u32 kSlots = kQuads + kQuadBytes;  // of write
+    static constexpr u32 kSlots = kQuads + kQuadBytes;  // write only
     static constexpr u32 kBytes = Config::kStage == EncodeCompactStage::kWrite ? kSlots + kWarps * kSlotBytes : kSlots;
 };
 
-constexpr u32 kCountBlocks = 8;  // row blocks of a warp of quads
+constexpr u32 kCountBlocks = 8;  // row blocks per warp of quads
 
 constexpr u32 kSigns = 0x80008000;
-constexpr u32 kOutside = 0x70007000;  // set above a window of 32 exponents, in an exponent less the base
+constexpr u32 kOutside = 0x70007000;  // set in (exponent - base) outside of the window of 32 exponents
 constexpr u32 kOwn = 0x807F807F;      // sign and mantissa
 constexpr u32 kLow = 0x01800180;      // the lower two bits of exponents above the base
 constexpr u32 kOneHead = 1u << 30;
-constexpr u32 kCodes = 32;  // of a lane in a tile
+constexpr u32 kCodes = 32;  // per lane and tile
 
-// An entry of the table of codes: that of a quad, or of the quad that is coded in its place.
+// An entry of the code table: that of a quad, or of the quad that is coded instead.
 //   31..28  27..24                             23..20  19..10    9..0
 //   0       places whose elements are escapes  bits    backward  forward
 UW_DEVICE u32 bits_of(u32 entry) { return entry >> 20 & 15; }
@@ -80,13 +81,14 @@ struct Split {
         u32 outside = 0;
 #pragma unroll
         for (u32 i = 0; i < 16; ++i) {
-            // The sign keeps a borrow from the other half; what is outside has one of the bits 14..12 set.
+            // The sign bit absorbs a borrow from the other half; an exponent outside of the window sets one of the bits
+            // 14..12.
             classes[i] = (weights.p[i] | kSigns) - bases;
             outside |= classes[i] & kOutside;
             dense.p[i] = (weights.p[i] & kOwn) | (classes[i] & kLow);
         }
         if (outside == 0) return;
-        // These get the filler's class, and no lower bits.
+        // Escapes get the filler's class, and lower bits of 0.
 #pragma unroll
         for (u32 i = 0; i < 16; ++i) {
             if (classes[i] & kOutside & 0xffff) {
@@ -111,8 +113,7 @@ struct Split {
 
 UW_DEVICE u32 tile_count(const EncodeCompactArgs& args) { return args.tile_rows * args.tile_cols; }
 
-// ---- quads
-// -----------------------------------------------------------------------------------------------------------
+// ---- quads ----------------------------------------------------------------------------------------------------------
 
 UW_DEVICE void quads(const EncodeCompactArgs& args) {
     const u32 counts = ptx::cvta_to_shared(ptx::dynamic_smem()), thread = ptx::tid(), lane = thread % 32;
@@ -135,10 +136,9 @@ UW_DEVICE void quads(const EncodeCompactArgs& args) {
     }
 }
 
-// ---- sizes and write
-// ------------------------------------------------------------------------------------------------
+// ---- sizes and write ------------------------------------------------------------------------------------------------
 
-// By the whole block: the table of codes, to the beginning of shared memory.
+// Called by the whole block: copies the code table to the beginning of shared memory.
 UW_DEVICE void load_table(const EncodeCompactArgs& args, u32 table) {
 #pragma unroll
     for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) {
@@ -158,7 +158,7 @@ UW_DEVICE u32 sums(u32 v, u32 lane) {
     return v;
 }
 
-// Bits of a lane's chains: a multiple of two.
+// Bits of a lane's chains, rounded up to a multiple of two.
 UW_DEVICE u32 whole_units(u32 bits) { return (bits + 1) & ~1u; }
 
 UW_DEVICE u32 operand_of(const EncodeCompactArgs& args, u32 weight) {
@@ -176,7 +176,8 @@ UW_DEVICE void sizes(const EncodeCompactArgs& args) {
     for (u32 block = 0; block < kTileBlocks; ++block) {
         const Place place(args, tile * kTileBlocks + block, lane);
         const Split split(row_block::load(args, place), args.base, args.filler);
-        // Those of quads without a code are in the window, and so have operands.
+        // Only escapes outside of the window: the elements of quads without a code are in the window, so they have
+        // operands.
 #pragma unroll 1
         for (u32 left = split.escapes; left != 0; left &= left - 1) {
             const u64 at = place.element(args, ptx::find_first_set(left) - 1);
@@ -197,11 +198,11 @@ UW_DEVICE void sizes(const EncodeCompactArgs& args) {
     if (lane == 31) ptx::st_global_x2(args.sizes + 2 * tile, U32x2{kLengthBytes / 4 + (bits + 31) / 32, escapes});
 }
 
-// Where the records of a tile go.
+// Writes the records of a tile.
 struct Records {
     const EncodeCompactArgs& args;
     const u32 tile, lane, head;
-    const u32 at, room;  // of a list: its first word, and words up to the end of `records`
+    const u32 at, room;  // of a list: its first word, and the words from there to the end of `records`
     u32 count;
 
     UW_DEVICE Records(const EncodeCompactArgs& a, u32 tile_, u32 lane_)
@@ -267,7 +268,7 @@ UW_DEVICE void store_dense(const EncodeCompactArgs& args, u32 tile, u32 block, u
     }
 }
 
-// Adds a code's bits to a slot of zeros, from bit `at` on.
+// ORs a code's bits into a zeroed slot, starting at bit `at`.
 UW_DEVICE void put_bits(u32 slot, u32 at, u32 code, u32 bits) {
     const u32 word = slot + (at >> 3 & ~3u), shift = at & 31;
     ptx::red_or_shared(word, code << shift);
@@ -284,7 +285,7 @@ UW_DEVICE void write(const EncodeCompactArgs& args) {
     for (u32 at = lane * 16; at < kSlotBytes; at += 32 * 16) ptx::st_shared_x4(slot + at, U32x4{0, 0, 0, 0});
 
     Records records(args, tile, lane);
-    u32 codes[kCodes], bits = 0;  // code, and its bits from 16 on
+    u32 codes[kCodes], bits = 0;  // code in bits 0..15, number of bits from bit 16 on
 #pragma unroll
     for (u32 block = 0; block < kTileBlocks; ++block) {
         const Operands weights = row_block::load(args, Place(args, tile * kTileBlocks + block, lane));
@@ -321,7 +322,7 @@ UW_DEVICE void write(const EncodeCompactArgs& args) {
         ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
 }
 
-// ---- the stage that Config names
+// ---- entry
 template <class Config>
 UW_DEVICE void run(const EncodeCompactArgs& args) {
     if constexpr (Config::kStage == EncodeCompactStage::kQuads) {

@@ -1,8 +1,8 @@
-// Encoding family (report section 4): BF16 matrix -> the sections of docs/format.md A.6, byte for byte those of the CPU
+// Encoding family (report section 4): BF16 matrix -> the sections of docs/format.md A.6, byte-identical to the CPU
 // encoder.
 //
-// One function per stage (Config has EncodeHuffmanStage kStage; encode/<stage>.cuh), all of EncodeHuffmanArgs, run in
-// this order on one stream:
+// One function per stage (Config has EncodeHuffmanStage kStage; encode_huffman/<stage>.cuh), all with
+// EncodeHuffmanArgs, run in this order on one stream:
 //   Huffman tensor   stats, table, rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //
@@ -10,20 +10,19 @@
 // stats         512      4          min(tiles, 4 SMs)          32768         2 + 1
 // table         256      1          1                          4096          -
 // rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016
-// scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice
+// scan          256      1          ceil(tiles / 1024)         1024          16 B per tile, twice
 // write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34
 // palette       256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.5
-// write is bound by integer instructions (17 per element), stats and rows by device memory. Figures: docs/records.
-// (tiles / 8 rounded up; 4 SMs = 4 blocks on each multiprocessor; any grid is right except for scan.)
+// write is bound by integer instructions (17 per element), stats and rows by device memory. Measurements: docs/records.
+// (tiles / 8 rounded up; 4 SMs = 4 blocks per SM; any grid is correct except for scan.)
 //
 // Zeroed before: histogram (stats), scan_state (scan). scan_state: 4 u64 per block of scan.
 // totals[3] becomes 1 if the coded words or the verbatim rows exceed the capacities (or 2^32 words); nothing is written
-// past them. Matrices are of any shape; k a multiple of 8 takes 16-byte loads in rows, write and palette.
+// past them. Matrices have any shape; if k is a multiple of 8, rows, write and palette use 16-byte loads.
 //
 // Source   report section 4. Changed: lane-private histogram columns instead of one histogram per block; parallel
-//          package-merge
-//          instead of a tree (docs/format.md A.4); a tile's words belong to one warp, which assembles them in shared
-//          memory, so that the global bitstream needs no atomics; tiles start on words.
+//          package-merge instead of a tree (docs/format.md A.4); one warp owns a tile's words and assembles them in
+//          shared memory, so the global bitstream needs no atomics; tiles start on words.
 #pragma once
 
 #include "unweight/kernels/encode_huffman/palette.cuh"
@@ -35,7 +34,7 @@
 
 namespace uw::encode_huffman {
 
-// The stage that Config names.
+// Runs the stage that Config selects.
 template <class Config>
 UW_DEVICE void run(const EncodeHuffmanArgs& args) {
     if constexpr (Config::kStage == EncodeHuffmanStage::kStats) {

@@ -1,55 +1,57 @@
-// Matmul for small batches from the compact encoding: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md,
-// A.11). As in kernels/gemm_mma.cuh the *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers
-// -> tensor core; here its exponents' classes come from two chains of codes a lane (encoding/compact.cuh). What the
-// tensor cores see are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied
-// once by GemmCompactArgs::scale.
+// GEMM for small batches from the compact encoding: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md,
+// A.11). As in kernels/gemm_mma.cuh, the *weight* is the A operand of mma.m16n8k16 and goes from shared memory to
+// registers to the tensor cores. The classes of its exponents are decoded from two code chains per lane
+// (encoding/compact.cuh). The tensor cores see the weights times 2^(96 - base), bit for bit, with escapes replaced; the
+// fp32 sums are multiplied once by GemmCompactArgs::scale.
 //
 // Config (the axes of unweight-codegen/src/family/gemm_compact.rs)
-//   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
-//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; with
-//                                 kPersistent as many neighbouring tiles as the others
+//   u32  kBatchTile      8,16,32  rows of X per cluster; accumulators take 2 * kBatchTile registers, X one more per row
+//   u32  kWarps          1..32    split-K within a block: warp w takes tile columns w, w + kWarps * kCluster, ...; with
+//                                 kPersistent, warps take contiguous, nearly equal runs of tiles
 //   u32  kStages         1..16    slots of each warp's private ring
-//   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
-//   u32  kTables         1,8,16,32  copies of the table of codes (encoding/compact.cuh): fewer bank conflicts
-//   bool kPersistent     a cluster takes a share of the rows of tiles instead of one row
+//   u32  kCluster        1,2,4,8  blocks that split k among them; reduced through distributed shared memory
+//   u32  kTables         1,8,16,32  copies of the code table (encoding/compact.cuh): more copies, fewer bank conflicts
+//   bool kPersistent     a cluster processes several rows of tiles instead of one row
 //   Epilogue kEpilogue   as in kernels/gemm_mma.cuh
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
-//                        touched after it
+//                        accessed after it
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
 //   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kPersistent any number from
 //   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so
-//   less cannot be decoded alone. kPersistent: the rows are distributed over the groups in order, evenly up to one, and
-//   their tiles, row by row, to a cluster's blocks and a block's warps, the first getting one more: all of a
-//   multiprocessor's warps are busy to the end, however many rows there are. A warp that goes from one row to the next
-//   leaves the sums of the first one in a place of the block's, of which each row that ends within the block has one.
+//   smaller pieces cannot be decoded independently. kPersistent: the rows are distributed over the groups in order,
+//   with counts that differ by at most one. Their tiles, row by row, are distributed over a cluster's blocks and a
+//   block's warps, the remainder going to the first, so all warps of an SM are busy to the end for any number of rows.
+//   If a warp passes from one row to the next, it flushes the sums of the first to a buffer of the block, which has one
+//   such buffer per row that ends within the block.
 //
-// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
-// 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
-// those they end in. Where they are is read for 32 tiles at a time, one a lane. Nothing crosses warps until the
-// reduction. One step: wait | ldmatrix X | twice: a row block of either chain | patch | 8 * kBatchTile / 8 mma. At
-// batch tile 8 registers hold a tile's whole dense part: the slot is refilled as soon as it is there, and the streams,
-// which are read until the end, have a slot more (kEarly). Else it is refilled behind the last lookups.
+// Roles: none. Every warp copies for itself. Per slot, an elected lane issues one box of X (64 of k by kBatchTile,
+// 128-byte swizzle, zero-filled past the batch), the dense part of a tile, and its streams, widened to whole 16-byte
+// units. Stream locations are read for 32 tiles at a time, one per lane. Warps exchange nothing before the reduction.
+// One step: wait | ldmatrix X | twice: one row block of each chain | patch | 8 * kBatchTile / 8 mma. At batch tile 8,
+// registers hold the whole dense part of a tile: the slot is refilled as soon as it is loaded, and the streams, which
+// are read until the end, have one more slot (kEarly). Otherwise the slot is refilled after the last lookups.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X, dense part and streams. A warp refills its own slots, so
-// there is no empty barrier: it releases a slot to the copy engine (pipeline::WarpRing::release) before it starts
-// the next copy. The block meets behind the table, and it (or the cluster) between writing and reading sums; clusters
-// once more before exit.
+// there is no empty barrier: it releases a slot to the async proxy (pipeline::WarpRing::release) before it issues the
+// next copy. There is one block barrier after the table is loaded, and one block (or cluster) barrier between writing
+// and reading sums; clusters: one more before exit.
 //
-// Order of sums: a warp adds its tiles by growing k, then blocks of a cluster and in them warps are added by number. It
-// follows from k and the config alone; with kPersistent from n, k, the config and the number of groups.
+// Order of sums: a warp adds its tiles by increasing k; then the results are added by block rank and warp index. The
+// order depends only on k and the config; with kPersistent on n, k, the config and the number of groups.
 //
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1232) + kEarly * 1232) + 8 * kStages)
 //   + 2048 * kTables (table) + kPersistent * kFlushes * 256 * kBatchTile.
 //   A warp's sums (fp32 [batch][row]) overlay its own drained ring.
-// Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
+// Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: from L2 after the
 //   first); 4 * (1 + records) per list; 2048 per block (L2).
 //
-// Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past
-//   them (encoding/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
+// Safety: for any bytes: streams are clamped to `streams`; a slot holds the longest streams and the bytes that are read
+// past them (encoding/compact.cuh); a list never reads past `record_words`; and a record changes a register of its
+// lane.
 //
-// Bound: device memory, n * k * 1.35 bytes, and close to it shared memory and the decoding's instructions.
+// Bound: device memory, n * k * 1.35 bytes; shared memory and the decoding instructions are close behind.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -70,24 +72,24 @@ using compact::Chains, compact::Tile;
 using packed::kSteps, packed::kTile, packed::kTileBlocks, packed::Operands;
 
 constexpr u32 kBatchFragment = 8;        // the n dimension of m16n8k16
-constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a time
-constexpr u32 kFlushes = 4;              // rows of tiles of each block of a cluster with kPersistent, at most
+constexpr u32 kPairs = kTileBlocks / 2;  // row blocks per chain; one of each chain is decoded at a time
+constexpr u32 kFlushes = 4;              // kPersistent: at most this many rows of tiles per block of a cluster
 
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
-// Whether a slot is refilled before its tile is decoded: that takes 40 registers for the dense part.
+// Whether a slot is refilled before its tile is decoded, which takes 40 registers for the dense part.
 template <class Config>
 constexpr bool kEarly = Config::kBatchTile == kBatchFragment;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
     static constexpr u32 kStageBytes = kXBytes + compact::kDenseTileBytes + compact::kSlotBytes;
-    // Slots of streams: one more than stages where a slot is refilled while its tile's streams are still read.
+    // Stream slots: one more than stages if a slot is refilled while the streams of its tile are still being read.
     static constexpr u32 kStreamSlots = Config::kStages + (kEarly<Config> ? 1 : 0);
-    // One warp's ring: X of all stages, then their dense parts, then streams.
+    // One warp's ring: X of all stages, then the dense parts, then the streams.
     static constexpr u32 kUsedBytes =
         Config::kStages * (kXBytes + compact::kDenseTileBytes) + kStreamSlots * compact::kSlotBytes;
     static constexpr u32 kRingBytes =
@@ -97,7 +99,7 @@ struct Smem {
 
     static constexpr u32 kRings = 0;
     static constexpr u32 kTable = Config::kWarps * kRingBytes;
-    // kPersistent: sums of rows that end within the block, of warps that continue with the next.
+    // kPersistent: flushed sums of rows that end within the block, from warps that continue with the next row.
     static constexpr u32 kFlushed = kTable + compact::Table<Config::kTables>::kBytes;
     static constexpr u32 kBarriers = kFlushed + (Config::kPersistent ? kFlushes * kSumBytes : 0);
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
@@ -112,13 +114,13 @@ template <class Config>
 struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
-    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
-    static constexpr u32 kStep = Config::kPersistent ? 1 : kKWarps;    // from a tile of a warp to its next
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that split a task's k
+    static constexpr u32 kStep = Config::kPersistent ? 1 : kKWarps;    // from one tile of a warp to its next
     static constexpr u32 kNoColumn = ~0u;
-    static constexpr u32 kPlaces = 32;  // tiles whose places one load of a warp brings: one a lane
+    static constexpr u32 kPlaces = 32;  // tiles whose locations a warp loads at once, one per lane
     static constexpr u32 kBlockOut =
-        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
-    static constexpr u32 kOutRows = kTileBlocks * kBlockOut;        // and of a task
+        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T per row block
+    static constexpr u32 kOutRows = kTileBlocks * kBlockOut;        // rows of Y^T per task
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kStages <= kPlaces,
                   "places of one load reach from the slot that is worked on to the one that is filled");
@@ -131,18 +133,18 @@ struct Kernel {
     const u32 ring;
     const pipeline::WarpRing<Config::kStages, false> slots;
     const compact::Table<Config::kTables> table;
-    const u32 rank;    // of the block in its cluster
-    const u32 k_warp;  // this warp among the kKWarps
+    const u32 rank;    // rank of the block in its cluster
+    const u32 k_warp;  // this warp's index among the kKWarps
     const u32 batch_tiles, group;
     const u32 batch,
-        tile_row;     // this cluster's first batch row, and row of tiles. Clusters that share weights are neighbours
-    const u32 tiles;  // of the cluster: whole rows
+        tile_row;     // this cluster's first batch row and row of tiles. Clusters that share weights are adjacent
+    const u32 tiles;  // tiles of the cluster, in whole rows
     const u64 first_tile;
     const u64 x_policy, w_policy;
-    const u32 end;  // behind this warp's last tile; tiles of the cluster are numbered row by row
+    const u32 end;  // end of this warp's tiles; tiles of the cluster are numbered row by row
 
-    // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and
-    // of those that are computed, which are the same or the 32 before.
+    // The next tile to load. Lane `turn` has the location of tile `turn` of 32 of the warp's tiles: `ahead` for those
+    // that are loaded, `now` for those that are computed, which are the same or the preceding 32.
     u32 load_slot = 0, load_stream = 0, load_turn = 0, load_at, load_column;
     // The next tile to compute.
     u32 slot = 0, stream = 0, parity = 0, turn = 0, at;
@@ -181,8 +183,8 @@ struct Kernel {
         const u32 rows = args.n / kTile, groups = ptx::nctaid() / Config::kCluster / batch_tiles;
         return rows / groups * g + (g < rows % groups ? g : rows % groups);
     }
-    // `count` things shared out to `parts` in order, the first parts getting one more: the first one of a part, and the
-    // part of a thing.
+    // Distributes `count` items over `parts` in order, with the remainder to the first parts. Returns the first item of
+    // a part, and the part of an item.
     UW_DEVICE static u32 first_of_part(u32 count, u32 parts, u32 part) {
         return count / parts * part + (part < count % parts ? part : count % parts);
     }
@@ -190,9 +192,9 @@ struct Kernel {
         const u32 each = count / parts, more = count % parts, ahead_of = more * (each + 1);
         return thing < ahead_of ? thing / (each + 1) : more + (thing - ahead_of) / each;
     }
-    // kPersistent: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first:
-    // of at most kFlushes * kCluster rows a block has no more tiles than kFlushes rows have, so that no more end within
-    // it.
+    // kPersistent: the first tile of a block and of a warp, and the warp of a tile. Tiles are distributed over blocks
+    // first: with at most kFlushes * kCluster rows, a block has at most as many tiles as kFlushes rows have, so at most
+    // kFlushes rows end within it.
     UW_DEVICE u32 first_of_block(u32 by) const { return first_of_part(tiles, Config::kCluster, by); }
     UW_DEVICE u32 first_of(u32 w) const {
         const u32 by = w / Config::kWarps, first = first_of_block(by);
@@ -208,18 +210,19 @@ struct Kernel {
     UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(Config::kStages) + s * compact::kSlotBytes; }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // Of the warp's tiles from this one on, one a lane. A lane beyond the cluster's last takes that.
+    // Locations of the warp's tiles from `from` on, one per lane. Past the cluster's last tile, a lane takes the last
+    // one.
     UW_DEVICE Tile places(u32 from) const {
         const u32 mine = from + lane * kStep;
         return Tile(args.tiles, first_tile + (mine < tiles ? mine : tiles - 1), args.stream_words);
     }
-    // Lists are rare and far away: have them near when their tile comes.
+    // Escape lists are rare: prefetch them into L2 before their tile is reached.
     UW_DEVICE void prefetch_lists() const {
         const u32 list = ahead.head & ~packed::kListHead;
         if (list != ahead.head && list < args.record_words) ptx::prefetch_global_l2(args.records + list);
     }
 
-    // By one lane.
+    // The loads of one slot; called by one lane.
     UW_DEVICE void load_x(u32 s, u32 from) const {
         ptx::tma_load_2d(x_slot(s), args.x, from * kTile, batch, slots.full(s), x_policy);
     }
@@ -240,7 +243,7 @@ struct Kernel {
         if (Config::kPersistent && load_column == args.tile_cols) load_column = 0;
         ++load_turn;
     }
-    // By a converged warp that has released the slot to the copy engine.
+    // Called by a converged warp that has released the slot to the async proxy.
     UW_DEVICE void load_next() {
         if (load_at >= end) return;
         if (load_turn == kPlaces) {
@@ -259,8 +262,8 @@ struct Kernel {
         advance_load();
     }
 
-    // Fills the ring, what needs no place before anything else, and X, which depends on the kernel before, last. Each
-    // slot gets its one arrival once all of its bytes are expected.
+    // Fills the ring. First the dense parts, which need no stream location; last X, which depends on the preceding
+    // kernel. Each slot gets its one arrival after all of its bytes are expected.
     UW_DEVICE void start() {
         slots.init();
         if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
@@ -293,7 +296,7 @@ struct Kernel {
         }
     }
 
-    // By the whole block.
+    // Called by the whole block.
     UW_DEVICE void copy_table() const {
         compact::Table<Config::kTables>::copy(shared + S::kTable, args.table, ptx::tid(), kThreads<Config>);
         ptx::bar_sync();  // orders the table before the lookups of every warp
@@ -315,8 +318,8 @@ struct Kernel {
         }
     }
 
-    // Dense words of row blocks `pair` and `pair + 2`, or all at once. Groups of four words meet where a row block ends
-    // in the middle of one: those are loaded with the first pair.
+    // Dense words of row blocks `pair` and `pair + 2`, or of all. A row block may end within a 16-byte group; such
+    // groups are loaded with the first pair.
     template <u32 kPair, bool kAll>
     UW_DEVICE void load_dense_words(u32 (&words)[compact::kDenseWords]) const {
         constexpr u32 kGroups = compact::kDenseWords / 4, kHalf = kGroups / 2, kFirst = kHalf / 2 + 1;
@@ -347,16 +350,15 @@ struct Kernel {
 #pragma unroll 1
         for (u32 i = 1; i <= count && i < 32; ++i) replace(ptx::shfl_sync_idx(records, i));
         if (count < 32) return;
-        // Past the warp's 31 records the list is read again, one by one.
+        // Records after the warp's first 31 are read from the list one by one.
         const u32 index = head & ~packed::kListHead;
 #pragma unroll 1
         for (u32 i = 32; i <= count && i < args.record_words - index; ++i)
             replace(ptx::ld_global_nc(args.records + index + i));
     }
 
-    // The slot is refilled behind the warp's last loads from it (X, dense words; streams of this tile, or, with kEarly,
-    // of the tile before): every lane fences its own, and the meeting orders them before the lane that asks for the
-    // copies.
+    // Refills the slot after the warp's last loads from it (X, dense words; streams of this tile or, with kEarly, of
+    // the tile before). Every lane fences its own loads; __syncwarp orders them before the lane that issues the copies.
     UW_DEVICE void refill() {
         slots.release();
         load_next();
@@ -410,8 +412,8 @@ struct Kernel {
     }
 
     // ---- reduce ----------------------------------------------------------------------------------------------------
-    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g)
-    // hit 32 banks.
+    // Byte offset of (batch b, row r) in a warp's sums. Bits 3 and 4 of the word index are flipped so that a fragment's
+    // (2t, g) stores hit 32 banks.
     UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * kTile + r) ^ (b / 2 % 4 * 8)) * 4; }
 
     UW_DEVICE void sync_cluster() const {
@@ -423,7 +425,7 @@ struct Kernel {
         }
     }
 
-    // To a warp's ring, or where sums of a row are left behind.
+    // Stores to a warp's ring, or to the flush buffer of a row.
     UW_DEVICE void store_sums(u32 to, u32 valid) const {
         const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -450,16 +452,16 @@ struct Kernel {
             }
         }
     }
-    // kPersistent: where the sums are of the warp that ends row `row` of the cluster and continues with the next, a
-    // warp of block `by`.
+    // kPersistent: the flush buffer for row `row` of the cluster in block `by`: the sums of the warp that ends the row
+    // and continues with the next.
     UW_DEVICE u32 flushed(u32 row, u32 by) const {
         return shared + S::kFlushed + (row - first_of_block(by) / args.tile_cols) * S::kSumBytes;
     }
 
     UW_DEVICE void reduce(u32 valid) {
         store_sums(ring, valid);
-        sync_cluster();  // orders the sums of all warps, and what they left behind, before they are read
-        // A unit is two rows of Y^T for one batch row.
+        sync_cluster();  // orders the sums of all warps, flushed ones included, before they are read
+        // An item of the loops is two rows of Y^T for one batch row.
         if constexpr (Config::kPersistent) {
             constexpr u32 kUnits = kOutRows / 2;
             const u32 rows = tiles / args.tile_cols;
@@ -476,7 +478,7 @@ struct Kernel {
             }
         }
     }
-    // Rows r and r + 1 of Y^T of a row of tiles of the cluster, for batch row b.
+    // Stores rows r and r + 1 of Y^T, in a row of tiles of the cluster, for batch row b.
     UW_DEVICE void store(u32 row, u32 b, u32 r) const {
         float low, high;
         if constexpr (kSiluMul<Config>) {
@@ -503,8 +505,8 @@ struct Kernel {
         low += ptx::float_from_bits(v.x);
         high += ptx::float_from_bits(v.y);
     }
-    // kPersistent: the sums of the warps that had tiles of the row. The last of them may have gone on with the next
-    // row.
+    // kPersistent: the scaled total over the warps that had tiles of the row. The last of them may have continued with
+    // the next row; its sums are then in the flush buffer.
     UW_DEVICE void total_of_persistent(u32 row, u32 b, u32 r, float& low, float& high) const {
         const u32 behind = (row + 1) * args.tile_cols, last = warp_of(behind - 1), offset = sum_offset(b, r);
         const auto of_block = [](u32 address, u32 by) {
@@ -521,12 +523,12 @@ struct Kernel {
         low *= args.scale;
         high *= args.scale;
     }
-    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of a row of tiles, scaled.
+    // The scaled total over all warps of the cluster for batch row b, rows r and r + 1 of a row of tiles.
     UW_DEVICE void total(u32 row, u32 b, u32 r, float& low, float& high) const {
         if constexpr (Config::kPersistent) return total_of_persistent(row, b, r, low, high);
         const u32 offset = shared + S::kRings + sum_offset(b, r);
         low = high = 0.0f;
-        // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
+        // With kSiluMul, gate and up are loaded together: the loads of more than 16 warps would not fit in registers.
         constexpr u32 kAtOnce = kSiluMul<Config> && kKWarps > 16 ? 1 : Config::kCluster;
 #pragma unroll kAtOnce
         for (u32 c = 0; c < Config::kCluster; ++c) {
@@ -538,7 +540,7 @@ struct Kernel {
         high *= args.scale;
     }
 
-    // ---- the warp's life -------------------------------------------------------------------------------------------
+    // ---- entry ------------------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
         const u32 left = args.m - batch;
         const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;

@@ -1,57 +1,56 @@
-// Packed matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
-// (docs/format.md, A.9). The *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
-// core, decoded on the way with 9 integer operations per 8 weights; the batch is the n dimension, so a batch of 8 pads
-// nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores
-// see are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by
+// Packed GEMM for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9).
+// The *weight* is the A operand of mma.m16n8k16. It goes from shared memory to registers to the tensor cores, decoded
+// on the way with 9 integer operations per 8 weights. The batch is the n dimension, so a batch of 8 needs no padding.
+// The exact operand of an element outside the exponent window replaces the decoded one before the multiply: the tensor
+// cores see the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by
 // GemmPackedArgs::scale.
 //
 // Config (the axes of unweight-codegen/src/family/gemm_mma.rs)
-//   u32  kRowBlocks      1..8     16-row blocks of one task: a warp's A fragments and sums
-//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
+//   u32  kRowBlocks      1..8     16-row blocks of one task: a warp holds their A fragments and accumulators
+//   u32  kWarps          1..32    split-K within a block: warp w takes tile columns w, w + kWarps * kCluster, ...
 //   u32  kStages         1..      slots of each warp's private ring
-//   u32  kBatchTile      8 * 1..8 rows of X per cluster; sums take kRowBlocks * kBatchTile / 2 registers
-//   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
-//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
-//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
-//                        at a time (cp.async), for architectures without a copy engine
+//   u32  kBatchTile      8 * 1..8 rows of X per cluster; accumulators take kRowBlocks * kBatchTile / 2 registers
+//   u32  kCluster        1,2,4,8  blocks that split k among them; reduced through distributed shared memory
+//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must not have any
+//   SmemCopy kCopy       kBulk: an elected lane issues bulk copies (TMA); kAsync: every lane issues 16-byte cp.async
+//                        copies, for architectures without TMA
 //   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
-//                        silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the gate's weights
-//                        and the 8 of the up's that belong to them
+//                        silu(gate) * up, in fp32 and rounded once: a row block of W has 8 rows of the gate's weights
+//                        and the 8 matching rows of the up projection
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
 //                        touched after it
-//   bool kPersistent     a cluster works off several tasks, and its rings continue across them
+//   bool kPersistent     a cluster processes several tasks, and its rings continue across them
 //   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
-// Args, GemmGroupedArgs in the place of GemmPackedArgs: a group's batch rows are an item of a list (gemm_grouped.cuh).
+// Args is GemmPackedArgs, or GemmGroupedArgs, with which a block's batch rows are an item of a list (gemm_grouped.cuh).
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
-//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are distributed over the groups in order,
-//   evenly up to one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
-//   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such
-//   that no more fit. Under dependent launch a half-full multiprocessor takes blocks of the next kernel early, and
-//   unevenly.
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are distributed over the groups in order;
+//   group sizes differ by at most one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it groups may be
+//   any number. Best: as many blocks as fill every SM once (132 or 264 on an H200), with shared memory or registers
+//   such that no more fit. With dependent launch, a half-full SM accepts blocks of the next kernel early, and unevenly.
 //
-// Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
-// 128-byte swizzle, zero past the batch) and its task's row blocks of one tile column, up to four neighbours a bulk
-// copy (L2 evict_first); with kAsync all lanes the same bytes to the same places. Nothing crosses warps until the
-// reduction. One step: wait | ldmatrix X | per row block 3 x 16 bytes a lane, decode | refill the slot | patch |
-// 4 * kBatchTile / 8 mma.
+// Roles: none. Every warp copies for itself. Per slot, an elected lane issues one box of X (64 of k by kBatchTile,
+// 128-byte swizzle, zero-filled past the batch) and the task's row blocks of one tile column, up to four adjacent ones
+// per bulk copy (L2 evict_first); with kAsync all lanes copy the same bytes to the same places. Warps exchange nothing
+// before the reduction. One step: wait | ldmatrix X | per row block 3 x 16 bytes per lane, decode | refill the slot |
+// patch | 4 * kBatchTile / 8 mma.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty
-// barrier: it releases a slot to the copy engine (pipeline::WarpRing::release: a proxy fence of every lane, then
-// __syncwarp) before it starts the next copy. With kAsync there are none: a slot is a group of copies of every lane, of
-// which kStages are open; a lane waits for its own, and __syncwarp makes that all lanes'.
-//   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing;
-//   clusters: once more before exit.
+// barrier: it releases a slot to the async proxy (pipeline::WarpRing::release: a proxy fence by every lane, then
+// __syncwarp) before it issues the next copy. kAsync has no mbarriers: a slot is one cp.async group of every lane,
+// kStages of which are open; a lane waits for its own group, and __syncwarp extends that to all lanes.
+//   Per task there is one block (or cluster) barrier between writing and reading sums; kPersistent: one more before
+//   writing; clusters: one more before exit.
 //
-// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kAsync without
-//   the last term,
+// Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), for kAsync
+//   without the last term,
 //   kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
 //   Without kPersistent a warp's sums (fp32 [batch][row]) overlay its own drained ring.
-// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and
+// Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: from L2 after the first), and
 //   4 * (1 + records) per list.
 //
-// Bound: device memory, n * k * 1.5 bytes. Figures: docs/records; what was tried:
+// Bound: device memory, n * k * 1.5 bytes. Measurements: docs/records; experiments:
 // docs/records/2026-11-21/matmul-packed-log.md.
 #pragma once
 
@@ -79,13 +78,13 @@ constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
-// Whether a block's batch rows and its part of the weights are those of an item of a list.
+// Whether a block's batch rows and its share of the weights come from an item of a list.
 template <class Args>
 constexpr bool kOfItems = false;
 template <>
 constexpr bool kOfItems<GemmGroupedArgs> = true;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kRows = Config::kRowBlocks * packed::kBlockRows;
@@ -97,8 +96,7 @@ struct Smem {
                                       smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
-    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums overlay its drained
-    // ring.
+    // kPersistent: rings are being refilled while sums are reduced. Otherwise a warp's sums overlay its drained ring.
     static constexpr u32 kSumPitchBytes = Config::kPersistent ? kSumBytes : kRingBytes;
 
     static constexpr u32 kRings = 0;
@@ -115,43 +113,43 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr bool kItems = kOfItems<Args>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
-    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
+    static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that split a task's k
     static constexpr u32 kNoColumn = ~0u;
-    // Row blocks whose multiply chains run side by side. With four fragments and more a row block has chains enough of
-    // its own.
+    // Row blocks whose mma chains are interleaved. With four or more fragments, a single row block has enough
+    // independent chains.
     static constexpr u32 kChains = Config::kRowBlocks > 1 && kFragments < 4 ? 2 : 1;
-    static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
+    static constexpr u32 kHeadBatch = 32;  // tiles whose heads a warp loads at once, one per lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
     static constexpr u32 kBlockOut =
-        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;   // rows of Y^T of a row block
-    static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;  // and of a task
+        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;   // rows of Y^T per row block
+    static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;  // rows of Y^T per task
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
     static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
     static_assert(!kItems || (kAsync<Config> && Config::kCluster == 1 && !Config::kPersistent && !kStoreAdd<Config>),
                   "rows of X that a list names are gathered by threads; an item's row blocks are distributed once");
-    // Rows of X that lane l of an item keeps: of entries l, l + 32, ...
+    // Rows of X of an item that lane l holds: those of entries l, l + 32, ...
     static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;
 
-    // Blocks of one tile are neighbours in memory, so one copy brings up to four; a task of 16-row blocks spans up to
-    // kPieces tiles.
+    // Row blocks of one tile are contiguous, so one copy brings up to four; a task's row blocks span at most kPieces
+    // tiles.
     static constexpr u32 kPieces = (Config::kRowBlocks + packed::kTileBlocks - 2) / packed::kTileBlocks + 1;
     struct Pieces {
-        const u8* source[kPieces];  // in column 0 of the tiles
+        const u8* source[kPieces];  // address in tile column 0
         u32 bytes[kPieces];
-        u32 slot_bytes;  // with X
+        u32 slot_bytes;  // bytes per slot, X included
     };
 
-    // Row blocks are distributed in order and evenly, the first clusters getting what does not divide, so that every
-    // multiprocessor streams to the end. Clusters that share weights are neighbours.
+    // Row blocks are distributed in order and evenly, with the remainder to the first clusters, so that every SM
+    // streams until the end. Clusters that share weights are adjacent.
     struct Share {
-        u32 batch;  // first batch row, of an item: first entry of `pairs`
+        u32 batch;  // first batch row; of an item: first entry of `pairs`
         u32 first, blocks;
-        u32 rows, skipped;  // of an item: entries, and row blocks of the experts before its own
+        u32 rows, skipped;  // of an item: its entries, and the row blocks of the experts before its expert
 
         UW_DEVICE Share(const Args& a, u32 batch_tiles) {
             if constexpr (kItems) {
-                // Blocks with the same batch rows are neighbours, and items without rows come last.
+                // Blocks with the same batch rows are adjacent, and items without rows come last.
                 const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
                 const u32 index = ptx::ctaid() / groups, group = ptx::ctaid() - index * groups;
                 const U32x4 item = ptx::ld_global_x4(a.items + index * 4);
@@ -182,24 +180,24 @@ struct Kernel {
         }
     };
 
-    // Escape heads of the warp's next kHeadBatch tiles, one tile a lane.
+    // Escape heads of the warp's next kHeadBatch tiles, one tile per lane.
     struct Heads {
         u32 words[Config::kRowBlocks];
         u32 blocks[Config::kRowBlocks];  // bit l: lane l's tile has an escape in that row block
-        u32 tiles;                       // bit l: in any
+        u32 tiles;                       // bit l: lane l's tile has an escape in any row block
     };
 
     const Args& args;
     const u32 shared, warp, lane;
     const u32 ring;
     const pipeline::WarpRing<Config::kStages, kAsync<Config>> slots;
-    const u32 k_warp;  // this warp among the kKWarps
+    const u32 k_warp;  // this warp's index among the kKWarps
     const u32 batch_tiles;
-    const Share share;  // this cluster's part of the matrix
-    const u32 tasks;    // in how many tasks it works its row blocks off
-    const u32 tiles;    // columns of tiles times tasks; this warp takes k_warp, k_warp + kKWarps, ...
+    const Share share;  // this cluster's share of the matrix
+    const u32 tasks;    // number of tasks of this cluster
+    const u32 tiles;    // tile columns times tasks; this warp takes k_warp, k_warp + kKWarps, ...
     const u64 x_policy, w_policy;
-    u32 listed[kListed];  // rows of X, of an item
+    u32 listed[kListed];  // rows of X of an item
 
     // The next tile to load.
     u32 load_slot = 0, load_index, load_task = 0, load_column;
@@ -247,6 +245,7 @@ struct Kernel {
 
     // ---- work ------------------------------------------------------------------------------------------------------
     UW_DEVICE u32 task_first(u32 task) const {
+        // Without kPersistent a cluster has at most one task: `task` is 0, or 1 for its end.
         return share.first + (Config::kPersistent ? task * share.blocks / tasks : task * share.blocks);
     }
     UW_DEVICE u32 task_blocks(u32 task) const { return task_first(task + 1) - task_first(task); }
@@ -268,10 +267,10 @@ struct Kernel {
             left -= here;
         }
     }
-    // Who issues a slot's copies: every lane its share, or one lane all.
+    // Whether this lane issues copies: every lane its share, or one lane all of them.
     UW_DEVICE static bool issues() { return kAsync<Config> || ptx::elect_sync(); }
 
-    // By the lanes that issue: the task's row blocks of one column of tiles.
+    // Called by the lanes that issue: copies the task's row blocks of one tile column.
     UW_DEVICE void load_w() const {
         u32 to = w_slot(load_slot);
 #pragma unroll
@@ -296,14 +295,14 @@ struct Kernel {
         if constexpr (kItems) return r < share.rows;
         else return share.batch + r < args.m;
     }
-    // The row of X that is batch row r; `row` is that of lane 0, the same in all lanes.
+    // The row of X for batch row r. `row` is r of lane 0, uniform over the warp.
     UW_DEVICE u64 x_row(u32 row, u32 r, bool inside) const {
         if constexpr (kItems) return ptx::shfl_sync_idx(listed[row / 32], r % 32);
         else return share.batch + (inside ? r : 0);
     }
     UW_DEVICE void load_x(u32 s, u32 column) const {
         if constexpr (kAsync<Config>) {
-            // Eight lanes a row, in the swizzle that the copy engine would write.
+            // Eight lanes per row, in the swizzle that TMA would write.
             const u32 chunk = lane % 8;
 #pragma unroll
             for (u32 row = 0; row < Config::kBatchTile; row += 4) {
@@ -330,7 +329,7 @@ struct Kernel {
         load_column += kKWarps;
         if constexpr (Config::kPersistent) wrap_load();
     }
-    // By a converged warp, once no lane reads the slot any more.
+    // Called by a converged warp after all lanes have finished reading the slot.
     UW_DEVICE void load_next() {
         if (load_index < tiles) {
             if (issues()) {
@@ -341,12 +340,12 @@ struct Kernel {
             }
             advance_load();
         }
-        // Also without copies: a wait counts groups.
+        // An empty group is committed, too: cp_async_wait_group counts groups.
         if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
     }
 
-    // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest
-    // away. X does and waits.
+    // Fills the ring. Weights come first: they do not depend on the preceding kernel, and their latency is the longest.
+    // X depends on it and waits.
     UW_DEVICE void start(Heads& heads) {
         slots.init();
         if constexpr (Config::kPdl && !kItems) ptx::griddepcontrol_launch_dependents();
@@ -374,7 +373,7 @@ struct Kernel {
             if (columns[s] != kNoColumn) {
                 if (issues()) load_x(s, columns[s]);
             }
-            // The first group has the weights of all slots: they were asked for before X could be.
+            // The first group also contains the weights of all slots, which were requested before X.
             if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
         }
     }
@@ -394,8 +393,8 @@ struct Kernel {
                     : 0;
         }
     }
-    // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have
-    // them near when their tile comes.
+    // Separate from load_heads, so that its loads overlap with other work. Prefetches escape lists, which are rare,
+    // into L2 before their tile is reached.
     UW_DEVICE void digest_heads(Heads& heads) const {
         u32 any = 0;
 #pragma unroll
@@ -423,8 +422,8 @@ struct Kernel {
         }
     }
 
-    // `turn`: the tile's place in `heads`. Two bodies, so that the common one has no branch among its operands. A task
-    // with fewer than kRowBlocks blocks multiplies what an earlier tile left in the slot and drops the sums: a branch
+    // `turn`: index of the tile in `heads`. Two instantiations keep the common one free of branches among its operands.
+    // A task with fewer than kRowBlocks row blocks multiplies stale data of the slot and discards the sums: a branch
     // would cost every task more than the multiply costs this one.
     template <bool kPatch>
     UW_DEVICE void compute_tile(const Heads& heads, u32 turn, u32 task) {
@@ -451,7 +450,7 @@ struct Kernel {
                     packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
             }
             if (first + kChains >= Config::kRowBlocks) {
-                // The slot's loads have been issued, but nothing has needed their values yet: they may still be in
+                // The slot's loads have been issued, but nothing has used their values yet, so they may still be in
                 // flight.
                 slots.release();
                 load_next();
@@ -494,7 +493,7 @@ struct Kernel {
         parity ^= slot == 0;
     }
 
-    // Debugging: what enters the tensor cores, u32 [tile][row block][step][register][lane] in the workspace.
+    // Debugging: stores the A operands to the workspace, u32 [tile][row block][step][register][lane].
     UW_DEVICE void dump(const packed::Operands& operands, u32 block) const {
         const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + index % args.tile_cols;
         u32* out = reinterpret_cast<u32*>(args.workspace) +
@@ -504,8 +503,8 @@ struct Kernel {
     }
 
     // ---- reduce ----------------------------------------------------------------------------------------------------
-    // Bytes of (batch b, row r) in a warp's sums: bits 3 and 4 of the word are flipped so that the fragment's (2t, g)
-    // hit 32 banks.
+    // Byte offset of (batch b, row r) in a warp's sums. Bits 3 and 4 of the word index are flipped so that a fragment's
+    // (2t, g) stores hit 32 banks.
     UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * S::kRows + r) ^ (b / 2 % 4 * 8)) * 4; }
 
     UW_DEVICE void sync_cluster() const {
@@ -527,7 +526,7 @@ struct Kernel {
     }
     UW_DEVICE void reduce(u32 task) {
         const u32 valid = valid_rows();
-        if constexpr (Config::kPersistent) sync_cluster();  // the sums of the task before have been read
+        if constexpr (Config::kPersistent) sync_cluster();  // orders loads of the previous sums before stores
         const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
         const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -544,8 +543,8 @@ struct Kernel {
             }
         }
         sync_cluster();  // orders every warp's sums before the loads of its block and of its peers
-        // Block `rank` of the cluster owns its share of the rows of Y^T, the last ones fewer; a unit is two of them for
-        // one batch row.
+        // Block `rank` of the cluster owns its share of the rows of Y^T, the last block possibly fewer. An item of the
+        // loop is two rows for one batch row.
         constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
         const u32 rank = Config::kCluster > 1 ? ptx::cluster_ctarank() : 0;
         const u32 rows = task_blocks(task) * kBlockOut;
@@ -573,16 +572,16 @@ struct Kernel {
             ptx::st_global(y, ptx::cvt_rn_bf16x2(low, high));
         }
     }
-    // The row of Y that is batch row b.
+    // The row of Y for batch row b.
     UW_DEVICE u64 y_row(u32 b) const {
         if constexpr (kItems) return ptx::ld_global(args.pairs + share.batch + b);
         else return share.batch + b;
     }
-    // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
+    // The scaled total over all warps of the cluster for batch row b, rows r and r + 1 of the task.
     UW_DEVICE void total(u32 b, u32 r, float& low, float& high) const {
         const u32 offset = shared + S::kSums + sum_offset(b, r);
         low = high = 0.0f;
-        // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
+        // With kSiluMul, gate and up are loaded together: the loads of more than 16 warps would not fit in registers.
         constexpr u32 kAtOnce = kSiluMul<Config> && kKWarps > 16 ? 1 : Config::kCluster;
 #pragma unroll kAtOnce
         for (u32 c = 0; c < Config::kCluster; ++c) {
@@ -599,7 +598,7 @@ struct Kernel {
         high *= args.scale;
     }
 
-    // ---- the warp's life -------------------------------------------------------------------------------------------
+    // ---- entry ------------------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
         Heads heads;
         start(heads);

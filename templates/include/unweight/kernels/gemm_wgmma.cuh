@@ -1,35 +1,35 @@
-// Packed matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
-// (docs/format.md, A.9). The *weight* is the A operand of wgmma and comes from registers, decoded on the way with 9
-// integer operations per 8 weights; the batch is the n dimension. An element outside the window is replaced by its
-// exact operand before the multiply: what the tensor cores see are the weights times 2^(112 - base), bit for bit, and
-// the fp32 sums are multiplied once by GemmPackedArgs::scale.
+// Packed GEMM for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight (docs/format.md, A.9).
+// The *weight* is the A operand of wgmma and comes from registers, decoded on the way with 9 integer operations per 8
+// weights; the batch is the n dimension. The exact operand of an element outside the exponent window replaces the
+// decoded one before the multiply: the tensor cores see the weights times 2^(112 - base), bit for bit, and the fp32
+// sums are multiplied once by GemmPackedArgs::scale.
 //
 // Config (the axes of unweight-codegen/src/family/gemm_wgmma.rs)
 //   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
-//   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
+//   u32  kWarpgroups     1..3     consumer warpgroups, 64 output features (a row of tiles of W) each
 //   u32  kStages         3..      slots of the ring
-//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and
-//                                 reduces and stores a part of its pieces
-//   bool kStreamK        stream-K for the tiles that do not fill a round of the grid; without it a block takes whole
+//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a range of its k steps, and
+//                                 reduces and stores a share of its pieces
+//   bool kStreamK        stream-K for the tiles that do not fill a wave of the grid; without it a block takes whole
 //                        tiles of Y; not with kCluster
-//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
-//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, all else
-//                        after it
+//   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must not have any
+//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, everything else
+//                        is accessed after it
 //   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
-//                        silu(gate) * up, in fp32 and rounded once: of 16 rows of W 8 are the gate's weights and 8 the
-//                        up's that belong to them
+//                        silu(gate) * up, in fp32 and rounded once: of 16 rows of W, 8 are the gate's weights and 8 the
+//                        matching rows of the up projection
 //   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not
 //                        with kStreamK
 //
 // Launch: kThreads<Config> = 128 * (kWarpgroups + 1) threads, Smem<Config>::kBytes of dynamic shared memory, m >= 1,
 // clusters of kCluster blocks along x, and with
 //   tiles = ceil(n / (64 * kWarpgroups)) * ceil(m / kBatchTile)
-//   grid  = min(tiles, multiprocessors)
-//   kStreamK: grid = min(tiles * k / 64, multiprocessors), one block a multiprocessor, all resident at once
-//     (a cooperative launch); workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32,
+//   grid  = min(tiles, SMs)
+//   kStreamK: grid = min(tiles * k / 64, SMs), one block per SM, all co-resident (a cooperative launch);
+//     workspace = 2 * grid * 64 * kWarpgroups * kBatchTile fp32,
 //     counters = 2 * grid * kWarpgroups u32 (zero before, zero after). Otherwise neither.
-//   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 multiprocessors, clusters of 4
-//     no more than 120 of them: one cluster more is a round more.
+//   kCluster > 1: grid = tiles * kCluster, k >= 64 * kCluster. Clusters of 2 fill 132 SMs, clusters of 4 at most 120 of
+//     them: one cluster more takes one wave more.
 //   args.x: box 64 x 32. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle; with kSiluMul
 //     bf16 [m, n / 2], box 32 (n / 2) x 32 (m), 64-byte swizzle.
 //
@@ -38,26 +38,27 @@
 //   where E is 256 with kEscapes, else 0; kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no
 //   cluster, else 32; kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
 //   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. The sums that the blocks of a cluster exchange
-//   reuse kX and kW.
+//   overlay kX and kW.
 //
 // Roles
-//   warp 0          load: an elected lane issues, per step of 64 k, the boxes of X that have rows of the batch and one
-//                   6144-byte copy of W per warpgroup
-//   warps 1..3      escapes: one warp for each warpgroup that multiplies copies its escape records next to W
-//   warpgroups 1..  decode and multiply. One step, in quarters of 16 k: wgmma on operands decoded before | a quarter of
-//                   the next step's 3 x 16 bytes a lane, decoded | ... | the next step's records, if it has any
+//   warp 0          load: per step of 64 k, an elected lane issues the boxes of X that contain rows of the batch and
+//                   one 6144-byte copy of W per warpgroup
+//   warps 1..3      escapes: one warp per consumer warpgroup copies its escape records next to W
+//   warpgroups 1..  consumers: decode and multiply. One step, in quarters of 16 k: wgmma on decoded operands
+//                   | a quarter of the next step's 3 x 16 bytes per lane, decoded | ... | the next step's records, if
+//                   any
 //
 // Barriers
-//   full [kStages]      1 arrival and the bytes of X and W, with kEscapes 1 more a warpgroup
-//   empty [kStages]     1 arrival a warp that multiplies
+//   full [kStages]      1 arrival and the bytes of X and W; with kEscapes 1 more arrival per warpgroup
+//   empty [kStages]     1 arrival per consumer warp
 //   old [kWarpgroups]   1 arrival and the bytes of the old Y, for kStoreAdd
-//   NamedBarrier        one a warpgroup, and one for all that multiply (kCluster)
-//   cluster             twice a tile: when the sums are in shared memory, and when they have been read
+//   NamedBarrier        one per warpgroup, and one for all consumers (kCluster)
+//   cluster             twice per tile: when the sums are in shared memory, and when they have been read
 //
 // Files: schedule (tiles and work units), block (shared memory, addresses), load, escapes, mainloop, reduce (stream-K
 // fixup, clusters), epilogue, each a layer over the one before; this file starts the roles.
-// Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures:
-//   docs/records; what was tried: docs/records/2026-11-21/matmul-packed-log.md.
+// Bound: tensor cores at kBatchTile = 256 with two warpgroups; decoding latency and memory below. Measurements:
+//   docs/records; experiments: docs/records/2026-11-21/matmul-packed-log.md.
 #pragma once
 
 #include "unweight/kernels/gemm_wgmma/epilogue.cuh"
@@ -104,7 +105,7 @@ struct Kernel : Epilogue<Config> {
         }
         if (p.thread == 0) ptx::cp_async_bulk_wait_group<0>();
         if constexpr (Config::kCluster > 1) {
-            ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
+            ptx::bar_warp_sync();  // reconverges the warp for the cluster barrier
             sync_cluster();        // peers may still be reading this block's sums
         }
     }
@@ -114,7 +115,7 @@ struct Kernel : Epilogue<Config> {
         if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
         if (warp == 0) {
             if (ptx::elect_sync()) setup();
-            ptx::bar_warp_sync();  // converges the warp for the barrier below
+            ptx::bar_warp_sync();  // reconverges the warp for the block barrier
         }
         ptx::bar_sync();
         if (warp < kWarpgroupWarps) {
@@ -125,9 +126,9 @@ struct Kernel : Epilogue<Config> {
                 load_escapes(warp - 1);
             }
             if constexpr (Config::kCluster > 1) {
-                ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
-                sync_cluster();        // with the one in reduce_in_cluster
-                sync_cluster();        // with the one at the end of consume
+                ptx::bar_warp_sync();  // reconverges the warp for the cluster barrier
+                sync_cluster();        // matches the one in reduce_in_cluster
+                sync_cluster();        // matches the one at the end of consume
             }
         } else {
             if constexpr (kBudgets) ptx::setmaxnreg_inc<kConsumerRegisters>();

@@ -1,33 +1,33 @@
-// Pages of the KV cache, bf16 -> packed (docs/kv-cache.md), and back to the pool the units of pages that are free.
+// Packs pages of the KV cache, bf16 -> packed (docs/kv-cache.md), and returns the units of freed pages to the pool.
 //
 // Config (the axes of unweight-codegen/src/family/kv_pack.rs)
 //   u32         kHeadDim  16 * 1..8  elements of a head
-//   KvPackStage kStage    kStep: of all layers the hot page of each row whose newest token is the last of a page, to
-//                         the page that its table has there; kChunk: pages of one layer, in their order, to those of a
-//                         table; kRelease: the bf16 units of the pages of a table, of all layers, are free again
+//   KvPackStage kStage    kStep: for each row whose newest token is the last of a page, packs the hot page, in all
+//                         layers, to the page in the row's table; kChunk: packs consecutive pages of one layer to those
+//                         of a table; kRelease: frees the bf16 units of the pages of a table, in all layers
 //   bool        kPdl      programmatic dependent launch: nothing is read before griddepcontrol.wait, which every block
-//                         executes (the kernels behind rely on all kernels in front)
+//                         executes (later kernels rely on all preceding kernels)
 //
 // Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory.
-//   kStep     any number of blocks, which share units: rows that filled a page x layers x KV heads x {K, V}
-//   kChunk    m * kv_heads * 2 blocks, a unit each
-//   kRelease  ceil(m * layers * kv_heads * 2 / kThreads) blocks, a record a thread
+//   kStep     any number of blocks, which share the units: rows that filled a page x layers x KV heads x {K, V}
+//   kChunk    m * kv_heads * 2 blocks, one unit each
+//   kRelease  ceil(m * layers * kv_heads * 2 / kThreads) blocks, one record per thread
 //
-// Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit: it copies the tile to shared memory and
-// loads it back as the operands of the tensor cores (ldmatrix), counts the elements below the windows, and writes the
-// words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on the order
-// of events, only which unit is taken does.
-// Barriers: the block meets when the largest exponents of each tile are known, when the counts are, when a unit is, and
-// when the slots are in the record; a warp meets between copying its tile and loading it.
+// Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit. It copies the tile to shared memory and
+// loads it back as tensor core operands (ldmatrix), counts the elements below the windows, and writes its words and its
+// slots of the record, or the operands of a bf16 unit. The bytes do not depend on the order of execution; only the
+// choice of the unit does.
+// Barriers: block barriers after the largest exponents of each tile, after the counts, after the choice of a unit, and
+// after the slots of the record are in shared memory; __syncwarp between copying a tile and loading it.
 //
 // Shared memory of kStep and kChunk = 128 * kHeadDim       tiles
-//                                   + 4 * 48               of each tile: the largest exponents of 8 steps, and a count
+//                                   + 4 * 48               per tile: the largest exponents of 8 steps, and a count
 //                                   + 48                   the record
-// Bound: device memory, 3.5 bytes per element; a step without full pages reads the positions.
+// Bound: device memory, 3.5 bytes per element; a step without full pages reads only the positions.
 //
-// Safety   for any numbers in the tables: a page or hot page that the cache does not have is left out and reported; an
-//          entry of 0xffffffff is left out. Units come from the pool, whose numbers are held against its size. A table
-//          names a page once: kRelease may return the units of a page twice that two of its entries name.
+// Safety   for any numbers in the tables: an invalid page or hot page is skipped and reported; an entry of 0xffffffff
+//          is skipped. Units come from the pool, whose entries are checked against its size. A table must name a page
+//          once: kRelease may return the units of a page twice if two entries name it.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -42,7 +42,7 @@ namespace uw::kv_pack {
 
 constexpr u32 kWarps = kv::kPageTiles;
 constexpr u32 kNoPage = ~0u;
-constexpr u32 kLost = ~0u;  // instead of a unit
+constexpr u32 kLost = ~0u;  // returned instead of a unit
 template <class Config>
 constexpr u32 kThreads = Config::kStage == KvPackStage::kRelease ? 256 : kWarps * 32;
 
@@ -50,7 +50,7 @@ template <class Config>
 struct Smem {
     static constexpr bool kUsed = Config::kStage != KvPackStage::kRelease;
     static constexpr u32 kTileBytes = kv::kTileTokens * Config::kHeadDim * 2;
-    // Of a tile: the largest exponent of each step, the number of escapes, and the unit that was taken.
+    // Per tile: the largest exponent of each step, the number of escapes, and the unit that was taken.
     static constexpr u32 kCountBytes = 48;
     static constexpr u32 kTiles = 0;
     static constexpr u32 kCounts = kUsed ? kWarps * kTileBytes : 0;
@@ -64,9 +64,9 @@ struct Unit {
     using S = Smem<Config>;
     using P = kv::Packed<Config::kHeadDim>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
-    // Places of a tile's words behind the largest exponents of its steps.
+    // Indices of a tile's words after the largest exponents of its steps.
     static constexpr u32 kCount = 8, kTaken = 9;
-    static constexpr u32 kNoCode = 1u << 31;  // of a count: an element has no code
+    static constexpr u32 kNoCode = 1u << 31;  // flag of a count: an element has no code
 
     const KvPackArgs& args;
     const u32 shared, warp, lane;
@@ -79,14 +79,14 @@ struct Unit {
     UW_DEVICE static u32 low(u32 pair) { return pair >> 7 & 255; }
     UW_DEVICE static u32 high(u32 pair) { return pair >> 23 & 255; }
 
-    // The warp's tile as operands.
+    // Loads the warp's tile as operands.
     UW_DEVICE void load(const u16* page, u32 half) {
         const u32 tile = shared + S::kTiles + warp * S::kTileBytes;
         const u16* from = page + warp * (kv::kTileTokens * kHeadDim);
         for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
             ptx::st_shared_x4(tile + at, ptx::ld_global_x4(from + at / 2));
         }
-        ptx::bar_warp_sync();  // every lane's stores come before the warp's ldmatrix
+        ptx::bar_warp_sync();  // orders every lane's stores before the warp's ldmatrix
         const bool value = half == attention::kValue;
         const u32 row = value ? lane % 16 : lane % 8 + lane / 16 * 8;
         const attention::Lines<kHeadDim> lines(row, value ? lane / 16 : lane / 8 % 2);
@@ -99,7 +99,7 @@ struct Unit {
             quads[s][3] = v.w;
         }
     }
-    // By the block: the bases of the steps, as a record has them. The record is zero behind it.
+    // Called by the block: chooses the bases of the steps and returns them in a record, whose other fields are zero.
     UW_DEVICE kv::Record choose_bases() const {
         u32 top[P::kSteps];
 #pragma unroll
@@ -110,13 +110,13 @@ struct Unit {
 #pragma unroll
             for (u32 step = 16; step != 0; step /= 2) top[s] = larger(top[s], ptx::shfl_sync_bfly(top[s], step));
         }
-        ptx::bar_sync();  // the loads of the unit before come before these stores
+        ptx::bar_sync();  // orders the loads of the previous unit before these stores
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
             if (lane == 0) ptx::st_shared(counts(warp, s), top[s]);
         }
         if (warp == 0 && lane < P::kRecordBytes / 4) ptx::st_shared(shared + S::kRecord + lane * 4, 0);
-        ptx::bar_sync();  // all tiles' come before the loads
+        ptx::bar_sync();  // orders the largest exponents of all tiles before the loads
         kv::Record record{{0, 0}, kv::kPackedUnit, 0};
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -128,7 +128,7 @@ struct Unit {
         return record;
     }
     UW_DEVICE static u32 larger(u32 a, u32 b) { return a > b ? a : b; }
-    // By the block: how many elements of each tile are below their windows.
+    // Called by the block: counts the elements of each tile that are below their windows.
     UW_DEVICE void count(const kv::Record& record) const {
         u32 below = 0;
         bool none = false;
@@ -138,7 +138,7 @@ struct Unit {
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
                 u32 pair = quads[s][r];
-                ptx::pin(pair);  // or the exponents of all elements are kept in registers since the bases were chosen
+                ptx::pin(pair);  // otherwise the exponents of all elements stay in registers since choose_bases
                 const u32 a = low(pair), b = high(pair);
                 below += u32(a < base) + u32(b < base);
                 none |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
@@ -148,12 +148,12 @@ struct Unit {
         for (u32 step = 16; step != 0; step /= 2) below += ptx::shfl_sync_bfly(below, step);
         const u32 flag = ptx::vote_sync_ballot(none) != 0 ? kNoCode : 0;
         if (lane == 0) ptx::st_shared(counts(warp, kCount), below | flag);
-        ptx::bar_sync();  // all tiles' counts come before the loads
+        ptx::bar_sync();  // orders the counts of all tiles before the loads
     }
     UW_DEVICE static u32 code_of(u32 exponent, u32 base) {
         return exponent == 0 ? kv::kZeroCode : exponent + kv::kBelow - base;
     }
-    // The warp's words, and its slots of the record from `place` on.
+    // Writes the warp's words, and its slots of the record from `place` on.
     UW_DEVICE void write(u8* operand, const kv::Record& record, u32 place) const {
         u32 words[P::kWords];
 #pragma unroll
@@ -190,10 +190,10 @@ struct Unit {
         }
         P::store_global(operand, words, lane);
     }
-    // By one thread: takes a unit.
+    // Takes a unit from the pool; called by one thread.
     UW_DEVICE u32 take() const {
         const u32 free = ptx::atom_add_global(args.free_units, ~0u);
-        // Below zero where others have taken the last ones.
+        // The counter is below zero while others try to take from an empty pool.
         if (free == 0 || free > args.units) {
             ptx::red_add_global(args.free_units, 1);
             return kLost;
@@ -219,7 +219,7 @@ struct Unit {
         } else {
             const u32 taken = counts(0, kTaken);
             if (warp == 0 && lane == 0) ptx::st_shared(taken, take());
-            ptx::bar_sync();  // the unit is known before the loads
+            ptx::bar_sync();  // orders the unit before the loads
             const u32 unit = ptx::ld_shared(taken);
             chosen = {{0, 0}, unit == kLost ? kv::kLostUnit : kv::kBf16Unit, unit == kLost ? 0 : unit};
             if (unit == kLost) {
@@ -236,12 +236,13 @@ struct Unit {
         if (warp == 0 && lane == 0) {
             ptx::st_shared_x4(shared + S::kRecord, U32x4{chosen.bases[0], chosen.bases[1], chosen.word, chosen.ends});
         }
-        ptx::bar_sync();  // every warp's slots come before the loads
+        // Orders every warp's slots before the loads.
+        ptx::bar_sync();
         if (warp == 0 && lane < P::kRecordBytes / 4) {
             ptx::st_global(record + lane * 4, ptx::ld_shared(shared + S::kRecord + lane * 4));
         }
     }
-    // K or V of a KV head: from a bf16 page to a packed one.
+    // Packs K or V of a KV head from a bf16 page.
     UW_DEVICE void run(u32 layer, u32 from, u32 page, u32 kv_head, u32 half, u32* lost) {
         const u16* source = args.source + layer * args.source_pitch;
         const u64 head = P::head(args.kv_heads, page, kv_head);
@@ -256,7 +257,7 @@ UW_DEVICE void report(const KvPackArgs& args, u32 row) { ptx::st_global(args.fau
 template <class Config>
 UW_DEVICE void run_step(const KvPackArgs& args) {
     const u32 each = args.layers * args.kv_heads * 2, blocks = ptx::nctaid(), lane = ptx::laneid();
-    // The first unit of the row that is this block's.
+    // The first unit of the row that this block takes.
     u32 next = ptx::ctaid();
     for (u32 first = 0; first < args.m; first += 32) {
         const u32 own = first + lane;

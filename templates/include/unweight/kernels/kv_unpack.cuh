@@ -1,21 +1,21 @@
-// Packed pages of the KV cache -> bf16 pages (docs/kv-cache.md): those of one layer and sequence that a later chunk of
-// its prompt attends to.
+// Unpacks pages of the KV cache to bf16 pages (docs/kv-cache.md): those pages of one layer and sequence that a later
+// chunk of its prompt attends to.
 //
 // Config
 //   u32  kHeadDim  16 * 1..8  elements of a head
 //   bool kPdl      programmatic dependent launch: nothing is read before griddepcontrol.wait
 //
-// Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory, m * kv_heads * 2 blocks: K or V of a KV head
-// in a page each.
+// Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory, m * kv_heads * 2 blocks, one for K and one
+// for V of each KV head and page.
 //
-// Roles: none. A warp takes a tile of 16 tokens: it puts the operands into shared memory as a bf16 page has them, and
-// stores them from there 16 bytes a lane. Barriers: the warp meets between the two.
+// Roles: none. A warp takes a tile of 16 tokens: it writes the operands to shared memory in the layout of a bf16 page,
+// and stores them from there, 16 bytes per lane. Barriers: __syncwarp between the two.
 //
 // Shared memory = 128 * kHeadDim
 // Bound: device memory, 3.5 bytes per element.
 //
-// Safety   for any bytes: a page or unit that is not there, or a kind of record that no encoder writes, is left out and
-//          reported; a unit that was lost is left out. A slot names an element of its own tile or none.
+// Safety   for any bytes: an invalid page or unit, or a kind of record that no encoder writes, is skipped and
+//          reported; a lost unit is skipped. A slot names an element of its own tile or none.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -36,7 +36,7 @@ struct Smem {
     static constexpr u32 kBytes = kWarps * kTileBytes;
 };
 
-// The operands of a step to their places in a bf16 tile; lane = 4g + t.
+// Stores the operands of a step at their places in a bf16 tile; lane = 4g + t.
 template <u32 kHeadDim>
 UW_DEVICE void store_keys(u32 tile, const u32 (&p)[4], u32 step, u32 lane) {
 #pragma unroll
@@ -104,7 +104,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
             store_values<Config::kHeadDim>(tile, p, s, lane);
         }
     }
-    ptx::bar_warp_sync();  // every lane's stores come before the warp's loads
+    ptx::bar_warp_sync();  // orders every lane's stores before the warp's loads
     u16* out = args.out + kv::head_element(Config::kHeadDim, args.kv_heads, place, kv_head, half) +
                inside * (kv::kTileTokens * Config::kHeadDim);
     for (u32 byte = lane * 16; byte < S::kTileBytes; byte += 512) {

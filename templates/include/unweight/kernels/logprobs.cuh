@@ -1,26 +1,25 @@
-// Log probabilities of the sampled token of each row and of the likeliest ones: log-softmax of the logits at
-// temperature 1. unweight-model/src/sampling/adjust.rs computes the same, slowly, and is the judge: every bit agrees.
+// Log probabilities of the sampled token of each row and of the most likely tokens: log-softmax of the logits at
+// temperature 1. unweight-model/src/sampling/adjust.rs is the slow reference: every bit agrees.
 //
 // Config
 //   u32  kThreads  1024
 //   bool kPdl      programmatic dependent launch: nothing is read before griddepcontrol.wait
 //
-// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, a block a row. Rows of logits are 16-byte
-// aligned.
+// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, one block per row. Rows of logits are
+// 16-byte aligned.
 //
-// Roles: none. Chunks of 8 logits go round the threads of the block. Each pass reads them again: from memory once, then
-// from L1 or L2.
+// Roles: none. Chunks of 8 logits are assigned round-robin to the threads of the block. Each pass reads them again:
+// from memory once, then from L1 or L2.
 //   largest   the largest key and the lowest token that has it
-//   sum       weights exp(logit - largest) in units of 2^-40, cut off: sums of whole numbers are the same in every
-//             order
-//   top       a pass for each further token: the largest candidate below the one before
+//   sum       weights exp(logit - largest) in units of 2^-40, truncated: sums of integers do not depend on the order
+//   top       one pass per further token: the largest candidate below the previous one
 //
-// Barriers: the block meets around each exchange of its warps.
+// Barriers: one block barrier per exchange between warps.
 //
-// Shared memory = 2 * kBlockThreads / 32 * 8   of each warp: its best or its sum; two places, used alternately
+// Shared memory = 2 * kBlockThreads / 32 * 8   the best or the sum of each warp, double-buffered
 //
-// Safety   any logits and any sampled id. What there is no token for gets the token ~0 and NaN.
-// Bound    L2, 2 * vocabulary bytes a row and pass, and the latency of 1 + max(1, tokens) passes.
+// Safety   for any logits and any sampled id. Entries without a token get the token ~0 and NaN.
+// Bound    L2, 2 * vocabulary bytes per row and pass, and the latency of 1 + max(1, tokens) passes.
 #pragma once
 
 #include "unweight/kernels/sample.cuh"
@@ -36,7 +35,7 @@ constexpr u32 kNan = 0x7fc00000;
 constexpr float kUnits = 1099511627776.0f;      // 2^40
 constexpr float kUnit = 9.09494701772928e-13f;  // 2^-40
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 struct Sections {
     static constexpr u32 kWarps = 0;
     static constexpr u32 kBytes = kWarps + 2 * kBlockThreads / 32 * 8;
@@ -77,7 +76,7 @@ struct Kernel {
         }
     }
 
-    // Combines a value of all threads of the block, in all of them.
+    // Reduces a value over all threads of the block; returns the result in each of them.
     template <class Combine>
     UW_DEVICE u64 block_reduce(u64 value, Combine combine) {
 #pragma unroll
@@ -87,7 +86,7 @@ struct Kernel {
         const u32 warps = shared + Sections::kWarps + turn * (kBlockThreads / 32 * 8);
         turn ^= 1;
         if (lane == 0) ptx::st_shared_x2(warps + warp * 8, sample::split(value));
-        ptx::bar_sync();  // every warp's value is there
+        ptx::bar_sync();  // orders every warp's value before the loads
         value = sample::join(ptx::ld_shared_x2(warps + lane * 8));
 #pragma unroll
         for (u32 distance = 16; distance != 0; distance /= 2) {
@@ -96,7 +95,7 @@ struct Kernel {
         return value;
     }
 
-    // The likeliest token among those below a candidate.
+    // The most likely token among those below a candidate.
     UW_DEVICE u64 best_below(u64 bound) {
         u64 best = 0;
         each([&](u32 token, u32 bits) {
@@ -106,7 +105,7 @@ struct Kernel {
         return block_reduce(best, [](u64 a, u64 b) { return sample::larger(a, b); });
     }
 
-    // logit - largest; 0 of equal logits, also of infinite ones.
+    // logit - largest; 0 for equal logits, even infinite ones.
     UW_DEVICE float below_largest(u32 bits) const {
         const float logit = ptx::float_from_bits(bits << 16);
         return sample::key_of_bf16(bits) == largest_key ? 0.0f : ptx::add(logit, -largest);

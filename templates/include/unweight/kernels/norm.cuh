@@ -1,4 +1,4 @@
-// Norms: y[r] = norm(x[s]), s = r, or rows[r] where there is a list.
+// Norms: y[r] = norm(x[s]), s = r, or rows[r] if a list is given.
 //
 // Config
 //   u32  kThreads   a multiple of 32 up to 1024; d is at most kColumnsMax
@@ -7,21 +7,22 @@
 //                   kRmsPlusOne  bf16((1 + gamma) * (x * rsqrt(mean(x^2) + eps)))
 //                   kLayer    bf16(gamma * (c * rsqrt(mean(c^2) + eps))), c = x - mean(x)
 //   bool kAdd       y[r] += norm(x[s]), added before the last rounding
-//   bool kPdl       programmatic dependent launch: gamma is read before griddepcontrol.wait, all else after it
+//   bool kPdl       programmatic dependent launch: gamma is read before griddepcontrol.wait, everything else is
+//                   accessed after it
 //
-// Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory, a block a row. d is a multiple of 8; rows
-// and gamma are 16-byte aligned.
+// Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory, one block per row. d is a multiple of 8;
+// rows and gamma are 16-byte aligned.
 //
 // Roles: none. Thread t holds chunks of 8 columns t, t + kThreads, ... of x and gamma in registers, so x is read once.
-// y may be x: a thread writes what it alone has read.
-// Barriers: the block meets once, between writing the sums of its warps and adding them up; kLayer: twice.
-// Shared memory = kThreads / 32 * 4: fp32 sums of the warps; kLayer: twice that, of x and of the squares.
+// y may alias x: a thread writes only elements that no other thread reads.
+// Barriers: one block barrier between writing the sums of the warps and adding them; kLayer: two.
+// Shared memory = kThreads / 32 * 4: fp32 sums of the warps; kLayer: twice that, for x and for the squares.
 //
-// Sums     a thread's squares in the order of columns, a warp's by a butterfly, the warps' in their order: a row's bits
-//          depend on nothing but the row.
-// Safety   an entry of the list that names no row gives zeros (kAdd: y as it is) and a report; nothing is read for it.
-// Bound    device memory, 4 * m * d bytes, kAdd: 6 * m * d; of few rows the latency of two loads that follow each
-//          other.
+// Sums     a thread's squares in order of columns, a warp's by butterfly, the warps' in order: a row's bits depend only
+//          on the row.
+// Safety   an entry of the list that is not a row gives zeros (kAdd: y unchanged) and is reported; nothing is read for
+//          it.
+// Bound    device memory, 4 * m * d bytes, kAdd: 6 * m * d; for few rows the latency of two dependent loads.
 #pragma once
 
 #include "unweight/activation/element.cuh"
@@ -60,7 +61,7 @@ UW_DEVICE U32x4 scale(U32x4 x, U32x4 gamma, float factor) {
             activation::scale_norm(x.z, gamma.z, factor), activation::scale_norm(x.w, gamma.w, factor)};
 }
 
-// The sum over the block, the same bits in every thread; `section` of shared memory is the sum's own.
+// The sum over the block, bit-identical in every thread; each sum has its own `section` of shared memory.
 template <class Config>
 UW_DEVICE float block_sum(float sum, u32 section) {
     const u32 sums = ptx::cvta_to_shared(ptx::dynamic_smem()) + section;
@@ -70,7 +71,7 @@ UW_DEVICE float block_sum(float sum, u32 section) {
     }
     const u32 thread = ptx::tid();
     if (thread % 32 == 0) ptx::st_shared(sums + thread / 32 * 4, ptx::bits_from_float(sum));
-    ptx::bar_sync();  // every warp's sum is there
+    ptx::bar_sync();  // orders every warp's sum before the loads
     sum = 0;
 #pragma unroll
     for (u32 warp = 0; warp < Config::kThreads / 32; ++warp) {
@@ -89,7 +90,7 @@ UW_DEVICE void add_centred(float& sum, u32 x, float middle) {
     sum = ptx::fma(high, high, ptx::fma(low, low, sum));
 }
 
-// One word of y, from those of x and gamma, and that y has before (kAdd).
+// One word of y, from words of x and gamma and from the old word of y (kAdd).
 template <class Config>
 UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
     using namespace activation;

@@ -1,26 +1,26 @@
-// BF16 matrix -> packed tensor (docs/format.md A.9), byte for byte that of the CPU. n and k are multiples of 64.
+// Packs a BF16 matrix (docs/format.md A.9), byte-identical to the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of PackArgs; Config has PackStage kStage:
+// One function per stage, all with PackArgs; Config has PackStage kStage:
 //   encode_huffman::stats without sign_mantissa -> the host chooses the window -> tiles -> the host reads `inexact` and
-//   sums group_words: the words of `escapes` -> lists (none needed if that sum is 0)
+//   sums group_words, which gives the words of `escapes` -> lists (not needed if that sum is 0)
 //
 // stage    threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
 // tiles    256      4          ceil(row blocks / 8)       0             2 + 1.5
 // lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a
 //                                                                       row block with a list
 //
-// Bound    device memory. What else was tried: docs/records/2026-11-20/kernels-preprocess-log.md.
+// Bound    device memory. Experiments: docs/records/2026-11-20/kernels-preprocess-log.md.
 //
-// Zeroed before tiles: inexact, group_words. Between tiles and lists a head with a list holds 1 << 31 | number of
-// records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart by
-// tiles, and a block of lists adds up those before its own: no block waits.
+// Zeroed before tiles: inexact, group_words. Between tiles and lists, a head with a list holds 1 << 31 | number of
+// records; lists replaces the number by the index, so it must run only once. tiles keeps a sum per 64 row blocks, and
+// each block of lists adds up the sums of preceding blocks, so no block waits for another.
 //
 // Roles    a warp takes a row block, the fragments of the A operand in 16 registers (encoding/row_block.cuh). No shared
-//          memory, no barriers but in lists.
-// Escapes  their common absence costs a ballot. tiles only counts them and checks their operands, a lone one goes into
-// the head; lists reads its row blocks again.
+//          memory and no barriers, except in lists.
+// Escapes  are usually absent, which costs one ballot. tiles only counts them and checks their operands; a single
+// escape goes into the head; lists reads its row blocks again.
 //
-// Safety   lists never writes past `escape_words`; all else is static.
+// Safety   lists never writes past `escape_words`; everything else is static.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -40,25 +40,24 @@ constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
 template <class Config>
 constexpr u32 kThreads = kBlockThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kSums = 0;
     static constexpr u32 kBytes = Config::kStage == PackStage::kLists ? kWarps * 8 : 0;
 };
 
-constexpr u32 kListBlocks = 8;  // row blocks of a warp of lists: few, since one list after the other is written
+constexpr u32 kListBlocks = 8;  // row blocks per warp of lists: few, because lists are written one after another
 constexpr u32 kGroupBlocks = kWarps * kListBlocks;
 
 constexpr u32 kSigns = 0x80008000;
 constexpr u32 kLowNibble = 0x0780;
 constexpr u32 kOneHead = 1u << 30;
 
-// ---- elements
-// --------------------------------------------------------------------------------------------------------
+// ---- elements -------------------------------------------------------------------------------------------------------
 
-// Both halves with base subtracted from the exponent. Bits 14..11 of a half become 0 if it is in the window, and else
-// do not: a borrow, kept from the other half by bit 15, leaves at least 2^15 - (239 << 7).
+// Subtracts the base from the exponents of both halves. Bits 14..11 of a half become 0 if and only if the exponent is
+// in the window: a borrow, which bit 15 keeps from the other half, leaves at least 2^15 - (239 << 7).
 UW_DEVICE u32 contain(u32 pair, u32 bases) { return ptx::bit_select(kSigns, pair, (pair | kSigns) - bases); }
 
 UW_DEVICE Operands contain(Operands weights, u32 bases) {
@@ -67,7 +66,7 @@ UW_DEVICE Operands contain(Operands weights, u32 bases) {
     return weights;
 }
 
-// Bit 2 * register + half: that element is an escape.
+// Bit 2 * register + half is set if that element is an escape.
 UW_DEVICE u32 escape_mask(const Operands& container) {
     u32 mask = 0;
 #pragma unroll
@@ -78,7 +77,7 @@ UW_DEVICE u32 escape_mask(const Operands& container) {
     return mask;
 }
 
-// Of a record, all but the operand.
+// All of a record except its operand.
 UW_DEVICE u32 place_of(u32 element, u32 lane) { return lane << 16 | element / 2 << 21 | element % 2 << 25; }
 
 template <class Args>
@@ -86,8 +85,7 @@ UW_DEVICE u32 operand_of(const Args& args, u32 weight) {
     return packed::times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
 }
 
-// ---- tiles: containers, heads, words of the lists
-// ---------------------------------------------------------------------
+// ---- tiles: containers, heads, words of the lists -------------------------------------------------------------------
 
 UW_DEVICE u32 warp_sum(u32 v) {
 #pragma unroll
@@ -95,8 +93,8 @@ UW_DEVICE u32 warp_sum(u32 v) {
     return v;
 }
 
-// Writes the head of a row block, and makes the nibbles of its escapes 0. `weight_of(element)`: element 2 * register +
-// half of this lane.
+// Writes the head of a row block and clears the nibbles of its escapes. `weight_of(element)` returns element 2 *
+// register + half of this lane.
 template <class Args, class WeightOf>
 UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Operands& container, WeightOf weight_of) {
     u32 outside = 0;
@@ -111,7 +109,7 @@ UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Opera
     for (u32 i = 0; i < 16; ++i) {
         container.p[i] &= ~((mask >> 2 * i & 1) * kLowNibble | (mask >> (2 * i + 1) & 1) * (kLowNibble << 16));
     }
-    // All of them, since each may turn out to have no operand.
+    // Checks all escapes, because each may lack an operand.
     u32 record = 0;
 #pragma unroll 1
     for (u32 left = mask; left != 0; left &= left - 1) {
@@ -153,17 +151,16 @@ UW_DEVICE void tiles(const PackArgs& args) {
     if (block >= row_block::count(args)) return;
     const Place place(args, block, lane);
     Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
-    // Weights of escapes are read again: an index would push the registers to memory.
+    // Weights of escapes are reloaded: an index would move the registers to local memory.
     store_head(args, place, block, container,
                [&](u32 element) { return ptx::ld_global_nc_u16(args.weights + place.element(args, element)); });
     store_container(args, place, block, container);
 }
 
-// ---- lists: indices of the lists, and their records
-// ------------------------------------------------------------------
+// ---- lists: indices of the lists, and their records -----------------------------------------------------------------
 
-// First the places with weights for operands, in order of step, register, lane, half; then the operands, all lanes at
-// work.
+// First writes records with weights instead of operands, in order of step, register, lane, half; then replaces them by
+// operands, with all lanes active.
 template <class Args>
 UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& weights, u32 at) {
     const u32 mask = escape_mask(contain(weights, pair_of_exponents(args.base))), below = (1u << place.lane) - 1;
@@ -180,7 +177,7 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
             ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
         next += ptx::popc(lows) + ptx::popc(highs);
     }
-    ptx::bar_warp_sync();  // orders the weights that lanes have left in the list, in memory, before the loads below
+    ptx::bar_warp_sync();  // orders the lanes' stores of weights to the list, in global memory, before the loads below
     for (u32 i = 1 + place.lane; i < next && i < room; i += 32) {
         const u32 record = ptx::ld_global(list + i);
         ptx::st_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));
@@ -188,12 +185,12 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
     if (place.lane == 0 && room != 0) ptx::st_global(list, next - 1);
 }
 
-// `smem`: shared address of 8 warps x {words of its row blocks, words before the group}. `weights_of(place, block)`: a
-// row block once more.
+// `smem`: shared address of 8 warps x {words of its row blocks, words before the group}. `weights_of(place, block)`
+// reloads a row block.
 template <class Args, class WeightsOf>
 UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     const u32 thread = ptx::tid(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::ctaid();
-    const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
+    const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // in the first lanes
     if (ptx::ld_global(args.group_words + group) == 0) return;
 
     u32 before = 0;
@@ -229,7 +226,7 @@ UW_DEVICE void lists(const PackArgs& args) {
           [&](const Place& place, u32) { return row_block::load(args, place); });
 }
 
-// ---- the stage that Config names
+// ---- entry
 template <class Config>
 UW_DEVICE void run(const PackArgs& args) {
     if constexpr (Config::kStage == PackStage::kTiles) {

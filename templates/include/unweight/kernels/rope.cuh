@@ -1,24 +1,24 @@
-// Before the attention of a chunk of one sequence: QKV bf16 [m, (heads + 2 * kv_heads) * head_dim] of tokens at
-// positions start, start + 1, ... Q heads get bias, norm and rotation, in place; K heads the same, and V heads their
-// bias, into the sequence's pages of the KV cache. Each step rounds to bf16 once.
+// Prepares QKV for the attention of a chunk of one sequence: bf16 [m, (heads + 2 * kv_heads) * head_dim], tokens at
+// positions start, start + 1, ... Q heads get bias, norm and rotation, in place. K heads get the same and V heads their
+// bias; both are stored in the sequence's pages of the KV cache. Each step rounds to bf16 once.
 //
 // Config
 //   u32  kHeadDim  a multiple of 16 up to 256
-//   bool kAdjacent elements 2i and 2i + 1 are turned together, instead of i and i + rope_dim / 2
-//   bool kPlusOne  norms multiply by one plus the weight, and round once
+//   bool kAdjacent elements 2i and 2i + 1 are rotated together, instead of i and i + rope_dim / 2
+//   bool kPlusOne  norms multiply by (1 + weight), and round once
 //   bool kPdl      programmatic dependent launch: tables, norms and the page are read before griddepcontrol.wait, QKV
 //                  after it
 //
-// Launch: kThreads threads, no shared memory, a block a token. Rows of QKV are 16-byte aligned.
-//   rope_dim is a multiple of 4 up to kHeadDim: elements i and i + rope_dim / 2 are turned together, those from
-//   rope_dim on stay as they are; 0: all. cosines and sines: [positions, rope_dim / 2]; kAdjacent: angles i and
-//   i + rope_dim / 4 are next to each other.
+// Launch: kThreads threads, no shared memory, one block per token. Rows of QKV are 16-byte aligned.
+//   rope_dim is a multiple of 4 up to kHeadDim: elements i and i + rope_dim / 2 are rotated together, and elements from
+//   rope_dim on are unchanged; 0: all are. cosines and sines: [positions, rope_dim / 2]; kAdjacent: angles i and
+//   i + rope_dim / 4 are adjacent.
 //
 // Roles: none. Warp w takes heads w, w + kWarps, ... of its token; what all heads share (angles, norms) is read once.
-// Lane l has pairs l, l + 32, ... of words: of those that are turned the two that belong together.
-// Barriers: none; a warp adds its squares up by a butterfly, the same bits in any batch.
+// Lane l has pairs l, l + 32, ... of words; the two words of a rotated pair are rotated together.
+// Barriers: none; a warp sums its squares by butterfly, bit-identical in any batch.
 //
-// Safety   a page that the cache does not have is not followed: K and V of the token are left out and reported.
+// Safety   a page number outside the cache is not used: K and V of the token are dropped and reported.
 // Bound    device memory, 4 * m * (heads + 2 * kv_heads) * head_dim bytes.
 #pragma once
 
@@ -38,30 +38,31 @@ struct Smem {
     static constexpr u32 kBytes = 0;
 };
 
-// A head, by a warp; also of a single token, where attention prepares it (attention/decode.cuh).
+// One head, processed by a warp; decode attention also uses it for single tokens (attention/decode.cuh).
 template <class Config>
 struct Head {
-    static constexpr u32 kPairs = Config::kHeadDim / 4;       // of words
-    static constexpr u32 kPieces = (kPairs + 31) / 32;        // of a lane
-    static constexpr u32 kWholeWords = Config::kHeadDim / 2;  // of a head
+    static constexpr u32 kPairs = Config::kHeadDim / 4;       // pairs of words per head
+    static constexpr u32 kPieces = (kPairs + 31) / 32;        // pairs of words per lane
+    static constexpr u32 kWholeWords = Config::kHeadDim / 2;  // words per head
 
     // The words of one lane.
     struct Words {
         u32 first[kPieces], second[kPieces];
     };
 
-    u32 lane, turned;  // pairs that are turned
+    u32 lane, turned;  // `turned`: number of rotated pairs
 
     template <class Args>
     UW_DEVICE Head(const Args& args) : lane(ptx::tid() % 32), turned(args.rope_dim / 4) {}
 
     UW_DEVICE u32 pair(u32 piece) const { return lane + piece * 32; }
     UW_DEVICE bool has(u32 piece) const { return pair(piece) < kPairs; }
-    // Words of a pair: of a turned one half of rope_dim apart, behind them the first and the second half of the rest.
+    // Words of a pair: half of rope_dim apart in a rotated pair; the other pairs take the first and the second half of
+    // the rest.
     UW_DEVICE u32 first(u32 piece) const { return pair(piece) < turned ? pair(piece) : pair(piece) + turned; }
     UW_DEVICE u32 second(u32 piece) const { return pair(piece) < turned ? pair(piece) + turned : pair(piece) + kPairs; }
 
-    // What is constant in a step.
+    // Loads values that are constant during a step.
     UW_DEVICE Words constants(const u16* from) const {
         Words words;
 #pragma unroll
@@ -71,7 +72,7 @@ struct Head {
         }
         return words;
     }
-    // What the kernel before has written; 0 beyond the head.
+    // Loads results of the preceding kernel; 0 past the end of the head.
     UW_DEVICE Words load(const u16* from) const {
         Words words;
 #pragma unroll
@@ -133,7 +134,7 @@ struct Head {
             ptx::st_global(to + second(i) * 2, x.second[i]);
         }
     }
-    // To `store(word, value)`.
+    // Passes all words to `store(word, value)`.
     template <class Store>
     UW_DEVICE void each(const Words& x, Store store) const {
 #pragma unroll
@@ -143,7 +144,7 @@ struct Head {
             store(second(i), x.second[i]);
         }
     }
-    // To a token of K or V of one head in a page.
+    // Stores to a token of K or V of one head in a page.
     UW_DEVICE void store_page(u16* tile, u32 token, const Words& x) const {
         auto place = [&](u32 word) {
             return reinterpret_cast<u8*>(tile) + kv::chunk_offset(Config::kHeadDim, token, word / 4) + word % 4 * 4;

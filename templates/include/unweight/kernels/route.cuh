@@ -1,5 +1,5 @@
-// Routing of a mixture of experts: from the logits of a router to a list of work for the products, and from their rows
-// to one for each token. A pair is a token and a place among its top_k experts, pair = token * top_k + place.
+// Routing for mixture of experts: from the logits of a router to a work list for the products, and from their rows to
+// one row per token. A pair is a token and a place among its top_k experts, pair = token * top_k + place.
 //
 // stage    threads  blocks/SM  grid                                  dynamic smem  what
 // topk     256      4*         ceil(tokens / 8)                      0             logits -> ids and weights of pairs
@@ -7,24 +7,24 @@
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
 // * 3 from sm_100 on: with 64 registers it spills there.
 //
-// Config: RouteStage kStage; bool kPdl, programmatic dependent launch: everything is touched after griddepcontrol.wait
+// Config: RouteStage kStage; bool kPdl, programmatic dependent launch: all global accesses follow griddepcontrol.wait
 //
-// topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, of the top_k largest
-//          logits; of equal ones the lower expert comes first. `normalized` divides by the sum of those weights,
-//          `rounded` rounds to bf16 then. A NaN counts as below all numbers. What is added up is added up in one order:
-//          a token's ids and weights follow from its row.
-// sort     One block, and no atomics: pairs of an expert stay in their order. Each warp counts a run of pairs, 32 at a
-//          time; thread e adds up expert e's counts over the warps; a scan over experts gives first entries and first
-//          items; each warp goes through its run again and places its pairs. An id that is not below `experts` (an
-//          expert that is elsewhere) has no entry. Items are whole but the last of each expert; behind the last one
-//          come items without entries, up to items_max.
-// combine  y = sum over places of weight * row, in fp32, places in their order, rounded once; `adds` adds what y holds
-//          after them. Pairs without an expert are left out, and their rows are not read.
+// topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, for the top_k largest
+//          logits; among equal logits the lower expert comes first. `normalized` divides by the sum of those weights;
+//          `rounded` then rounds to bf16. A NaN counts as less than all numbers. The order of each sum is fixed: a
+//          token's ids and weights depend only on its row.
+// sort     One block, without atomics, so the pairs of an expert keep their order. Each warp counts a range of pairs,
+//          32 at a time; thread e sums the counts of expert e over the warps; a scan over experts gives first entries
+//          and first items; each warp goes through its range again and places its pairs. An id that is not below
+//          `experts` (an expert that this device does not hold) has no entry. All items are full except the last of
+//          each expert; after the last one come items without entries, up to items_max.
+// combine  y = sum over places of weight * row, in fp32, in order of places, rounded once; `adds` adds the old y after
+//          them. Pairs without an expert are skipped, and their rows are not read.
 //
-// Roles    topk, combine: none. sort: all warps alike.
-// Barriers sort: see the lines. A warp's counts are its own until the first bar_sync, and again after the second.
-// Bound    sort: latency, some 3 us up to 1024 pairs. combine: device memory, 2 * (top_k + 1) bytes per element of y.
-// Safety   Any ids. Nothing is written past pairs[tokens * top_k] and items[items_max].
+// Roles    topk, combine: none. sort: all warps do the same.
+// Barriers sort: see the code. A warp's counts are private until the first bar_sync, and again after the second.
+// Bound    sort: latency, about 3 us up to 1024 pairs. combine: device memory, 2 * (top_k + 1) bytes per element of y.
+// Safety   for any ids. Nothing is written past pairs[tokens * top_k] and items[items_max].
 #pragma once
 
 #include "unweight/activation/element.cuh"
@@ -36,14 +36,14 @@
 namespace uw::route {
 
 constexpr u32 kExpertsMax = 512;
-constexpr u32 kTopKMax = 32;  // a lane keeps a place
-constexpr u32 kChunk = 8;     // columns of a thread of combine
+constexpr u32 kTopKMax = 32;  // one per lane
+constexpr u32 kChunk = 8;     // columns per thread of combine
 
 constexpr u32 kTopkThreads = 256;
 constexpr u32 kSortThreads = 1024, kSortWarps = kSortThreads / 32;
 constexpr u32 kCombineThreads = 128;
 
-// Shared memory of sort: counts u32 [warp][expert], first entries u32 [expert], sums of warps u32 [warp][2].
+// Shared memory of sort: counts u32 [warp][expert], first entries u32 [expert], sums per warp u32 [warp][2].
 constexpr u32 kCountPitch = kExpertsMax * 4;
 constexpr u32 kFirsts = kSortWarps * kCountPitch;
 constexpr u32 kWarpSums = kFirsts + kExpertsMax * 4;
@@ -53,7 +53,7 @@ constexpr u32 kThreads = Config::kStage == RouteStage::kTopk   ? kTopkThreads
                          : Config::kStage == RouteStage::kSort ? kSortThreads
                                                                : kCombineThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kCounts = 0;
@@ -81,14 +81,14 @@ UW_DEVICE void topk(const RouteArgs& args) {
     const float none = ptx::float_from_bits(0xff800000u);  // -inf
     const u16* const logits = args.logits + token * args.logits_pitch;
     float values[kPerLane];
-    u32 left = 0;  // bit i: value i is there and not chosen yet
+    u32 left = 0;  // bit i: value i exists and is not chosen yet
     float largest = none;
 #pragma unroll
     for (u32 i = 0; i < kPerLane; ++i) {
         values[i] = none;
         const u32 expert = i * 32 + lane;
         if (expert < args.experts) {
-            // A NaN is not larger than -inf.
+            // max(NaN, -inf) is -inf.
             values[i] = ptx::max(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
             left |= 1u << i;
         }
@@ -116,7 +116,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
         u32 expert = ~0u;
 #pragma unroll
         for (u32 i = 0; i < kPerLane; ++i) {
-            // The first of equal ones: experts of a lane grow with i.
+            // The first of equal values, because a lane's experts increase with i.
             if ((left >> i & 1) != 0 && (expert == ~0u || values[i] > best)) {
                 best = values[i];
                 expert = i * 32 + lane;
@@ -126,7 +126,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
         for (u32 distance = 16; distance > 0; distance /= 2) {
             const float other = ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(best), distance));
             const u32 other_expert = ptx::shfl_sync_bfly(expert, distance);
-            // A lane with nothing left has expert ~0 and so loses among equal ones.
+            // A lane without remaining values has expert ~0, which loses among equal values.
             if (other > best || (other == best && other_expert < expert)) {
                 best = other;
                 expert = other_expert;
@@ -149,7 +149,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
 }
 
 // ---- sort ----------------------------------------------------------------------------------------------------------
-// 32 pairs of a run: whose expert each is, which lanes have the same, and which of those comes before.
+// 32 pairs of a range: the expert of each, the lanes with the same expert, and how many of those precede this lane.
 struct Step {
     u32 expert, peers, before;
     bool counts, leads;
@@ -169,23 +169,24 @@ UW_DEVICE void sort(const RouteArgs& args) {
     const u32 shared = ptx::cvta_to_shared(ptx::dynamic_smem());
     const u32 thread = ptx::tid(), warp = ptx::uniform_warp_index(), lane = ptx::laneid();
     const u32 counts = shared + warp * kCountPitch, firsts = shared + kFirsts, warp_sums = shared + kWarpSums;
-    // A run of each warp, a whole number of steps.
+    // The range of each warp, a whole number of steps.
     const u32 pairs = args.tokens * args.top_k, run = (pairs + kSortThreads - 1) / kSortThreads * 32;
     const u32 begin = warp * run < pairs ? warp * run : pairs, end = pairs - begin < run ? pairs : begin + run;
 
     for (u32 e = lane; e < args.experts; e += 32) ptx::st_shared(counts + e * 4, 0);
-    ptx::bar_warp_sync();  // the zeros of all lanes, before any lane counts
+    ptx::bar_warp_sync();  // orders the zeros of all lanes before any lane counts
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
         if (step.leads) {
             const u32 address = counts + step.expert * 4;
             ptx::st_shared(address, ptx::ld_shared(address) + ptx::popc(step.peers));
         }
-        ptx::bar_warp_sync();  // this step's counts, before another lane counts the same expert in the next
+        // Orders this step's counts before another lane counts the same expert in the next step.
+        ptx::bar_warp_sync();
     }
-    ptx::bar_sync();  // the counts of all warps, before a thread adds up an expert's
+    ptx::bar_sync();  // orders the counts of all warps before a thread sums those of an expert
 
-    // Thread e: pairs of expert e, and in the place of each warp's count how many of them are in the runs before.
+    // Thread e: number of pairs of expert e. Each warp's count is replaced by the number of pairs in the ranges before.
     u32 total = 0;
     if (thread < args.experts) {
         for (u32 w = 0; w < kSortWarps; ++w) {
@@ -195,7 +196,7 @@ UW_DEVICE void sort(const RouteArgs& args) {
         }
     }
     const u32 items = (total + args.item_rows - 1) / args.item_rows;
-    u32 entries_to = total, items_to = items;  // inclusive sums over the warp's experts, then over all
+    u32 entries_to = total, items_to = items;  // inclusive sums over the warp's experts, later over all experts
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
         const u32 entries_before = ptx::shfl_sync_up(entries_to, distance);
@@ -206,10 +207,10 @@ UW_DEVICE void sort(const RouteArgs& args) {
         }
     }
     if (lane == 31) ptx::st_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
-    ptx::bar_sync();  // the sums of all warps, before anybody adds up those before its own
+    ptx::bar_sync();  // orders the sums of all warps before they are added up
     u32 all_items = 0;
 #if __CUDA_ARCH__ >= 1000
-#pragma unroll 4  // all 32 at once spill there
+#pragma unroll 4  // unrolled by 32, it spills there
 #endif
     for (u32 w = 0; w < kSortWarps; ++w) {
         const U32x2 sums = ptx::ld_shared_x2(warp_sums + w * 8);
@@ -229,7 +230,7 @@ UW_DEVICE void sort(const RouteArgs& args) {
     for (u32 i = all_items + thread; i < args.items_max; i += kSortThreads) {
         ptx::st_global_x4(args.items + u64(i) * 4, U32x4{0, 0, 0, 0});
     }
-    ptx::bar_sync();  // first entries, and counts that are places now, before warps place their pairs
+    ptx::bar_sync();  // orders first entries and start positions before warps place their pairs
 
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
@@ -239,9 +240,9 @@ UW_DEVICE void sort(const RouteArgs& args) {
             place = ptx::ld_shared(address);
             ptx::st_global(args.pairs + ptx::ld_shared(firsts + step.expert * 4) + place + step.before, at + lane);
         }
-        ptx::bar_warp_sync();  // all lanes have read their places, before a leader moves on
+        ptx::bar_warp_sync();  // orders all lanes' loads of their positions before a leader advances them
         if (step.leads) ptx::st_shared(address, place + ptx::popc(step.peers));
-        ptx::bar_warp_sync();  // and has moved on, before the next step reads
+        ptx::bar_warp_sync();  // orders the advance before the loads of the next step
     }
 }
 
@@ -274,7 +275,7 @@ UW_DEVICE void combine(const RouteArgs& args) {
                                ptx::cvt_rn_bf16x2(sums[4], sums[5]), ptx::cvt_rn_bf16x2(sums[6], sums[7])});
 }
 
-// ---- the stage that Config names
+// ---- entry
 template <class Config>
 UW_DEVICE void run(const RouteArgs& args) {
     if constexpr (Config::kStage == RouteStage::kTopk) {

@@ -1,43 +1,44 @@
-// A token of each row of logits: temperature, then top-k, top-p and min-p, then the largest of logit / temperature plus
-// Gumbel noise. unweight-model/src/sampling.rs computes the same, slowly, and is the judge: every bit agrees.
+// Samples a token for each row of logits: temperature, then top-k, top-p and min-p, then the maximum of logit /
+// temperature plus Gumbel noise. unweight-model/src/sampling.rs is the slow reference: every bit agrees.
 //
 // Config
 //   u32  kCluster  1,2,4,8  blocks that share the logits of a row
 //   bool kAdjusted          samples from adjusted logits in f32, for the rows with adjustments
-//   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, all else
-//                  after it
+//   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, everything
+//                  else is accessed after it
 //
-// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a
-// cluster a row. Rows of logits are 16-byte aligned.
+// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, clusters of kCluster blocks along x, one
+// cluster per row. Rows of logits are 16-byte aligned.
 //
-// Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and go round its threads. Each
-// pass reads them again: from memory once, then from L1.
-//   largest   the largest key and the lowest token that has it; of a greedy row this is the token
-//   top-k     two passes over a histogram of counts: of the upper half of the keys, then of the lower half of those in
-//             the bin where the k-th largest is. Keys of adjusted logits have 32 bits and take four passes
-//   top-p     the same with weights in place of counts
-//   choice    the largest score of what is kept
-// Keys order bf16 logits as numbers do, so a threshold is a key, and tokens of equal logits are kept or left together.
-// A weight is exp((logit - largest) / temperature) in units of 2^-31, cut off: sums of whole numbers are the same in
-// every order. Noise is a function of seed, position and token.
+// Roles: none. The chunks of 8 logits of a row are divided into kCluster ranges, one per block, and assigned
+// round-robin to its threads. Each pass reads them again: from memory once, then from L1.
+//   largest   the largest key and the lowest token that has it; for a greedy row this is the result
+//   top-k     two passes over a histogram of counts: by the upper half of the keys, then by the lower half of those in
+//             the bin with the k-th largest. Keys of adjusted logits have 32 bits and take four passes
+//   top-p     the same with weights instead of counts
+//   choice    the largest score among the tokens that remain
+// Keys order bf16 logits numerically, so a threshold is a key, and tokens of equal logits are kept or dropped together.
+// A weight is exp((logit - largest) / temperature) in units of 2^-31, truncated: sums of integers do not depend on the
+// order. Noise is a function of seed, position and token.
 //
-// Barriers: the block meets around each histogram; the cluster meets once a pass, between publishing sums or a best key
-// and reading those of its blocks, and once before exit. What is published has two places, used alternately, so that
-// no block writes over what a block of the cluster still reads.
+// Barriers: block barriers around each histogram; one cluster barrier per pass, between publishing sums or a best key
+// and reading those of the peers, and one before exit. Published values are double-buffered, so a block does not
+// overwrite what a peer is still reading.
 //
-// Adjusted variants run behind an ordinary one, which has advanced the positions, and overwrite its token. Each pass
+// Adjusted variants run after an ordinary one, which has advanced the positions, and overwrite its token. Each pass
 // computes adjusted logits from logits, token states and the row's mask. Block 0 of the row counts the sampled token.
 //
-// Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
-//               + 2 * kBins * 8               sums of the block by bin, for the cluster
-//               + kBins * 8                   sums of the cluster
-//               + kBlockThreads / 32 * 8           of each warp: its best
-//               + 2 * 8                       the block's best, for the cluster
-//               + 2 * 8                       bin of a threshold, and what is left to reach inside of it
+// Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one copy per lane % kCopies
+//               + 2 * kBins * 8               the block's sums by bin, for the cluster
+//               + kBins * 8                   the cluster's sums by bin
+//               + kBlockThreads / 32 * 8      the best candidate of each warp
+//               + 2 * 8                       the block's best candidate, for the cluster
+//               + 2 * 8                       the bin of a threshold, and the remaining target within it
 //
-// Safety   any parameters and any logits but NaN alone give a token of the vocabulary. A row of NaN gets ~0, which is
-//          none, and *fault = 1 + row. A row without a token (kPadPosition) writes nothing.
-// Bound    L2, 2 * vocabulary bytes a row, and the latency of its passes: 2, and 2 more each for top-k and top-p.
+// Safety   for any parameters and logits, unless all logits are NaN, the result is a token of the vocabulary. A row of
+//          NaN gets ~0, which is not a token, and *fault = 1 + row. A row without a token (kPadPosition) writes
+//          nothing.
+// Bound    L2, 2 * vocabulary bytes per row, and the latency of its passes: 2, plus 2 each for top-k and top-p.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"
@@ -55,16 +56,16 @@ constexpr u32 kCopies = 16;
 constexpr u32 kChunk = 8;
 constexpr u32 kPadPosition = ~0u;
 constexpr u32 kNoSlot = ~0u;
-// Marks of a token state; the bits below count.
+// Flags of a token state; the bits below are a count.
 constexpr u32 kInPrompt = 0x80000000, kEnds = 0x40000000, kCount = kEnds - 1;
-// Keys: of NaN, below all others; of both zeros.
+// Key of NaN, below all others; keys of both zeros.
 constexpr u32 kNanKey = 0, kZeroKey = 0x8000, kZeroKeyF32 = 0x80000000;
-// Of a token that is never sampled, in f32.
+// The adjusted logit of a token that must not be sampled.
 constexpr u32 kNan = 0x7fc00000;
-// No noise is outside of these.
+// Bounds of the noise.
 constexpr float kNoiseMin = -3.125f, kNoiseMax = 22.25f;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 struct Sections {
     static constexpr u32 kLow = 0;
     static constexpr u32 kHigh = kLow + kBins * kCopies * 4;
@@ -78,8 +79,8 @@ struct Sections {
 template <class Config>
 using Smem = Sections;
 
-// ---- numbers: the same bits as on the host -------------------------------------------------------------------------
-// An integer that orders bf16 as numbers.
+// ---- numbers: bit-identical to the host -----------------------------------------------------------------------------
+// An integer that orders bf16 numerically.
 UW_DEVICE u32 key_of_bf16(u32 bits) {
     const u32 magnitude = bits & 0x7fff;
     if (magnitude > 0x7f80) return kNanKey;
@@ -87,7 +88,7 @@ UW_DEVICE u32 key_of_bf16(u32 bits) {
     return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000;
 }
 
-// The same of f32.
+// An integer that orders f32 numerically.
 UW_DEVICE u32 key_of_f32(u32 bits) {
     const u32 magnitude = bits & 0x7fffffff;
     if (magnitude > 0x7f800000) return kNanKey;
@@ -95,7 +96,7 @@ UW_DEVICE u32 key_of_f32(u32 bits) {
     return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
-// ln(1 + z) of z in [sqrt(1/2) - 1, sqrt(2) - 1].
+// ln(1 + z) for z in [sqrt(1/2) - 1, sqrt(2) - 1].
 UW_DEVICE float log1p_near(float z) {
     float p = -0.0745118633f;
     p = ptx::fma(p, z, 0.128066108f);
@@ -110,7 +111,7 @@ UW_DEVICE float log1p_near(float z) {
     return ptx::mul(p, z);
 }
 
-// ln(value) of a positive normal number.
+// ln(value) for a positive normal number.
 UW_DEVICE float ln(float value) {
     constexpr u32 kRootHalf = 0x3f3504f3;  // sqrt(1/2)
     const u32 bits = ptx::bits_from_float(value);
@@ -119,7 +120,7 @@ UW_DEVICE float ln(float value) {
     return ptx::fma(static_cast<float>(exponent), 0.693147182f, log1p_near(ptx::add(near, -1.0f)));
 }
 
-// exp(x) of x <= 0; 0 below -87.
+// exp(x) for x <= 0; 0 below -87.
 UW_DEVICE float exp_negative(float x) {
     if (!(x > -87.0f)) return 0.0f;
     const float power = ptx::mul(x, 1.44269502f);
@@ -135,8 +136,8 @@ UW_DEVICE float exp_negative(float x) {
     return ptx::mul(p, ptx::float_from_bits(static_cast<u32>(whole + 127) << 23));
 }
 
-// Gumbel noise of a random word: -ln(-ln(1 - t)), t = (word | 1) / 2^32. Near t = 0, where large noise is, and near
-// t = 1 alike to all bits.
+// Gumbel noise from a random word: -ln(-ln(1 - t)), t = (word | 1) / 2^32. Accurate to all bits both near t = 0, where
+// noise is large, and near t = 1.
 UW_DEVICE float noise_of(u32 word) {
     constexpr float kUnit = 2.32830644e-10f;  // 2^-32
     const u32 odd = word | 1;
@@ -166,13 +167,13 @@ UW_DEVICE Words philox(u64 seed, u32 position, u32 group) {
     return {{a, b, c, d}};
 }
 
-// An integer that orders numbers.
+// An integer that orders floats numerically.
 UW_DEVICE u32 order_of(float value) {
     const u32 bits = ptx::bits_from_float(value);
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The larger rank is the better token, of equal ranks the lower one.
+// The larger rank wins; among equal ranks the lower token.
 UW_DEVICE u64 candidate(u32 rank, u32 token) { return u64(rank) << 32 | u32(~token); }
 
 // ---- exchange ------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ UW_DEVICE u64 warp_largest(u64 v) {
 
 template <class Config>
 struct Kernel {
-    // Words of a chunk: two bf16 logits in each, or an adjusted one.
+    // Words of a chunk: two bf16 logits per word, or one adjusted logit.
     static constexpr u32 kWords = Config::kAdjusted ? kChunk : kChunk / 2;
     static constexpr u32 kKeyBits = Config::kAdjusted ? 32 : 16;
     using Chunk = u32[kWords];
@@ -211,13 +212,13 @@ struct Kernel {
     u64 seed;
 
     const u16* logits;
-    u32 first_chunk, last_chunk;  // of this block
+    u32 first_chunk, last_chunk;  // range of this block
 
     u32 largest_key;
-    float largest, inverse;  // of the temperature
-    u32 turn = 0;            // which of two places is published next
+    float largest, inverse;  // 1 / temperature
+    u32 turn = 0;            // which of the two buffers is published next
 
-    // Of adjusted variants.
+    // Adjusted variants only.
     TokenState* states = nullptr;
     const u32* mask = nullptr;  // null: any token may be sampled
     float repetition = 1, frequency = 0, presence = 0;
@@ -262,7 +263,7 @@ struct Kernel {
     UW_DEVICE static u32 min_of(u32 a, u32 b) { return a < b ? a : b; }
 
     // ---- logits ----------------------------------------------------------------------------------------------------
-    // The adjusted logit of a token.
+    // Computes the adjusted logit of a token.
     UW_DEVICE u32 adjusted(u32 bits, u32 bias, u32 marks) const {
         float value = ptx::add(ptx::float_from_bits(bits << 16), ptx::float_from_bits(bias));
         if (marks != 0) {
@@ -279,7 +280,7 @@ struct Kernel {
         return ptx::bits_from_float(value);
     }
 
-    // Calls visit(first token, words) for each of the thread's chunks; NaN stands behind the last.
+    // Calls visit(first token, words) for each of the thread's chunks; the last one is padded with NaN.
     template <class Visit>
     UW_DEVICE void each_chunk(Visit visit) const {
         for (u32 chunk = first_chunk + thread; chunk < last_chunk; chunk += kBlockThreads) {
@@ -305,7 +306,7 @@ struct Kernel {
             }
         }
     }
-    // A bit for each token of a chunk that may be sampled.
+    // One bit per token of a chunk: whether it may be sampled.
     UW_DEVICE u32 allowed(u32 first) const {
         return mask == nullptr ? 0xff : ptx::ld_global(mask + first / 32) >> first % 32;
     }
@@ -342,19 +343,19 @@ struct Kernel {
         }
     }
     UW_DEVICE static u32 key_of(u32 bits) { return Config::kAdjusted ? key_of_f32(bits) : key_of_bf16(bits); }
-    // The logit with this key, which is not NaN's.
+    // The logit with this key, which must not be kNanKey.
     UW_DEVICE static float logit_of(u32 key) {
         const u32 wide = key & 0x80000000 ? key ^ 0x80000000 : ~key;
         const u32 narrow = key & 0x8000 ? key ^ 0x8000 : key ^ 0xffff;
         return ptx::float_from_bits(Config::kAdjusted ? wide : narrow << 16);
     }
 
-    // (logit - largest) / temperature, at most 0; 0 of equal logits, also of infinite ones.
+    // (logit - largest) / temperature, at most 0; 0 for equal logits, even infinite ones.
     UW_DEVICE float scaled(u32 key, u32 bits) const {
         const float logit = ptx::float_from_bits(Config::kAdjusted ? bits : bits << 16);
         return key == largest_key ? 0.0f : ptx::mul(ptx::add(logit, -largest), inverse);
     }
-    // In units of 2^-31.
+    // exp(scaled) in units of 2^-31.
     UW_DEVICE u32 weight(u32 key, u32 bits) const {
         return static_cast<u32>(ptx::mul(exp_negative(scaled(key, bits)), 2147483648.0f));
     }
@@ -372,17 +373,17 @@ struct Kernel {
         if constexpr (Config::kCluster == 1) return join(ptx::ld_shared_x2(address));
         return join(ptx::ld_shared_cluster_x2(ptx::mapa(address, block)));
     }
-    // The largest value of all threads of the cluster, in all of them.
+    // Returns the largest value over all threads of the cluster, in each of them.
     UW_DEVICE u64 cluster_largest(u64 value) {
         value = warp_largest(value);
         if (lane == 0) ptx::st_shared_x2(shared + Sections::kWarps + warp * 8, split(value));
-        ptx::bar_sync();  // every warp's best is there
+        ptx::bar_sync();  // orders every warp's best before the loads of warp 0
         const u32 own = shared + Sections::kBest + turn * 8;
         if (warp == 0) {
             value = warp_largest(join(ptx::ld_shared_x2(shared + Sections::kWarps + lane * 8)));
             if (lane == 0) ptx::st_shared_x2(own, split(value));
         }
-        sync_cluster();  // every block's best is there
+        sync_cluster();  // orders every block's best before its peers' loads
         turn ^= 1;
         value = 0;
 #pragma unroll
@@ -391,8 +392,8 @@ struct Kernel {
     }
 
     // ---- thresholds ------------------------------------------------------------------------------------------------
-    // A sum by bin over the cluster's logits: pick(key, bits, bin) is a token's amount; it sets the bin.
-    // Leaves it in kMerged of every block, by the first kBins threads.
+    // Sums by bin over the cluster's logits. pick(key, bits, bin) returns a token's amount and sets its bin. The first
+    // kBins threads store the sums in kMerged of every block.
     template <class Pick>
     UW_DEVICE void histogram(Pick pick) {
         static_assert(kBlockThreads == kBins * 4 && kCopies == 16, "four threads add up the copies of a bin");
@@ -400,7 +401,7 @@ struct Kernel {
         for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kBlockThreads * 16) {
             ptx::st_shared_x4(shared + Sections::kLow + at, U32x4{0, 0, 0, 0});
         }
-        ptx::bar_sync();  // zeros come before sums
+        ptx::bar_sync();  // orders the zeros before the additions
         const u32 copy = lane % kCopies * 4;
         each_chunk([&](u32, const Chunk& words) {
 #pragma unroll
@@ -414,7 +415,7 @@ struct Kernel {
                 if (before + amount < before) ptx::red_add_shared(at + Sections::kHigh, 1);
             }
         });
-        ptx::bar_sync();  // sums are complete
+        ptx::bar_sync();  // orders all additions before the loads
         const U32x4 low = ptx::ld_shared_x4(shared + Sections::kLow + thread * 16);
         const U32x4 high = ptx::ld_shared_x4(shared + Sections::kHigh + thread * 16);
         u64 sum = u64(low.x) + low.y + low.z + low.w;
@@ -423,7 +424,7 @@ struct Kernel {
         sum += shfl_sync_bfly(sum, 2);
         const u32 sums = shared + Sections::kSums + turn * (kBins * 8);
         if (thread % 4 == 0) ptx::st_shared_x2(sums + thread / 4 * 8, split(sum));
-        sync_cluster();  // every block's sums are there
+        sync_cluster();  // orders every block's sums before its peers' loads
         turn ^= 1;
         if (thread < kBins) {
             u64 all = 0;
@@ -431,11 +432,11 @@ struct Kernel {
             for (u32 block = 0; block < Config::kCluster; ++block) all += load_of(block, sums + thread * 8);
             ptx::st_shared_x2(shared + Sections::kMerged + thread * 8, split(all));
         }
-        ptx::bar_sync();  // the cluster's sums are there
+        ptx::bar_sync();  // orders the cluster's sums before the loads in find()
     }
 
-    // The highest bin that, with those above it, has a sum of `target(total)` at least; `target` becomes what of that
-    // is in the bin and below. ~0 if there is none.
+    // Returns the highest bin whose sum, with the bins above it, is at least `target_of(total)`; `target` becomes the
+    // part of that amount that remains for the bin. ~0 if there is no such bin.
     template <class Target>
     UW_DEVICE u32 find(Target target_of, u64& target) {
         constexpr u32 kOwn = kBins / 32;
@@ -470,13 +471,13 @@ struct Kernel {
                 ptx::st_shared_x2(shared + Sections::kFound + 8, split(want - above));
             }
         }
-        ptx::bar_sync();  // the bin is there
+        ptx::bar_sync();  // orders the result before the loads of all threads
         target = join(ptx::ld_shared_x2(shared + Sections::kFound + 8));
         return ptx::ld_shared(shared + Sections::kFound);
     }
 
-    // The highest key that, with those above it and from `floor` on, has amounts of `target(total)` at least; `floor`
-    // if there is none. amount(key, bits) is a token's.
+    // Returns the highest key whose amount, with the keys above it, is at least `target_of(total)`, over keys from
+    // `floor` on; `floor` if there is no such key. amount(key, bits) is a token's amount.
     template <class Amount, class Target>
     UW_DEVICE u32 threshold(u32 floor, Amount amount, Target target_of) {
         constexpr u32 kTop = kKeyBits - 8;
@@ -498,7 +499,7 @@ struct Kernel {
         }
         return found;
     }
-    // The part `top_p` of a sum below 2^52, rounded up, at least 1.
+    // The fraction `top_p` of a sum below 2^52, rounded up, at least 1.
     UW_DEVICE u64 part(u64 total) const {
         const u64 p = static_cast<u64>(ptx::mul(top_p > 0.0f ? top_p : 0.0f, 4294967296.0f));
         const u64 low = (total & 0xffffffff) * p;
@@ -506,7 +507,7 @@ struct Kernel {
         return part == 0 ? 1 : part;
     }
 
-    // ---- the block's life ------------------------------------------------------------------------------------------
+    // ---- entry ------------------------------------------------------------------------------------------------------
     UW_DEVICE u32 choose(u32 position) {
         u64 best = 0;
         each_chunk([&](u32 first, const Chunk& words) {
@@ -532,8 +533,8 @@ struct Kernel {
         }
         const float share = min_p > 1.0f ? 1.0f : min_p;
 
-        // The token of the largest logit is kept, and has the least noise at worst: what cannot reach that, or the
-        // thread's best, needs no noise.
+        // The token with the largest logit is always kept, with a score of at least kNoiseMin. A token whose best
+        // possible score is below that, or below the thread's best, needs no noise.
         u64 chosen = 0;
         float bar = kNoiseMin;
         each_chunk([&](u32 first, const Chunk& words) {
@@ -566,20 +567,20 @@ struct Kernel {
     UW_DEVICE void run() {
         if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
         const u32 position = ptx::ld_global(args.positions + row);
-        // The same for all blocks of a cluster: they have one row.
+        // Uniform over a cluster, because its blocks share the row.
         if (position == kPadPosition) return;
         if constexpr (Config::kAdjusted) {
             if (slot == kNoSlot) return;
             ends_early = position < end_from;
             const u32 id = choose(position - 1);
-            // The cluster has met since all of it read the token states.
+            // The cluster barriers in choose() follow all loads of the token states.
             if (thread == 0 && rank == 0) {
                 ptx::st_global(args.ids + row, id);
                 if (id != ~0u) ptx::st_global(&states[id].marks, ptx::ld_global(&states[id].marks) + 1);
             }
         } else {
             const u32 id = choose(position);
-            // The cluster has met since all of it read the position.
+            // The cluster barriers in choose() follow all loads of the position.
             if (thread == 0 && rank == 0) {
                 ptx::st_global(args.ids + row, id);
                 ptx::st_global(args.positions + row, position + 1);

@@ -1,12 +1,12 @@
-// Factors and soft caps of activations, bf16 [m, columns], in fp32 and rounded once: y[r, c] = factor * x[r, c].
+// Scales or soft-caps activations, bf16 [m, columns], in fp32 and rounded once: y[r, c] = factor * x[r, c].
 //
 // Config
-//   ScaleForm kForm  kMul: as above; y may be x. kAdd: y[r, c] += factor * x[r, c]
-//                    kCap: y[r, c] = factor * tanh(x[r, c] / factor); y may be x
-//   bool kPdl        programmatic dependent launch: everything is touched after griddepcontrol.wait
+//   ScaleForm kForm  kMul: as above; y may alias x. kAdd: y[r, c] += factor * x[r, c]
+//                    kCap: y[r, c] = factor * tanh(x[r, c] / factor); y may alias x
+//   bool kPdl        programmatic dependent launch: all global accesses follow griddepcontrol.wait
 //
-// Launch: kBlockThreads threads, no shared memory; a block for each kBlockColumns columns of each row, those of a row
-// one after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
+// Launch: kBlockThreads threads, no shared memory; one block per kBlockColumns columns of each row, blocks of a row
+// adjacent. `columns` is a multiple of 8; rows are 16-byte aligned.
 //
 // Roles and barriers: none. A thread takes 8 columns.
 // Bound    device memory, 4 * m * columns bytes, kAdd: 6.
@@ -31,7 +31,7 @@ struct Smem {
     static constexpr u32 kBytes = 0;
 };
 
-// One word of y, from that of x and the one that y has before (kAdd).
+// One word of y, from a word of x and the old word of y (kAdd).
 template <class Config>
 UW_DEVICE u32 scaled(u32 x, u32 y, float factor) {
     using namespace activation;

@@ -1,14 +1,14 @@
-// The activation between two linears of an MLP: y[r, c] = bf16(f(gate[r, c]) * up[r, c]), all bf16 [m, columns]. In
-// fp32, rounded once. Gate and up are side by side in rows of one matrix, alternate by 8 columns (`spread` 2: as the
-// product of a gate and an up whose rows alternate), or are apart.
+// The activation between two linears of an MLP: y[r, c] = bf16(f(gate[r, c]) * up[r, c]), all bf16 [m, columns], in
+// fp32 and rounded once. Gate and up are adjacent in rows of one matrix, alternate every 8 columns (`spread` 2: the
+// product of interleaved gate and up weights), or are separate matrices.
 //
 // Config
 //   u32  kThreads  a multiple of 32 up to 1024
 //   GateFunction kGate  f: kSilu, kGelu (tanh approximation)
-//   bool kPdl      programmatic dependent launch: everything is touched after griddepcontrol.wait
+//   bool kPdl      programmatic dependent launch: all global accesses follow griddepcontrol.wait
 //
-// Launch: kThreads threads, no shared memory; a block for each kThreads * 8 columns of each row, those of a row one
-// after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
+// Launch: kThreads threads, no shared memory; one block per kThreads * 8 columns of each row, blocks of a row adjacent.
+// `columns` is a multiple of 8; rows are 16-byte aligned.
 //
 // Roles and barriers: none. A thread takes 8 columns.
 // Bound    device memory, 6 * m * columns bytes.

@@ -1,5 +1,5 @@
-// Packed tensor (docs/format.md A.9) -> BF16 matrix. n and k are multiples of 64. One kernel of PackArgs; Config is
-// empty.
+// Unpacks a packed tensor (docs/format.md A.9) to a BF16 matrix. n and k are multiples of 64. One kernel with PackArgs;
+// Config is empty.
 //
 // threads  blocks/SM  grid                  dynamic smem  reads + writes, bytes per element
 // 256      4          ceil(row blocks / 8)  0             1.5 + 2
@@ -9,7 +9,7 @@
 // Roles    a warp takes a row block, the fragments of the A operand in 16 registers (encoding/row_block.cuh). No shared
 //          memory, no barriers.
 //
-// Safety   any bytes: a list never reads past `escape_words`, all else is static.
+// Safety   for any bytes: a list never reads past `escape_words`; everything else is static.
 #pragma once
 
 #include "unweight/encoding/escapes.cuh"

@@ -1,7 +1,7 @@
-// BF16 from its halves. A weight's bytes are `sign_mantissa` (sign | 7 bits of mantissa) and the exponent e, so
+// Joins BF16 from its parts: the byte `sign_mantissa` (sign | 7 bits of mantissa) and the exponent e of a weight.
 //   high byte = sign   | e >> 1        low byte = (e & 1) << 7 | mantissa
-// Both are bitwise selects of whole words; a byte interleave of the two words of four weights then gives two words of
-// two weights each.
+// Both are bitwise selects of whole words; interleaving the bytes of the two words of four weights then gives two words
+// of two weights each.
 //
 //   exponent bytes    6 integer operations per 4 weights (1.5 each): two shifts, two selects, two interleaves
 //   palette nibbles   9 per 4 plus 3 per 8 (2.625 each), for any palette; see PaletteTable
@@ -25,7 +25,7 @@ UW_DEVICE void interleave(u32 high_bytes, u32 low_bytes, u32& first, u32& second
 }
 
 UW_DEVICE void join_exponents(u32 sign_mantissa, u32 exponents, u32& first, u32& second) {
-    // Shifts leak a bit across bytes exactly where the select takes the other operand.
+    // The shifts leak a bit across bytes only where the select takes the other operand.
     const u32 high = ptx::bit_select(kSigns, sign_mantissa, exponents >> 1);
     const u32 low = ptx::bit_select(kMantissas, sign_mantissa, exponents << 7);
     interleave(high, low, first, second);
@@ -40,13 +40,13 @@ UW_DEVICE Bf16x16 join_exponents(U32x4 sign_mantissa, U32x4 exponents) {
     return r;
 }
 
-// The palette as three prmt tables. A selector nibble i < 8 picks byte i of a table; i >= 8 picks the sign of byte i-8,
-// replicated.
+// The palette as three prmt tables. A selector nibble i < 8 selects byte i of a table; i >= 8 selects the replicated
+// sign of byte i-8.
 //   upper_low   e[i] >> 1, i = 0..7     top bit 0, so an index >= 8 gives 0x00
 //   upper_high  e[i+8] >> 1             looked up with index ^ 8; the two lookups are ORed
 //   lowest      bit 6 = e[i] & 1, bit 7 = e[i+8] & 1: either way bit 6 of the result is the exponent's lowest bit
-// One lookup per table, no mux, no restriction on the palette. (Two lookups of whole exponents and a mux need a mask
-// per nibble: one operation more per 4.)
+// One lookup per table, no mux, any palette. (Two lookups of whole exponents and a mux would need a mask per nibble:
+// one more operation per 4 weights.)
 struct PaletteTable {
     u32 upper_low[2];
     u32 upper_high[2];

@@ -1,19 +1,18 @@
-// The load-compute-finish skeleton of a persistent, warp-specialised kernel, after the shape of ThunderKittens'
-// prototype of that name.
+// Load-compute-finish skeleton of a persistent, warp-specialized kernel, after ThunderKittens' template of that name.
 //
-//   warpgroup 0     producer   kernel.load(task, warp)                      few registers, four warps with a job each
-//                                                                           (or none)
+//   warpgroup 0     producer   kernel.load(task, warp)                      few registers; each of the four warps has
+//                                                                           its own job, or none
 //   warpgroups 1..  consumers  kernel.compute(task), kernel.finish(task)    many registers
 //
-// A kernel fills in
+// A kernel provides
 //   Args, kConsumerWarpgroups, kProducerRegisters, kConsumerRegisters
-//   kCluster                       blocks of a cluster, which work on one task together
-//   Kernel(args, shared address)   addresses only; every thread
-//   setup()                        one warp: barriers and descriptor prefetch
-//   tasks()                        how many; cluster c takes c, c + clusters of the grid, ...
+//   kCluster                       blocks of a cluster, which process one task together
+//   Kernel(args, shared address)   computes addresses only; called by every thread
+//   setup()                        mbarrier initialization and descriptor prefetch; called by one thread
+//   tasks()                        number of tasks; cluster c takes c, c + clusters of the grid, ...
 //   load(task, warp), compute(task), finish(task)
-// The skeleton owns placement of roles, register budgets, the order of start-up and the task loop. It knows nothing
-// about rings: a kernel's cursors live in the kernel object, which every thread has a copy of.
+// The skeleton owns role assignment, register budgets, the start-up order and the task loop. It knows nothing about
+// rings: a kernel's cursors are members of the kernel object, of which every thread has a copy.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"
@@ -35,10 +34,10 @@ UW_DEVICE void run(const typename Kernel::Args& args) {
             kernel.setup();
             ptx::fence_mbarrier_init();
         }
-        ptx::bar_warp_sync();  // converges the warp for the barrier below
+        ptx::bar_warp_sync();  // reconverges the warp for the block barrier
     }
     ptx::bar_sync();
-    // Everything above may overlap the kernel before; everything below may read what it wrote.
+    // Everything above may overlap the preceding kernel; everything below may read its results.
     ptx::griddepcontrol_wait();
 
     const u32 tasks = kernel.tasks();
@@ -46,7 +45,7 @@ UW_DEVICE void run(const typename Kernel::Args& args) {
     if (warp < kWarpgroupWarps) {
         ptx::setmaxnreg_dec<Kernel::kProducerRegisters>();
         for (u32 task = first; task < tasks; task += stride) kernel.load(task, warp);
-        // The next kernel may start its prologue: it waits for the end of this grid before it reads results.
+        // The next kernel may start its prologue; it waits for the end of this grid before it reads results.
         ptx::griddepcontrol_launch_dependents();
     } else {
         ptx::setmaxnreg_inc<Kernel::kConsumerRegisters>();

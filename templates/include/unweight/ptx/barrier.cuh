@@ -1,4 +1,4 @@
-// Barriers between threads: the block, named subsets of it, and the cluster.
+// Barriers of the block, of named subsets of its threads, and of the cluster.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -33,7 +33,7 @@ UW_DEVICE u32 cluster_nctarank() {
 UW_DEVICE void barrier_cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 UW_DEVICE void barrier_cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The address, in the cluster's window, of this block's shared address in block `rank`.
+// The address, in the cluster's shared window, of this block's shared address in block `rank`.
 UW_DEVICE u32 mapa(u32 address, u32 rank) {
     u32 mapped;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));

@@ -1,4 +1,4 @@
-// Asynchronous copies by the copy engine. One thread issues for the whole block.
+// Asynchronous bulk copies and TMA. One thread issues for the whole block.
 //
 // Loads report their bytes to an mbarrier; stores belong to the issuing thread's bulk groups (commit, then wait).
 // Plain bulk copies: both addresses and the size are multiples of 16 bytes.
@@ -10,7 +10,7 @@
 
 namespace uw::ptx {
 
-// A cache policy for the loads below. Made once per thread: it costs an instruction.
+// A cache policy for the loads below. Create it once per thread; it costs an instruction.
 UW_DEVICE u64 createpolicy_l2(L2 wanted) {
     u64 policy;
     if (wanted == L2::kEvictFirst) {
@@ -50,8 +50,8 @@ UW_DEVICE void cp_async_bulk_store(void* destination, u32 source, u32 bytes) {
                  : "memory");
 }
 
-// Box at (column, row) of a 2-D map -> shared, in the map's swizzle; outside the tensor it reads zero and counts all
-// bytes of the box.
+// TMA load of the box at (column, row) of a 2-D map, in the map's swizzle. Elements outside the tensor are zero, and
+// all bytes of the box are counted.
 UW_DEVICE void tma_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -67,13 +67,13 @@ UW_DEVICE void tma_load_2d(u32 destination, const TensorMap& map, u32 column, u3
         : "memory");
 }
 
-// Shared -> box of a 2-D map; outside the tensor nothing is written.
+// TMA store of a box to a 2-D map; nothing is written outside the tensor.
 UW_DEVICE void tma_store_2d(const TensorMap& map, u32 column, u32 row, u32 source) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
                  "r"(column), "r"(row), "r"(source)
                  : "memory");
 }
-// The same, adding in the map's element type.
+// The same as a reduction: adds in the map's element type.
 UW_DEVICE void tma_reduce_add_2d(const TensorMap& map, u32 column, u32 row, u32 source) {
     asm volatile(
         "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
@@ -82,7 +82,7 @@ UW_DEVICE void tma_reduce_add_2d(const TensorMap& map, u32 column, u32 row, u32 
 }
 
 UW_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the newest kPending groups have finished; `_read`: have only finished reading shared memory.
+// Waits until all but the newest kPending groups are complete; `_read`: until they have read their shared memory.
 template <u32 kPending>
 UW_DEVICE void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,4 @@
-// Register budgets of roles, and the edges between dependent launches.
+// Register budgets of roles, and programmatic dependent launch.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -7,8 +7,8 @@
 
 namespace uw::ptx {
 
-// By all four warps of a warpgroup. The sum over roles must not exceed what the launch allocated, or `setmaxnreg_inc`
-// waits for ever.
+// Called by all four warps of a warpgroup. The sum over roles must not exceed the registers of the launch, or
+// `setmaxnreg_inc` deadlocks.
 template <u32 kRegisters>
 UW_DEVICE void setmaxnreg_inc() {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256,
@@ -22,8 +22,8 @@ UW_DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Programmatic dependent launch: wait until every write of the kernels before is visible; let the kernels after start
-// their prologue. Both do nothing in an ordinary launch.
+// Programmatic dependent launch: waits until all writes of preceding kernels are visible; lets following kernels start
+// their prologue. Neither has an effect in an ordinary launch.
 UW_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 UW_DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 

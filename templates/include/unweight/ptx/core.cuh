@@ -16,8 +16,8 @@ UW_DEVICE u32 laneid() {
     return lane;
 }
 
-// Warp index of the block through a shuffle, so that the compiler knows it to be the same in the whole warp and
-// keeps branches on it free of divergence handling.
+// Warp index within the block, through a shuffle, so that the compiler knows it to be warp-uniform and omits divergence
+// handling for branches on it.
 UW_DEVICE u32 uniform_warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
 // True in exactly one lane of a converged warp.
@@ -77,7 +77,7 @@ UW_DEVICE float ex2_approx(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
-// The larger one; a NaN only if both are.
+// The larger one; NaN only if both are NaN.
 UW_DEVICE float max(float a, float b) {
     float d;
     asm("max.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
@@ -89,8 +89,7 @@ UW_DEVICE float rsqrt_approx(float value) {
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
-// Rounded to nearest even, and left as they are: the compiler makes an fma of a product and a sum at will, of these
-// never.
+// Rounded to nearest even, and never contracted: the compiler may turn a product and a sum into an fma, but not these.
 UW_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 UW_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 UW_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
@@ -98,8 +97,8 @@ UW_DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
 UW_DEVICE float float_from_bits(u32 bits) { return __uint_as_float(bits); }
 UW_DEVICE u32 bits_from_float(float value) { return __float_as_uint(value); }
 
-// Nothing at run time: what is computed from `value` after it stays after it, also across other instructions that the
-// compiler may not reorder.
+// No instruction at run time. Computations from `value` that follow stay after this point, even across other
+// instructions that the compiler could otherwise reorder.
 UW_DEVICE void pin(u32& value) { asm volatile("" : "+r"(value)); }
 UW_DEVICE void pin(float& value) { asm volatile("" : "+f"(value)); }
 

@@ -1,8 +1,8 @@
 // mbarrier objects: 8 bytes of shared memory that count arrivals and bytes in flight.
 //
-// A phase completes when the expected arrivals have come and every expected byte has landed. `wait_parity(b, p)`
-// returns once the phase of parity p has completed; a fresh barrier is in phase 0, so a consumer starts with p = 0 and
-// a producer that waits for an empty slot starts with p = 1, which returns at once.
+// A phase completes when all expected arrivals and all expected bytes have arrived. `wait_parity(b, p)` returns once
+// the phase of parity p has completed. A new barrier is in phase 0, so a consumer starts with p = 0, and a producer
+// that waits for an empty slot starts with p = 1, which returns at once.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -20,7 +20,7 @@ UW_DEVICE void mbarrier_inval(u32 barrier) {
 UW_DEVICE void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// On the barrier of another block of the cluster (an address from mapa).
+// Arrives on the barrier of another block of the cluster (an address from mapa).
 UW_DEVICE void mbarrier_arrive_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

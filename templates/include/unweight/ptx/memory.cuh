@@ -1,4 +1,4 @@
-// Loads, stores and atomics. Shared memory is named by its 32-bit address (`cvta_to_shared`), global memory by pointer.
+// Loads, stores and atomics. Shared memory is addressed by 32 bits (`cvta_to_shared`), global memory by pointer.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -90,7 +90,7 @@ UW_DEVICE u32 ld_global(const void* p) {
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-// Read-only for the kernel's whole life: not before `griddepcontrol_wait`.
+// The data must be read-only during the whole kernel, including the part before `griddepcontrol_wait`.
 UW_DEVICE U32x4 ld_global_nc_x4(const void* p) {
     U32x4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -123,7 +123,7 @@ UW_DEVICE u32 ld_global_nc_u8(const void* p) {
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-// Brings the line of `p` to L2.
+// Prefetches the line of `p` into L2.
 UW_DEVICE void prefetch_global_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 UW_DEVICE void st_global_x4(void* p, U32x4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
@@ -165,7 +165,7 @@ UW_DEVICE void red_max_global_u64(u64* p, u64 v) {
 UW_DEVICE void red_add_global_f32(float* p, float v) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
-// A flag that publishes what was written before it, and its reader.
+// Release store of a flag that publishes earlier writes, and the acquire load that reads it.
 UW_DEVICE void st_release_global_u64(u64* p, u64 v) {
     asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

@@ -18,8 +18,8 @@ UW_DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8 and receives element pair
-// (l/4, 2*(l%4)) of each.
+// Loads four 8x8 matrices of 16-bit elements. Lane l gives the address of row l%8 of matrix l/8 and receives element
+// pair (l/4, 2*(l%4)) of each.
 UW_DEVICE U32x4 ldmatrix_x4(u32 row_address) {
     U32x4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -8,17 +8,17 @@
 
 namespace uw {
 
-// Sixteen bytes that move in one instruction.
+// Sixteen bytes that are accessed by one instruction.
 struct alignas(16) U32x4 {
     u32 x, y, z, w;
 };
 
-// Eight bytes that move in one instruction.
+// Eight bytes that are accessed by one instruction.
 struct alignas(8) U32x2 {
     u32 x, y;
 };
 
-// Whether a bulk copy's bytes should stay in L2 (see bulk.cuh).
+// L2 eviction priority of a bulk copy (see bulk.cuh).
 enum class L2 : u32 {
     kNormal,
     kEvictFirst,  // read once: weights

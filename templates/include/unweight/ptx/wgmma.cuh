@@ -1,9 +1,10 @@
 // Warpgroup matrix instructions: d[64, n] += a[64, 16] * b[16, n], bf16 operands, fp32 accumulation.
 //
-// Asynchronous: fence (registers are ready) -> wgmma ... -> commit -> wait. Between issue and wait no thread may touch
-// the accumulators, the A registers or the operands in shared memory. Shared operands are K-major and named by
-// descriptors (unweight/mma/descriptor.cuh). Accumulator of thread t = 32*warp + 4g + q: d[4j + 2h + e] is row 16*warp
-// + g + 8h, column 8j + 2q + e. The register lists below cannot be a loop: an asm statement names every operand.
+// Asynchronous: fence (registers are ready) -> wgmma ... -> commit -> wait. Between issue and wait, no thread may
+// access the accumulators, the A registers or the operands in shared memory. Operands in shared memory are K-major and
+// given by descriptors (unweight/mma/descriptor.cuh). Accumulators of thread t = 32*warp + 4g + q: d[4j + 2h + e] is
+// row 16*warp + g + 8h, column 8j + 2q + e. The register lists below cannot be loops, because an asm statement names
+// every operand.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -14,7 +15,7 @@ namespace uw::ptx {
 
 UW_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 UW_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the newest kPending groups have finished.
+// Waits until all but the newest kPending groups are complete.
 template <u32 kPending>
 UW_DEVICE void wgmma_wait_group() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

@@ -1,5 +1,5 @@
 // Typed views of shared memory: an address and the map from (row, 16-byte chunk) to bytes. No storage, no
-// synchronisation.
+// synchronization.
 //
 //   Bf16Tile<R>   R rows of 64 bf16 = 128 bytes, in the 128-byte swizzle that TMA writes and wgmma reads:
 //                 chunk c of row r is at r*128 + ((c ^ r%8) * 16). 1024-byte aligned.

@@ -5,8 +5,8 @@
 
 namespace uw {
 
-// LSB-first code word of palette entry `lane` from the lengths that lanes 0..15 hold (0 = unused); the whole warp
-// calls. Lengths that break the rules give some word of at most 15 bits.
+// LSB-first code word of palette entry `lane`, from the lengths in lanes 0..15 (0 = unused). Called by the whole warp.
+// Invalid lengths yield some word of at most 15 bits.
 UW_DEVICE u32 canonical_code(u32 length, u32 lane) {
     u32 word = 0, before = ptx::shfl_sync_idx(length, 0), own = 0;
 #pragma unroll

@@ -1,8 +1,8 @@
-// The bit reader of one row, and what it makes of 64 symbols.
+// The bit reader of one row, which produces 64 symbols at a time.
 //
 // A lane owns a row. Two 32-bit words of its stream stay in registers; one funnel shift gives a window that is long
-// enough for two lookups, so the words move on at most once per two lookups. Nothing branches on the data: a wrong
-// stream gives wrong symbols, at the same pace, and reads at most 64 * 15 bits past the row's start.
+// enough for two lookups, so the words advance at most once per two lookups. No branch depends on the validity of the
+// data: a damaged stream gives wrong symbols at the same speed, and reads at most 64 * 15 bits past the row's start.
 #pragma once
 
 #include "unweight/encoding/huffman/tables.cuh"
@@ -12,12 +12,12 @@ namespace uw::decode_huffman {
 template <class Table>
 struct Reader {
     u32 low, high;  // two consecutive words of the stream
-    u32 position;   // bit of `low` at which the window starts, mod 32; the bits above 5 mean nothing
+    u32 position;   // bit of `low` at which the window starts, mod 32; higher bits are undefined
     u32 next;       // shared address of the word after `high`
     u32 table;
     u32 column;
 
-    // `bit`: of the row's first code, counted from shared address `stage`, at least 32.
+    // `bit`: position of the row's first code, counted from shared address `stage`; at least 32.
     UW_DEVICE void open(u32 stage, u32 bit, u32 table_address, u32 lane) {
         table = table_address;
         column = Table::lane_column(lane);
@@ -32,9 +32,9 @@ struct Reader {
     UW_DEVICE void two(u32& first, u32& second) {
         u32 window = ptx::shf_r_wrap(low, high, position);
         first = Table::lookup(table, column, window);
-        // The shift takes the count from the entry's low five bits.
+        // The shift amount is the entry's low five bits.
         second = Table::lookup(table, column, ptx::shf_r_wrap(window, 0, first));
-        // The counts (30 together at most) add up below bit 6; values above them do no harm.
+        // The two counts (at most 30 together) stay below bit 6; the values above them do not interfere.
         u32 moved = position + first + second;
         if ((moved ^ position) & 32) {
             low = high;
@@ -54,7 +54,7 @@ struct Reader {
             for (u32 i = 0; i < 4; ++i) {
                 u32 a, b;
                 two(a, b);
-                pair[i] = a + (b << 4);  // counts are at most 15: 15 + 15 * 16 stays inside byte 0
+                pair[i] = a + (b << 4);  // counts are at most 15, so 15 + 15 * 16 fits in byte 0
             }
         }
         return ptx::prmt(ptx::prmt(pair[0], pair[1], 0x0051), ptx::prmt(pair[2], pair[3], 0x0051), 0x5410);

@@ -1,19 +1,19 @@
-// The decoder's lookup table in shared memory: stream bits -> symbols and how many bits they took.
+// The decoder's lookup table in shared memory: stream bits -> symbols, and the number of bits they take.
 //
 // The stored code is 16 lengths over a palette (docs/format.md A.4); each block expands it at its start. Every entry is
-// terminal and takes at least one bit, whatever the lengths say, so a lookup can neither stall nor leave the table.
+// terminal and takes at least one bit, whatever the lengths are, so a lookup can neither stall nor leave the table.
 //
 // Two shapes, chosen by the code limit L:
-//   L <= 7   pair table: 2^(2L) entries of two symbols each. Exactly two symbols a lookup, so the output stays static,
-//            and the chain
-//            lookup -> shift -> lookup is half as long. One copy: 32 lanes meet on a bank about 3.5 deep.
-//   L >= 8   one symbol a lookup, 2^L entries in up to 32 copies side by side, copy = lane % copies. With 32 copies (L
-//            <= 9)
-//            every lane has a bank of its own and no lookup conflicts; 16 copies (L = 10) make at most 2 lanes meet.
+//   L <= 7   pair table: 2^(2L) entries of two symbols each. A lookup yields exactly two symbols, so the output is
+//            static and the dependent chain lookup -> shift -> lookup is half as long. One copy: a warp's accesses have
+//            about 3.5-way bank conflicts.
+//   L >= 8   one symbol per lookup, 2^L entries in up to 32 interleaved copies, copy = lane % copies. With 32 copies
+//            (L <= 9) every lane has its own bank and no lookup conflicts; with 16 copies (L = 10) conflicts are at
+//            most 2-way.
 //
-// Entry: byte 0 = bits taken; bytes 1 (and 2) = value(s). Value: the exponent, or for the palette and full outputs the
-// index (a pair of indices shares byte 1, the first in the low nibble). Entries are 4 bytes, or 2 where two suffice and
-// size matters.
+// Entry: byte 0 = number of bits; bytes 1 (and 2) = value(s). A value is the exponent or, for the palette and full
+// outputs, the index (a pair of indices shares byte 1, the first in the low nibble). Entries have 4 bytes, or 2 where
+// two suffice and size matters.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -57,7 +57,7 @@ struct Table {
         return ptx::ld_shared(address);
     }
 
-    // The stored code as one lane of the first warp holds it: loaded early, expanded by `build`.
+    // The stored code as lanes of the first warp hold it: loaded early, expanded by `build`.
     struct Code {
         u32 length;    // of palette entry `lane`
         u32 value;     // of palette entry `lane`
@@ -74,10 +74,10 @@ struct Table {
         return code;
     }
 
-    // Expands the code; all threads of the block, which must meet before the first lookup.
+    // Expands the code. Called by all threads of the block; a block barrier must precede the first lookup.
     static UW_DEVICE void build(u32 table, u32 scratch, const Code& code, u32 thread, u32 threads) {
-        // 1. Code words. An unused entry, or a length beyond the limit of this kernel (the host refuses the latter
-        // beforehand), fills no slot.
+        // 1. Code words. An unused entry fills no slot, nor does a length beyond the limit of this kernel (which the
+        // host rejects).
         if (thread < 32) {
             u32 word = canonical_code(code.length, thread);
             bool usable = code.length >= 1 && code.length <= kCodeLimit;
@@ -85,8 +85,8 @@ struct Table {
                 ptx::st_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
         ptx::bar_sync();
-        // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry
-        //    0.
+        // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) yield entry
+        // 0.
         u32 fallback = 1 | code.fallback << 8;
         if constexpr (kPair) {
             build_pairs(table, scratch, fallback, thread, threads);
@@ -98,7 +98,7 @@ struct Table {
 private:
     static constexpr u32 kSlots = kCopies << kCodeLimit;
 
-    // Few enough for a slot to look for its code.
+    // Slots are few, so each slot searches for its code.
     static UW_DEVICE void build_pairs(u32 table, u32 scratch, u32 fallback, u32 thread, u32 threads) {
         u32 singles = scratch + 64;
         constexpr u32 kMaskOne = (1u << kCodeLimit) - 1;
@@ -113,7 +113,7 @@ private:
             ptx::st_shared(singles + 4 * slot, found);
         }
         ptx::bar_sync();
-        // Four at a time, for their loads to overlap.
+        // Four at a time, to overlap their loads.
         constexpr u32 kEntries = 1u << kIndexBits, kBatch = 4;
 #pragma unroll 1
         for (u32 base = thread; base < kEntries; base += kBatch * threads) {
@@ -155,7 +155,7 @@ private:
             if (length == 0) continue;
 #pragma unroll 1
             for (u32 slot = thread; slot < kSlots >> length; slot += threads) {
-                // Slot numbers run over (rest of the index, copy); the code stands below the rest.
+                // Slots are numbered by (rest of the index, copy); the code is in the bits below the rest.
                 u32 rest = slot / kCopies, copy = slot % kCopies;
                 store_entry(table, (entry >> 16 | rest << length) * kCopies + copy, entry & 0xffff);
             }

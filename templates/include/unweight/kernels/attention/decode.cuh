@@ -1,74 +1,71 @@
-// Attention of single tokens: each row of the batch is the newest token of a sequence of its own. Its keys and values,
-// and the heads that ask, come as the projection leaves them: bias, norm and rotation are done here, the new key and
-// value are stored into the row's page, and they take part.
+// Decode attention: each row of the batch is the newest token of a sequence. Reads QKV as the projection writes it,
+// applies bias, norm and rotation (RoPE), stores the new key and value in the row's page, and attends to them.
 //
 // Config (the axes of unweight-codegen/src/family/attention.rs)
 //   u32  kHeadDim        16 * 1..8, or 256 with kBf16  elements of a head
-//   u32  kWarps          of a block
+//   u32  kWarps          warps of a block
 //   u32  kStages         slots of each warp's private ring, 16 tokens each
 //   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
-//   bool kSplit          without clusters: args.parts blocks share them, and meet in memory; kCluster is 1
-//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
-//                        at a time (cp.async), without barriers
-//   KvCache kCache       kBf16: pages as encoding/kv_page.cuh lays them out; kPacked: those of encoding/kv_packed.cuh,
-//                        but for the page that a sequence is writing, its hot page, which is bf16
-//   bool kAdjacent       elements 2i and 2i + 1 of a head are turned together, instead of i and i + rope_dim / 2; in
-//                        the tables, angles i and i + rope_dim / 4 are next to each other
-//   bool kSoftcap        scores are tanh(score * eps), and `scale` is the cap times log2(e); there are no norms
-//   bool kPlusOne        norms multiply by one plus the weight, and round once
+//   bool kSplit          split KV: args.parts blocks share the tokens and reduce in global memory; kCluster is 1
+//   SmemCopy kCopy       kBulk: an elected lane issues bulk copies (TMA); kAsync: every lane issues 16-byte cp.async
+//                        copies, without mbarriers
+//   KvCache kCache       kBf16: pages as in encoding/kv_page.cuh; kPacked: pages as in encoding/kv_packed.cuh,
+//                        except the page that a sequence is writing (its hot page), which is bf16
+//   bool kAdjacent       elements 2i and 2i + 1 of a head are rotated together, instead of i and i + rope_dim / 2; in
+//                        the tables, angles i and i + rope_dim / 4 are adjacent
+//   bool kSoftcap        scores become tanh(score * eps), and `scale` is cap * log2(e); there are no norms
+//   bool kPlusOne        norms multiply by (1 + weight), and round once
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
-//                        griddepcontrol.wait, QKV is read and A and the cache are written after it
+//                        griddepcontrol.wait; QKV is read, and A and the cache are written, after it
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
-// blocks along x, grid = m * kv_heads * kCluster: row by row, KV head by KV head.
-//   kSplit: m * kv_heads * parts blocks; partials = Smem<Config>::kPartBytes for each of them, and counters = u32
-//     [m * kv_heads] (zero before, zero after), both if parts > 1.
+// blocks along x, grid = m * kv_heads * kCluster, with the KV heads of a row adjacent.
+//   kSplit: m * kv_heads * parts blocks. If parts > 1: partials = Smem<Config>::kPartBytes per block, and
+//     counters = u32 [m * kv_heads] (zero before the launch, zero after it).
 //
-// Roles: none. The tiles of 16 tokens of a row go round the cluster's warps: warp w of block `rank` takes
-// tiles rank * kWarps + w, + kCluster * kWarps, ... from that of the first token that the window leaves on. An elected
-// lane copies K and V of a tile (16 tokens of a page are one run of memory), the warp multiplies them with all heads of
-// the group (rows of m16n8k16, padded to 16), keeping its own maximum, sum and O. At the end all warps' sums are added
-// in order of rank and warp, each block of the cluster making its share of the row's elements, through distributed
-// shared memory. So the order of sums follows from the row's own tokens, kWarps and kCluster alone.
+// Roles: none. The tiles of 16 tokens of a row are assigned round-robin to the warps of the cluster: warp w of block
+// `rank` takes tiles rank * kWarps + w, + kCluster * kWarps, ..., counted from the tile with the first token inside the
+// window. An elected lane copies K and V of a tile (16 tokens of a page are contiguous). The warp multiplies them with
+// all query heads of the group (rows of m16n8k16, padded to 16) and keeps its own maximum, sum and O. At the end the
+// results of all warps are added in order of rank and warp, through distributed shared memory; each block produces its
+// share of the row's elements. The order of sums depends only on the row's own tokens, kWarps and kCluster.
 //
-// kSplit: `rank` is a block's part, parts stand for kCluster, and a part that has no tile ends at once. Of several that
-// have some, each leaves its maximum, sum and O in memory and takes a ticket; who takes the last one adds up all of
-// them in order of their ranks, its own out of memory like the others. No block waits for another, so they need not be
-// resident at the same time. The order of sums follows from the row's own tokens, kWarps and parts, not from who was
-// last.
+// kSplit: `rank` is the block's part, and the parts take the place of the cluster's blocks. A part without tiles exits
+// at once. If several parts have tiles, each writes its maximum, sum and O to global memory and takes a ticket; the
+// block that takes the last ticket adds all parts in order of rank, and reads its own part from memory, too. No block
+// waits for another, so they need not be co-resident. The order of summation depends on the row's own tokens, kWarps
+// and parts, not on which block was last.
 //
-// kPacked: the page of the newest token is hot and all before it are packed, so the position alone says where a tile
-// is. A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile, which takes two
-// slots one after the other. Packed operands go from the slot to registers as the tensor cores take them, without
-// ldmatrix; they are the bf16 values that were packed, in the order of tiles that kBf16 has, so the results are the
-// same bits. Exponents outside of a page's window come from its record; K or V with more of them than the record has
-// slots is bf16 in a unit of its own, and its operands are loaded from there instead of the slot.
+// kPacked: the page of the newest token is hot and all earlier pages are packed, so the position alone determines the
+// encoding of a tile. A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile,
+// which takes two consecutive slots. Packed operands go from the slot to registers in fragment order, without ldmatrix.
+// They equal the bf16 values that were packed, and tiles have the same order as with kBf16, so the results are
+// bit-identical. Exponents outside of a page's window come from its record. K or V with more such exponents than the
+// record has slots is stored as a bf16 unit, and its operands are loaded from there instead of the slot.
 //
-// The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
-// lines behind it to zero (whatever is there must not meet a weight of zero), and stores K and V into the page.
+// The warp that owns the last tile overwrites the copied line of the new token with the token's K and V, zeroes the
+// values of the lines after it (0 * NaN would be NaN), and stores K and V in the page.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of K and V. A warp refills its own slots, so there is no empty
-// barrier: it releases a slot to the copy engine (pipeline::WarpRing::release) before it starts the next copy.
-//   kAsync: a group of copies a tile, also of none; a lane waits for its own, then the warp meets.
-//   The block meets once after queries, new key and new value are in shared memory, and once (the cluster) between
-//   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
-//   all to know whether it was the last.
+// barrier: it releases a slot to the async proxy (pipeline::WarpRing::release) before it issues the next copy.
+//   kAsync: one cp.async group per tile, even if empty; a lane waits for its own group, then __syncwarp.
+//   Block: one barrier after the stores of queries, new key and new value, one (of the cluster) between stores and
+//   loads of results; clusters: one before exit. kSplit: one after storing the part, one to broadcast if it was last.
 //
-// Shared memory = kWarps * kStages * slot              rings; a warp's O, fp32 [16][kHeadDim], overlays its own. slot:
-//                                                      64 * kHeadDim; kPacked: 48 * kHeadDim and two records, in whole
-//                                                      128 bytes, and at least two slots
+// Shared memory = kWarps * kStages * slot              rings; a warp's O, fp32 [16][kHeadDim], overlays its own ring.
+//                                                      slot: 64 * kHeadDim; kPacked: 48 * kHeadDim and two records,
+//                                                      rounded up to 128 bytes, and at least two slots
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
-//               + kWarps * kStages * 8                 barriers, where there are any
-// Global reads per token and KV head: 4 * kHeadDim bytes; kPacked: 3 * kHeadDim and 6 of the records; kSplit: and for
-// each part of a row and KV head
-// group * (4 * kHeadDim + 8) bytes that are written and read again.
+//               + kWarps * kStages * 8                 mbarriers, if any
+// Global reads per token and KV head: 4 * kHeadDim bytes; kPacked: 3 * kHeadDim, and 6 of the records. kSplit adds, for
+// each part of a row and KV head, group * (4 * kHeadDim + 8) bytes that are written and read again.
 //
-// Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
-//          makes the row one without a token, and a page number that is not below `pages` makes its tiles be left out;
-//          *fault = 1 + row. A row without a token (kPadPosition) touches no page; its A is zeros. kPacked: the same of
-//          hot pages, of units and of kinds of records; a slot of a record names an element of its own tile or none.
+// Safety   for any numbers in the tables: a row whose position is not below max_positions, or is past its page table,
+//          counts as a row without a token; tiles whose page number is not below `pages` are skipped; both set
+//          *fault = 1 + row. A row without a token (kPadPosition) accesses no page; its A is zeros. kPacked: hot pages,
+//          units and kinds of records are checked, too; a slot of a record names an element of its own tile or none.
 // Bound: device memory.
 #pragma once
 
@@ -92,14 +89,14 @@ namespace uw::attention::decode {
 using kv::kPageTiles;
 using kv::kTileTokens;
 
-constexpr u32 kPartsAtOnce = 8;  // whose loads are in flight together
+constexpr u32 kPartsAtOnce = 8;  // partial results whose loads are in flight together
 
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 template <class Config>
 constexpr bool kPacked = Config::kCache == KvCache::kPacked;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kTileBytes = kTileTokens * Config::kHeadDim * 2;  // of K, or of V
@@ -120,7 +117,7 @@ struct Smem {
     static_assert(kTileBytes % 512 == 0, "a warp copies 512 bytes at a time");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums overlay its ring");
 
-    // Of one block in `partials`: maximum and sum of each of 16 heads, then their O, fp32.
+    // One block's record in `partials`: maximum and sum of each of 16 heads, then their O, fp32.
     static constexpr u32 kPartBytes = kStateBytes + kSumBytes;
 };
 
@@ -129,10 +126,10 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
     static constexpr u32 kChunks = kHeadDim / 8;
-    static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
-    static constexpr u32 kPairs = kHeadDim / 2;                           // words of a row of a head
+    static constexpr u32 kSummedWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
+    static constexpr u32 kPairs = kHeadDim / 2;                             // words of one row of a head
     using P = kv::Packed<kHeadDim>;
-    // Of large heads O and V take the registers that queries would; of packed tiles those of half the warps.
+    // Large heads need the registers for O and V; with packed tiles, queries in registers would halve the warps.
     static constexpr bool kQueriesInSmem = kPacked<Config> || kHeadDim > 128;
     static_assert(kHeadDim % 16 == 0 && (kHeadDim <= 128 || !kPacked<Config>), "a packed element has 11 bits");
     static_assert(!Config::kSplit || Config::kCluster == 1, "a row is shared through memory, or by a cluster");
@@ -144,20 +141,20 @@ struct Kernel {
     const u32 row, kv_head;
     const u32 position;
     const bool active;
-    const u32 first_token;  // that the window leaves
+    const u32 first_token;  // first token inside the window
     const u32 first_tile, last_tile;
-    const u32 tile_warp;  // this warp among the tile_warps()
-    const u32 tiles;      // of this warp
-    const u32 live;       // kSplit: parts that have a tile, the first ones; of a row without a token one
-    const u32 hot_tile;   // kPacked: the first tile of the hot page; otherwise none is packed
+    const u32 tile_warp;  // this warp's index among the row_warps()
+    const u32 tiles;      // tiles of this warp
+    const u32 live;       // kSplit: number of (leading) parts that have a tile; 1 for a row without a token
+    const u32 hot_tile;   // kPacked: the first tile of the hot page; otherwise 0, and no tile is packed
     const u64 policy;
 
-    // The next tile to load, by its number among the warp's; the pages of 32 of them, one a lane, and of the 32 after.
+    // The next tile to load, an index among the warp's; the pages of 32 of its tiles, one per lane, and of the next 32.
     u32 load_slot = 0, load_index = 0, pages, next_pages;
-    u32 load_half = kKey;  // of a hot tile
-    // Slots whose page was refused, and the page of the newest token.
+    u32 load_half = kKey;  // K or V of a hot tile
+    // Bit s: slot s has an invalid page number. The page of the newest token.
     u32 refused = 0, newest_page = ~0u;
-    // The next tile to compute.
+    // The next slot to compute.
     u32 slot = 0, parity = 0;
 
     Rows<kHeadDim> rows;
@@ -180,19 +177,19 @@ struct Kernel {
           first_tile(first_token / kTileTokens),
           last_tile(position / kTileTokens),
           tile_warp(rank * Config::kWarps + warp),
-          tiles(active ? (last_tile - first_tile + tile_warps() - tile_warp) / tile_warps() : 0),
+          tiles(active ? (last_tile - first_tile + row_warps() - tile_warp) / row_warps() : 0),
           live(!Config::kSplit || !active ? 1
                                           : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
           hot_tile(kPacked<Config> ? position / kv::kPageTokens * kPageTiles : 0),
           policy(ptx::createpolicy_l2(L2::kEvictFirst)),
-          // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
-          pages(load_page((tile_warp + lane * tile_warps()) / kPageTiles)) {}
+          // Loaded together with the position, as if first_tile were 0; run() reloads them if it is not.
+          pages(load_page((tile_warp + lane * row_warps()) / kPageTiles)) {}
 
     UW_DEVICE static u32 least(u32 a, u32 b) { return a < b ? a : b; }
-    // Blocks of a row and KV head, and their warps, which its tiles go round.
+    // Blocks that share a row and KV head, and their warps, to which its tiles are assigned round-robin.
     UW_DEVICE static u32 sharers(const AttentionArgs& a) { return Config::kSplit ? a.parts : Config::kCluster; }
-    UW_DEVICE u32 tile_warps() const { return Config::kWarps * sharers(args); }
-    UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * tile_warps(); }
+    UW_DEVICE u32 row_warps() const { return Config::kWarps * sharers(args); }
+    UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * row_warps(); }
     UW_DEVICE u32 key_slot(u32 s) const { return ring + s * S::kSlotBytes; }
     UW_DEVICE u32 value_slot(u32 s) const { return key_slot(s) + S::kTileBytes; }
     UW_DEVICE u32 query_chunk(u32 head, u32 chunk) const {
@@ -208,19 +205,19 @@ struct Kernel {
     }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // An entry of the row's page table, the last one for those behind it.
+    // An entry of the row's page table; past the end, the last entry.
     UW_DEVICE u32 load_page(u32 entry) const {
         const u32 last = args.table_pages - 1;
         return ptx::ld_global(args.page_table + u64(row) * args.table_pages + (entry < last ? entry : last));
     }
-    // Each lane's of 32 pages, for the warp's tiles from `index` on.
+    // The pages of 32 of the warp's tiles from `index` on, one per lane.
     UW_DEVICE u32 load_pages(u32 index) const {
         return index < tiles ? load_page(tile_of(index + lane) / kPageTiles) : ~0u;
     }
-    // By a converged warp that has released the slot.
+    // Called by a converged warp that has released the slot.
     UW_DEVICE void load_next() {
         if (load_index < tiles) load_tile();
-        // Also without copies: a wait counts groups.
+        // An empty group is committed, too: cp_async_wait_group counts groups.
         if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
     }
     UW_DEVICE void load_tile() {
@@ -241,7 +238,7 @@ struct Kernel {
         const u64 inside = u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
         if (refuse) {
             report();
-            // The slot's phase completes all the same.
+            // Complete the slot's phase without a copy.
             if (!kAsync<Config> && ptx::elect_sync()) ptx::mbarrier_arrive(slots.full(load_slot));
         } else if constexpr (kAsync<Config>) {
             const u16 *keys = head_of(page, kKey) + inside, *values = head_of(page, kValue) + inside;
@@ -260,7 +257,7 @@ struct Kernel {
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         ++load_index;
     }
-    // kPacked: a packed tile, or K or V of a hot one.
+    // kPacked: loads a packed tile, or K or V of a hot tile.
     UW_DEVICE void load_packed(u32 tile) {
         const bool hot = tile >= hot_tile;
         const u32 page = hot ? newest_page : ptx::shfl_sync_idx(pages, load_index % 32);
@@ -269,7 +266,7 @@ struct Kernel {
         const u32 slot_address = key_slot(load_slot);
         if (refuse) {
             report();
-            // The slot's phase completes all the same.
+            // Complete the slot's phase without a copy.
             if (!kAsync<Config> && ptx::elect_sync()) ptx::mbarrier_arrive(slots.full(load_slot));
         } else if (hot) {
             const u16* from = head_of(page, load_half) + u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
@@ -292,7 +289,7 @@ struct Kernel {
                 const u32 barrier = slots.full(load_slot);
                 ptx::mbarrier_arrive_expect_tx(barrier, S::kPackedBytes);
                 ptx::cp_async_bulk_load(slot_address, from, P::kTileBytes, barrier, policy);
-                // All tiles of a page read them.
+                // No eviction hint: all tiles of a page read its records.
                 ptx::cp_async_bulk_load(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes, barrier);
             }
         }
@@ -303,7 +300,7 @@ struct Kernel {
             ++load_index;
         }
     }
-    // By all lanes: their shares of a run of memory.
+    // Copies a contiguous range, all lanes together.
     UW_DEVICE void copy(u32 to, const void* from, u32 bytes) const {
         const u8* source = static_cast<const u8*>(from);
         for (u32 at = lane * 16; at < bytes; at += 512) ptx::cp_async_x4(to + at, source + at);
@@ -313,13 +310,13 @@ struct Kernel {
         parity ^= slot == 0;
     }
 
-    // ---- the new token ---------------------------------------------------------------------------------------------
-    // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
-    // or null. To `store(word, value)`.
+    // ---- the new token ----------------------------------------------------------------------------------------------
+    // One head of the projection's row, processed by a warp: each lane has two words, which are rotated together.
+    // `gamma`: weights of its norm, or null. Results go to `store(word, value)`.
     template <class Store>
     UW_DEVICE void prepare(u32 head, const u16* gamma, bool rotate, u32 cosines, u32 sines, Store store) const {
         if constexpr (kHeadDim > 128) return prepare_large<Config>(args, row, position, head, gamma, rotate, store);
-        const u32 half = args.rope_dim / 4;  // words of half of what is rotated
+        const u32 half = args.rope_dim / 4;  // words of half of the rotated elements
         const bool turned = lane < half, mine = lane < kPairs / 2;
         const u32 first = turned ? lane : lane * 2, second = turned ? lane + half : lane * 2 + 1;
         u32 x = 0, y = 0;
@@ -333,7 +330,7 @@ struct Kernel {
                 y = activation::add_bias(y, ptx::ld_global(args.bias + at + 2 * second));
             }
         }
-        // With kSoftcap `eps` is another number.
+        // With kSoftcap, `eps` is the factor of the scores, and there are no norms.
         if (!Config::kSoftcap && gamma != nullptr) {
             float sum = activation::add_squares(activation::add_squares(0.0f, x), y);
 #pragma unroll
@@ -356,10 +353,10 @@ struct Kernel {
             store(second, y);
         }
     }
-    // Queries of the group, and the new key and value where a warp of this block has the newest tile.
+    // Queries of the group; in the block that owns the newest tile also the new key and value.
     UW_DEVICE void prepare_heads(u32 cosines, u32 sines) const {
         const u32 heads = args.kv_heads * args.group;
-        const bool newest = (last_tile - first_tile) % tile_warps() / Config::kWarps == rank;
+        const bool newest = (last_tile - first_tile) % row_warps() / Config::kWarps == rank;
         for (u32 unit = warp; unit < args.group + 2 * newest; unit += Config::kWarps) {
             if (unit < args.group) {
                 const auto store = [&](u32 word, u32 value) {
@@ -376,7 +373,8 @@ struct Kernel {
             }
         }
     }
-    // By the warp that has the newest tile, when its copy has landed: K or V into the copy, and into the page.
+    // Called by the warp that owns the newest tile, after its copy has landed: writes K or V into the copy and into the
+    // page.
     UW_DEVICE void append(u32 half, u32 copy_address) const {
         const u32 line = position % kTileTokens;
         for (u32 chunk = lane; chunk < kChunks; chunk += 32) {
@@ -388,7 +386,7 @@ struct Kernel {
     }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
-    // Values of tokens that are not the row's: a weight of zero does not make a NaN one.
+    // Zeroes the values of tokens outside the row's range: their weight is 0, but 0 * NaN is NaN.
     UW_DEVICE void clear_values(u32 first, u32 copy_address) const {
         for (u32 unit = lane; unit < kTileTokens * kChunks; unit += 32) {
             const u32 line = unit / kChunks, token = first + line;
@@ -398,7 +396,7 @@ struct Kernel {
             }
         }
     }
-    // Scores of tokens that are not the row's.
+    // Masks the scores of tokens outside the row's range.
     UW_DEVICE void mask_scores(float (&scores)[2][4], u32 first) const {
 #pragma unroll
         for (u32 i = 0; i < 8; ++i) {
@@ -406,7 +404,7 @@ struct Kernel {
             if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
         }
     }
-    // A bf16 tile: K and V in one slot, or with kPacked in two, one after the other.
+    // A bf16 tile: K and V in one slot, or with kPacked in two consecutive slots.
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
         slots.wait(slot, parity);
         const u32 first = tile * kTileTokens;
@@ -414,7 +412,7 @@ struct Kernel {
         if (edge) {
             if (tile == last_tile) append(kKey, key_slot(slot));
             if constexpr (!kPacked<Config>) edge_values(tile, value_slot(slot));
-            ptx::bar_warp_sync();  // every lane's stores to the slot come before the warp's ldmatrix
+            ptx::bar_warp_sync();  // orders every lane's stores to the slot before the warp's ldmatrix
         }
         float scores[2][4] = {};
         const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -439,15 +437,15 @@ struct Kernel {
             values_address = key_slot(slot);
             if (edge) {
                 edge_values(tile, values_address);
-                ptx::bar_warp_sync();  // every lane's stores to the slot come before the warp's ldmatrix
+                ptx::bar_warp_sync();  // orders every lane's stores to the slot before the warp's ldmatrix
             }
         }
-        // V of tokens 0-7 and 8-15, by pairs of 8 elements: all loads before the refill.
+        // V of tokens 0-7 and 8-15, by pairs of 8 elements: all loads are issued before the refill.
         const Lines<kHeadDim> values(lane % 16, lane / 16);
         U32x4 v[kHeadDim / 16];
 #pragma unroll
         for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::ldmatrix_x4_trans(values.at(values_address, s));
-        // Nothing has needed the values yet: the loads may still be in flight.
+        // Nothing has used the values yet, so the loads may still be in flight; release() fences them.
         slots.release();
         load_next();
         u32 p[1][4];
@@ -459,7 +457,7 @@ struct Kernel {
         if (tile == last_tile) append(kValue, copy_address);
         clear_values(tile * kTileTokens, copy_address);
     }
-    // p * V of a step: operands of elements 0-7, then of elements 8-15, each of tokens 0-7 and 8-15.
+    // P * V of one step: operands of elements 0-7, then of elements 8-15, each of tokens 0-7 and 8-15.
     UW_DEVICE void add_values(u32 step, const u32 (&p)[4], u32 a, u32 b, u32 c, u32 d) {
         const u32 even[2] = {a, b}, odd[2] = {c, d};
         ptx::mma_m16n8k16(rows.o[2 * step], p, even);
@@ -470,19 +468,19 @@ struct Kernel {
     UW_DEVICE kv::Record record_of(u32 half) const {
         return kv::Record::shared(key_slot(slot) + P::kTileBytes + half * P::kRecordBytes);
     }
-    // The slots of a record.
+    // Shared address of a record's escape slots.
     UW_DEVICE u32 slots_of(u32 half) const {
         return key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + kv::kRecordHead;
     }
-    // Whether the operands of a record's unit can be read; a kind that no encoder writes is reported.
+    // Whether the operands of a record's unit can be read. A kind that no encoder writes is reported.
     UW_DEVICE bool readable(const kv::Record& record) const {
         if (record.kind() == kv::kPackedUnit) return true;
         if (record.kind() == kv::kBf16Unit && record.unit() < args.units) return true;
-        // The host takes the tokens of a row back whose unit is lost.
+        // The host discards the tokens of a row that lost a unit.
         if (record.kind() != kv::kLostUnit) report();
         return false;
     }
-    // The operands of a step, whatever the record says.
+    // The operands of a step, for any valid record: a bf16 unit, or a packed tile with any number of escapes.
     UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record,
                                 u32 half, u32 tile) const {
         if (record.kind() == kv::kBf16Unit) {
@@ -511,7 +509,7 @@ struct Kernel {
         if (ptx::vote_sync_ballot(clash) != 0) return compute_special(first, inside, key, value);
         attend_packed<true>(key, value, keys, values);
     }
-    // A tile of which a lane has at most one escape in K, and one in V.
+    // A tile in which every lane has at most one escape in K, and one in V.
     template <bool kEscapes>
     UW_DEVICE void attend_packed(const kv::Record& key, const kv::Record& value, const kv::Escapes& key_escapes,
                                  const kv::Escapes& value_escapes) {
@@ -526,7 +524,7 @@ struct Kernel {
             if constexpr (kEscapes) key_escapes.apply(k, s);
             add_scores(scores, s, k);
         }
-        // All words have been asked for, and those of K have arrived: the loads of V may still be in flight.
+        // All words have been requested, and those of K have arrived; the loads of V may still be in flight.
         slots.release();
         load_next();
         if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
@@ -539,7 +537,7 @@ struct Kernel {
             add_values(s, p[0], v[0], v[1], v[2], v[3]);
         }
     }
-    // A tile with a bf16 unit, tokens before the window, or several escapes in a lane: few of them.
+    // The rare case: a tile with a bf16 unit, with tokens before the window, or with several escapes in one lane.
     UW_DEVICE void compute_special(u32 first, u32 inside, const kv::Record& key, const kv::Record& value) {
         if (!readable(key) || !readable(value)) {
             slots.release();
@@ -570,16 +568,16 @@ struct Kernel {
         slots.release();
         load_next();
     }
-    // queries * K of a step. The queries are loaded each time: in registers they would take those of half the warps.
+    // queries * K of one step. The queries are reloaded each time; in registers they would halve the number of warps.
     UW_DEVICE void add_scores(float (&scores)[2][4], u32 step, const u32 (&k)[4]) const {
         const U32x4 v = ptx::ldmatrix_x4(Lines<kHeadDim>(lane % 16, lane / 16).at(shared + S::kQueries, step));
         const u32 q[4] = {v.x, v.y, v.z, v.w}, low[2] = {k[0], k[1]}, high[2] = {k[2], k[3]};
         ptx::mma_m16n8k16(scores[0], q, low);
         ptx::mma_m16n8k16(scores[1], q, high);
     }
-    // ---- sums ------------------------------------------------------------------------------------------------------
-    // Bytes of words 2 * pair and 2 * pair + 1 of a row in a warp's O. Rows are turned against each other, so that a
-    // fragment's stores hit all banks.
+    // ---- reduction --------------------------------------------------------------------------------------------------
+    // Byte offset of words 2 * pair and 2 * pair + 1 of a row in a warp's O. Rows are rotated against each other so
+    // that the stores of a fragment are free of bank conflicts.
     UW_DEVICE static u32 sum_offset(u32 r, u32 pair) { return r * (kHeadDim * 4) + (pair + r % 4 * 4) % kPairs * 8; }
 
     UW_DEVICE void store_sums() {
@@ -592,14 +590,14 @@ struct Kernel {
             if (head >= args.group) break;
             if (t == 0) store_floats(states + head * 8, rows.max[r], rows.sum[r]);
             if (tiles == 0) continue;
-            // Over the ring: its copies have landed and been waited for, and its loads are the warp's own.
+            // O overlays the ring: its copies have landed and were waited for, and only this warp reads it.
 #pragma unroll
             for (u32 f = 0; f < Rows<kHeadDim>::kFragments; ++f) {
                 store_floats(ring + sum_offset(head, f * 4 + t), rows.o[f][2 * r], rows.o[f][2 * r + 1]);
             }
         }
     }
-    // Two words of warp w of the cluster's, from an address in block 0 of it and warp 0 of the block.
+    // Loads two words of warp w of the cluster. `address` is that of warp 0 in block 0.
     UW_DEVICE static U32x2 load_of(u32 w, u32 address, u32 pitch) {
         address += w % Config::kWarps * pitch;
         if constexpr (Config::kCluster == 1) return ptx::ld_shared_x2(address);
@@ -608,11 +606,11 @@ struct Kernel {
     UW_DEVICE U32x2 load_state(u32 w, u32 head) const {
         return load_of(w, shared + S::kStates + head * 8, S::kStateBytes);
     }
-    // From all warps of the block, or the cluster, in order.
+    // The total over all warps of the block, or cluster, in order.
     UW_DEVICE Total total(u32 head, u32 pair) const {
-        float top = left_out(), factors[kTileWarps];
+        float top = left_out(), factors[kSummedWarps];
 #pragma unroll
-        for (u32 w = 0; w < kTileWarps; ++w) {
+        for (u32 w = 0; w < kSummedWarps; ++w) {
             const U32x2 state = load_state(w, head);
             factors[w] = ptx::float_from_bits(state.x);
             top = ptx::max(top, factors[w]);
@@ -620,9 +618,9 @@ struct Kernel {
         const float shift = top == left_out() ? 0.0f : top * args.scale;
         float low = 0.0f, high = 0.0f, sum = 0.0f;
 #pragma unroll
-        for (u32 w = 0; w < kTileWarps; ++w) {
+        for (u32 w = 0; w < kSummedWarps; ++w) {
             const U32x2 state = load_state(w, head);
-            // A warp without tokens has left no O.
+            // A warp without tokens has stored no O.
             if (state.y == 0) continue;
             const float factor = ptx::ex2_approx(factors[w] * args.scale - shift);
             const U32x2 o = load_of(w, shared + S::kRings + sum_offset(head, pair), S::kRingBytes);
@@ -645,13 +643,14 @@ struct Kernel {
         }
     }
 
-    // ---- parts -----------------------------------------------------------------------------------------------------
-    // What the block of a part leaves in memory: of a head, the maximum and the sum, and O.
+    // ---- parts (kSplit) ---------------------------------------------------------------------------------------------
+    // The record of a part in global memory: for each head its maximum and sum, then O.
     UW_DEVICE u8* part(u32 of) const { return args.partials + u64(ptx::ctaid() - rank + of) * S::kPartBytes; }
     UW_DEVICE u8* part_state(u32 of, u32 head) const { return part(of) + head * 8; }
     UW_DEVICE u8* part_sums(u32 of, u32 head) const { return part(of) + S::kStateBytes + head * (kHeadDim * 4); }
 
-    // By the whole block, once. True in the one that comes last: all parts of the row and KV head are in memory then.
+    // Called once by the whole block. Returns true in the block that takes the last ticket; all parts of the row and KV
+    // head are in memory by then.
     UW_DEVICE bool leave_part() const {
         for (u32 unit = warp * 32 + lane; unit < args.group * kPairs; unit += kThreads<Config>) {
             const u32 head = unit / kPairs, pair = unit % kPairs;
@@ -661,20 +660,22 @@ struct Kernel {
             ptx::st_global_x2(part_sums(rank, head) + pair * 8, sums);
             if (pair == 0) ptx::st_global_x2(part_state(rank, head), state);
         }
-        ptx::bar_sync();  // stores of a part come before its ticket; loads of states before the word over them
+        // Orders the stores of the part before its ticket, and loads of states before the flag that overwrites them.
+        ptx::bar_sync();
         if (warp == 0 && ptx::elect_sync()) {
             u32* counter = args.counters + ptx::ctaid() / args.parts;
-            ptx::fence_acq_rel_gpu();  // releases the part with the ticket
+            ptx::fence_acq_rel_gpu();  // releases the part together with the ticket
             const bool last = ptx::atom_add_global(counter, 1) == live - 1;
-            ptx::fence_acq_rel_gpu();  // acquires the parts whose tickets came before
-            // None is taken after this: the next launch begins at 0.
+            ptx::fence_acq_rel_gpu();  // acquires the parts of all earlier tickets
+            // No ticket follows this one; the next launch starts at 0.
             if (last) ptx::st_global(counter, 0);
             ptx::st_shared(shared + S::kStates, last);
         }
-        ptx::bar_sync();  // what one thread has acquired, all have; and the word comes before their loads of it
+        // Makes what one thread has acquired visible to all threads, and orders the flag before their loads.
+        ptx::bar_sync();
         return ptx::ld_shared(shared + S::kStates) != 0;
     }
-    // Four elements of each head a thread, from all parts, in order of their ranks.
+    // Each thread adds four elements of a head over all parts, in order of rank.
     UW_DEVICE void add_parts(u16* out) const {
         constexpr u32 kQuads = kHeadDim / 4;
         for (u32 unit = warp * 32 + lane; unit < args.group * kQuads; unit += kThreads<Config>) {
@@ -685,7 +686,7 @@ struct Kernel {
                 U32x4 sums[kPartsAtOnce];
 #pragma unroll
                 for (u32 i = 0; i < kPartsAtOnce; ++i) {
-                    const u32 of = least(first + i, live - 1);  // those behind the last one are read for nothing
+                    const u32 of = least(first + i, live - 1);  // loads past the last part are discarded
                     states[i] = ptx::ld_global_x2(part_state(of, head));
                     sums[i] = ptx::ld_global_x4(part_sums(of, head) + quad * 16);
                 }
@@ -699,7 +700,7 @@ struct Kernel {
                 for (u32 j = 0; j < 4; ++j) o[j] *= moved;
 #pragma unroll
                 for (u32 i = 0; i < kPartsAtOnce; ++i) {
-                    // Of a part whose pages were all refused nothing counts.
+                    // A part whose pages were all invalid has no weight.
                     if (first + i >= live || states[i].y == 0) continue;
                     const float factor = ptx::ex2_approx(ptx::float_from_bits(states[i].x) * args.scale - shift);
                     sum += factor * ptx::float_from_bits(states[i].y);
@@ -715,12 +716,13 @@ struct Kernel {
         }
     }
 
-    // ---- the block's life ------------------------------------------------------------------------------------------
+    // ---- entry ------------------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
-        // Nothing relies on it. The grid's dependents wait for its first parts, which wait for the kernel before.
+        // A part without tiles may return before griddepcontrol_wait: part 0 always waits, so dependents cannot start
+        // before the previous kernel has ended.
         if (Config::kSplit && rank >= live) return;
         slots.init();
-        // Read by every row, also by one without a token: the table has an entry for it.
+        // Every row reads it, even one without a token: the table has an entry for each row.
         if constexpr (kPacked<Config>) newest_page = ptx::ld_global(args.hot_table + row);
         if (first_tile != 0) pages = load_pages(0);
         next_pages = load_pages(32);
@@ -732,7 +734,7 @@ struct Kernel {
             cosines = ptx::ld_global(args.cosines + at);
             sines = ptx::ld_global(args.sines + at);
         }
-        // Rows of the fragment without a head.
+        // Zero the rows of the fragment that have no head.
         for (u32 unit = args.group * kChunks + warp * 32 + lane; unit < kRows * kChunks; unit += kThreads<Config>) {
             ptx::st_shared_x4(query_chunk(unit / kChunks, unit % kChunks), U32x4{0, 0, 0, 0});
         }
@@ -742,14 +744,14 @@ struct Kernel {
         const u32 own = Config::kSplit ? 0 : rank * share, end = least(own + share, units);
         const u32 begin = own + warp * 32 + lane;
         u16* out = args.out + row * args.out_pitch + u64(kv_head) * args.group * kHeadDim;
-        // The same for all blocks of a cluster: they have one row.
+        // Uniform over a cluster, because its blocks share the row.
         if (!active) {
             if (warp == 0 && rank == 0 && position != kPadPosition) report();
             for (u32 unit = begin; unit < end; unit += kThreads<Config>) ptx::st_global(out + 2 * unit, 0);
             return;
         }
         prepare_heads(cosines, sines);
-        ptx::bar_sync();  // stores to queries, new key and new value come before the loads of other warps
+        ptx::bar_sync();  // orders the stores of queries, new key and new value before the loads of other warps
         rows.clear();
         if (tiles != 0) {
             u32 q[kHeadDim / 16][4];
@@ -760,7 +762,7 @@ struct Kernel {
                 if (refused >> slot & 1) {
                     load_next();
                     if (kPacked<Config> && !packed) {
-                        // Its other half is refused, too.
+                        // The other half is invalid, too.
                         next_slot();
                         load_next();
                     }
@@ -773,7 +775,7 @@ struct Kernel {
             }
         }
         store_sums();
-        sync_cluster();  // stores of sums come before the loads of other warps
+        sync_cluster();  // orders the stores of results before the loads of other warps
         if constexpr (Config::kSplit) {
             if (live > 1) {
                 if (leave_part()) add_parts(out);
@@ -783,7 +785,7 @@ struct Kernel {
         for (u32 unit = begin; unit < end; unit += kThreads<Config>) {
             ptx::st_global(out + 2 * unit, divided(total(unit / kPairs, unit % kPairs)));
         }
-        // Peers may still be reading this block's sums.
+        // Peers may still be reading this block's results.
         if constexpr (Config::kCluster > 1) sync_cluster();
     }
 };

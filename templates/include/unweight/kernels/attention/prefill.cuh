@@ -1,38 +1,37 @@
-// Causal attention of a chunk of one sequence: m tokens from position `start` on, whose keys and values, and those of
-// all tokens before, are in the pages; queries come as `rope` leaves them.
+// Causal attention for a chunk of one sequence: m tokens from position `start` on. Their keys and values, and those of
+// all earlier tokens, are already in the pages; queries come as `rope` writes them.
 //
 // Config (the axes of unweight-codegen/src/family/attention.rs)
 //   u32  kHeadDim        16 * 1..8, or 256  elements of a head
-//   u32  kWarps          of a block, 16 rows each; a row is a query: a token and a head of the group
-//   u32  kStages         slots of the block's ring, a page (64 tokens) each, of heads of 256 half of one; at least 2
-//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: all threads copy 16 bytes
-//                        at a time (cp.async), without barriers
-//   bool kSoftcap        scores are tanh(score * eps), and `scale` is the cap times log2(e)
-//   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, pages of earlier
-//                        tokens included (another chunk may just have written them)
+//   u32  kWarps          warps of a block, 16 rows each; a row is a query, that is, a token and a head of the group
+//   u32  kStages         slots of the block's ring, a page (64 tokens) each, half a page for heads of 256; at least 2
+//   SmemCopy kCopy       kBulk: an elected lane issues bulk copies (TMA); kAsync: all threads issue 16-byte cp.async
+//                        copies, without mbarriers
+//   bool kSoftcap        scores become tanh(score * eps), and `scale` is cap * log2(e)
+//   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, not even pages of
+//                        earlier tokens, because the preceding kernel may have written them (another chunk)
 //
-// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory,
-// grid = ceil(m / tokens) * kv_heads, tokens = floor(kWarps * 16 / group): the last tokens of the chunk first, because
-// they see most.
+// Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, grid = ceil(m /
+// tokens) * kv_heads, tokens = floor(kWarps * 16 / group). The last tokens of the chunk come first, because they attend
+// to the most keys.
 //
-// Roles: none. A block takes `tokens` tokens with all heads of one KV head's group, token by token. Warp 0 copies K and
-// V of a page (one run of memory) to the ring; every warp multiplies half a slot after the other with its own 16 rows
-// (mma.m16n8k16), keeping their maxima, sums and O, and leaves out halves that none of its rows sees.
-// The order of sums is that of tokens: a row's bits follow from the tokens that it sees, from where pages begin, and
-// from nothing else.
+// Roles: none. A block processes `tokens` tokens with all query heads of one KV head's group, token by token. Warp 0
+// copies K and V of a page (contiguous in memory) to the ring. Every warp multiplies each half of a slot with its own
+// 16 rows (mma.m16n8k16), keeps their maxima, sums and O, and skips halves that none of its rows attends to. Sums
+// follow the order of tokens: the bits of a row depend only on the tokens that it attends to and on where pages begin.
 //
-// kAsync: all warps copy a page, a group of copies each, into the slot that everybody left before the block met.
+// kAsync: all warps copy a page, one cp.async group each, into the slot that every warp left before the block barrier.
 //
-// Barriers: full [kStages], 1 arrival + bytes of K and V; empty [kStages], an arrival of each warp that has met after
-// its last load from the slot. Warp 0 asks for a slot's next page in the middle of the page after, when most have left
-// it. The first and the last page hold tokens that are not to be seen by anyone: their values are set to zero in shared
-// memory (a weight of zero does not make a NaN one); then the block meets.
+// Barriers: full [kStages], 1 arrival + bytes of K and V; empty [kStages], one arrival per warp, after __syncwarp
+// behind its last load from the slot. Warp 0 requests the next page of a slot halfway through the following page, when
+// most warps have left the slot. The first and the last page contain tokens that no row may see: their values are
+// zeroed in shared memory (0 * NaN would be NaN), followed by a block barrier.
 //
-// Shared memory = kStages * (256 * kHeadDim + 16), without the 16 where there are no barriers; heads of 256: of 128
-// Global reads per block: 4 * kHeadDim bytes per token that it sees, mostly from L2.
+// Shared memory = kStages * (256 * kHeadDim + 16), without the 16 for kAsync; heads of 256: 128 instead of 256.
+// Global reads per block: 4 * kHeadDim bytes per token that it attends to, mostly from L2.
 //
-// Safety   for any numbers in the page table: a page number that is not below `pages` makes its tokens be left out;
-//          *fault = 1 + the block's first row. The host holds start + m against the table.
+// Safety   for any numbers in the page table: tokens whose page number is not below `pages` are skipped, and
+//          *fault = 1 + the block's first row. The host checks start + m against the table.
 // Bound: tensor cores.
 #pragma once
 
@@ -55,12 +54,12 @@ constexpr u32 kStepTokens = 16;  // the k dimension of m16n8k16
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kPageSlots = Config::kHeadDim > 128 ? 2 : 1;
     static constexpr u32 kTokens = kv::kPageTokens / kPageSlots;                      // of a slot
-    static constexpr u32 kHalfBytes = kv::head_bytes(Config::kHeadDim) / kPageSlots;  // its K, or V
+    static constexpr u32 kHalfBytes = kv::head_bytes(Config::kHeadDim) / kPageSlots;  // K of a slot, or V
     static constexpr u32 kSlotBytes = 2 * kHalfBytes;
 
     static constexpr u32 kRing = 0;
@@ -74,7 +73,7 @@ struct Kernel {
     using Cursor = pipeline::Cursor<Config::kStages>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
     static constexpr u32 kChunks = kHeadDim / 8;
-    static constexpr u32 kTileTokens = S::kTokens / 2;  // what is weighed at a time
+    static constexpr u32 kTileTokens = S::kTokens / 2;  // tokens per call of compute()
     static constexpr u32 kStepBytes = kStepTokens * kHeadDim * 2;
     static constexpr u32 kSteps = kHeadDim / 16;
     static constexpr u32 kNoRow = ~0u;
@@ -86,13 +85,13 @@ struct Kernel {
     const pipeline::Ring<Config::kStages> ring;
     const u64 policy;
     const u32 kv_head;
-    const u32 first_row, rows;          // of the chunk: the block's tokens
-    const u32 first_token, last_token;  // that any of them sees
+    const u32 first_row, rows;          // the block's tokens, as rows of the chunk
+    const u32 first_token, last_token;  // attended to by any row of the block
     const u32 first_slot, slots;
-    const bool any_row;              // of this warp's
-    const u32 all_first, warp_last;  // tokens: the first that all of the warp's rows see, the last that any sees
-    const u32 warp_first, all_last;  // the first that any sees, the last that all see
-    u32 row[2];                      // of the chunk: the tokens of this lane's two rows
+    const bool any_row;              // whether this warp has a row
+    const u32 all_first, warp_last;  // first token that all rows of the warp see, last token that any of them sees
+    const u32 warp_first, all_last;  // first token that any row sees, last token that all of them see
+    u32 row[2];                      // tokens of this lane's two rows, as rows of the chunk
     Cursor load, use;
     u32 loaded = 0;
     Rows<kHeadDim> state;
@@ -131,22 +130,22 @@ struct Kernel {
     UW_DEVICE u32 value_slot(u32 slot) const { return key_slot(slot) + S::kHalfBytes; }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // Of what the block's slot `index` holds.
+    // The page of the block's slot `index`.
     UW_DEVICE u32 page_of(u32 index) const {
         if constexpr (S::kPageSlots == 1) return ptx::ld_global(args.page_table + first_slot + index);
         return ptx::ld_global(args.page_table + (first_slot + index) / S::kPageSlots);
     }
-    // K of that in its page.
+    // K of slot `index` in its page.
     UW_DEVICE const u16* keys_of(u32 page, u32 index) const {
         return args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey) +
                (first_slot + index) % S::kPageSlots * (S::kHalfBytes / 2);
     }
-    // From there, elements to byte `at` of a slot: K and V of a KV head follow each other in a page, and in a slot.
+    // Element offset from there of byte `at` of a slot: V of a KV head follows K in a page, and in a slot.
     UW_DEVICE static u32 element_of(u32 at) {
         if constexpr (S::kPageSlots == 1) return at / 2;
         return at / S::kHalfBytes * (kv::kPageTokens * kHeadDim) + at % S::kHalfBytes / 2;
     }
-    // By all warps, with kAsync: what comes next, into the slot that everybody has left.
+    // kAsync, all warps: copies the next page into the slot that every warp has left.
     UW_DEVICE void copy_next() {
         if (loaded < slots) {
             const u32 page = page_of(loaded);
@@ -162,19 +161,20 @@ struct Kernel {
             load.advance();
             ++loaded;
         }
-        // Also without copies: a wait counts groups.
+        // An empty group is committed, too: cp_async_wait_group counts groups.
         ptx::cp_async_commit_group();
     }
-    // The page that comes next is there for everybody, and everybody has left the one before.
+    // Afterwards the next page is visible to all warps, and all warps have left the page before.
     UW_DEVICE void wait_full() const {
         if constexpr (kAsync<Config>) {
-            ptx::cp_async_wait_group<Config::kStages - 2>();  // this thread's copies
-            ptx::bar_sync();                                  // all threads', and their loads of the page before
+            // Waits for this thread's copies; the barrier adds those of all threads, and loads of the page before.
+            ptx::cp_async_wait_group<Config::kStages - 2>();
+            ptx::bar_sync();
         } else {
             ring.wait_full(use);
         }
     }
-    // By warp 0: what comes next, into the slot that everybody has left.
+    // Warp 0: copies the next page into the slot that every warp has left.
     UW_DEVICE void load_next() {
         if (loaded == slots) return;
         const u32 page = page_of(loaded);
@@ -190,18 +190,18 @@ struct Kernel {
                     ptx::cp_async_bulk_load(key_slot(load.slot) + at, from + element_of(at), kRun, barrier, policy);
                 }
             } else {
-                // The slot's phase completes all the same.
+                // Complete the slot's phase without a copy.
                 ptx::mbarrier_arrive(barrier);
                 ptx::st_global(args.fault, 1 + first_row);
             }
         }
-        ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
+        ptx::bar_warp_sync();  // reconverges the warp; the slot's mbarriers order shared memory
         load.advance();
         ++loaded;
     }
 
     // ---- queries ---------------------------------------------------------------------------------------------------
-    // From memory to the operands: each lane's words of two rows.
+    // Loads the queries from global memory as A operands: each lane has words of two rows.
     UW_DEVICE void load_rows(u32 (&q)[kSteps][4]) {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
@@ -220,7 +220,7 @@ struct Kernel {
     UW_DEVICE u64 head(u32 r) const { return kv_head * args.group + (warp * kRows + lane / 4 + 8 * r) % args.group; }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
-    // By all warps: values of tokens that no row of the block sees.
+    // All warps: zeroes the values of tokens that no row of the block sees.
     UW_DEVICE void clear_values(u32 first) const {
         for (u32 unit = warp * 32 + lane; unit < S::kTokens * kChunks; unit += kThreads<Config>) {
             const u32 token = unit / kChunks;
@@ -230,10 +230,10 @@ struct Kernel {
             }
         }
         if constexpr (!kAsync<Config>)
-            ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
+            ptx::fence_proxy_async_shared();  // orders the stores before the copy that refills the slot
         ptx::bar_sync();                      // and before the loads of other warps
     }
-    // Half a slot, from token `first` of the sequence on, `inside` of the slot.
+    // Processes half a slot. Its first token is `first` of the sequence and `inside` of the slot.
     UW_DEVICE void compute(u32 first, u32 inside, const u32 (&q)[kSteps][4]) {
         if (first > warp_last || first + kTileTokens <= warp_first) return;
         constexpr u32 kColumns = kTileTokens / 8;
@@ -248,7 +248,7 @@ struct Kernel {
         if (first < all_first || first + kTileTokens - 1 > all_last) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
-                // A row without a query may see any key: it is never stored.
+                // A row without a query is never stored, so its mask does not matter.
                 const u32 position = args.start + row[r], from = first_of(position);
 #pragma unroll
                 for (u32 i = 0; i < kColumns * 2; ++i) {
@@ -286,7 +286,7 @@ struct Kernel {
         }
     }
 
-    // ---- the block's life ------------------------------------------------------------------------------------------
+    // ---- entry ------------------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
         if constexpr (!kAsync<Config>) {
             if (warp == 0) {
@@ -294,9 +294,9 @@ struct Kernel {
                     ring.init(1, Config::kWarps);
                     ptx::fence_mbarrier_init();
                 }
-                ptx::bar_warp_sync();  // converges the warp for the barrier below
+                ptx::bar_warp_sync();  // reconverges the warp for the block barrier
             }
-            ptx::bar_sync();  // the barriers are there before anybody waits for one
+            ptx::bar_sync();  // orders the initialization of the mbarriers before any wait
         }
         if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
         if constexpr (kAsync<Config>) {
@@ -316,11 +316,11 @@ struct Kernel {
             if constexpr (kAsync<Config>) copy_next();
             if (there && (first < first_token || first + S::kTokens - 1 > last_token)) clear_values(first);
             if (there && any_row) compute(first, 0, q);
-            // The slot of the page before: a warp that still reads it is not far behind.
+            // Refill the slot of the page before: few warps, if any, still read it.
             if (!kAsync<Config> && warp == 0 && index != 0) load_next();
             if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
             if constexpr (!kAsync<Config>) {
-                ptx::bar_warp_sync();  // every lane's loads come before the warp's arrival
+                ptx::bar_warp_sync();  // orders every lane's loads before the warp's arrival
                 if (ptx::elect_sync()) ring.release(use.slot);
             }
             use.advance();

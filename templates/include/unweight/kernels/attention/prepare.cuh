@@ -1,4 +1,5 @@
-// Heads of a single token before attention: what depends on Config::kPlusOne, and heads of more than two words a lane.
+// Preparation of one head for decode attention: norms as Config::kPlusOne selects, and heads of more than two words per
+// lane.
 #pragma once
 
 #include "unweight/activation/element.cuh"
@@ -12,7 +13,8 @@ UW_DEVICE u32 scale_norm(u32 x, u32 gamma, float scale) {
                             : activation::scale_norm(x, gamma, scale);
 }
 
-// Head `head` of a row of QKV, by a warp: bias, norm (`gamma`, or null) and rotation. To `store(word, value)`.
+// Prepares head `head` of a row of QKV by a warp: bias, norm (`gamma`, or null) and rotation. Results go to
+// `store(word, value)`.
 template <class Config, class Store>
 UW_DEVICE void prepare_large(const AttentionArgs& args, u32 row, u32 position, u32 head, const u16* gamma, bool rotate,
                              Store store) {
@@ -21,7 +23,7 @@ UW_DEVICE void prepare_large(const AttentionArgs& args, u32 row, u32 position, u
     const u64 at = u64(head) * Config::kHeadDim;
     typename Head::Words x = own.load(args.qkv + row * args.qkv_pitch + at), angles;
     if (args.bias != nullptr) own.add_bias(x, args.bias + at);
-    // With kSoftcap `eps` is another number.
+    // With kSoftcap, `eps` is the factor of the scores, and there are no norms.
     if (!Config::kSoftcap && gamma != nullptr) own.norm(x, own.constants(gamma), args.eps);
     if (rotate) {
         const u64 row_at = u64(position) * (args.rope_dim / 2);

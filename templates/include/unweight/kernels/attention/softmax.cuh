@@ -1,5 +1,5 @@
-// What both attention kernels do with a tile of tokens: 16 rows of queries a warp, by mma.m16n8k16. Lane = 4g + t; it
-// holds rows g and g + 8, and of 8 columns 2t and 2t + 1.
+// Online softmax and fragment loads, shared by both attention kernels: a warp has 16 rows of queries, for mma.m16n8k16.
+// Lane = 4g + t holds rows g and g + 8, and columns 2t and 2t + 1 of each 8 columns.
 #pragma once
 
 #include "unweight/activation/element.cuh"
@@ -12,16 +12,16 @@ namespace uw::attention {
 
 constexpr u32 kRows = 16;  // the m dimension of m16n8k16
 constexpr u32 kKey = 0, kValue = 1;
-constexpr u32 kPadPosition = ~0u;  // of a row without a token
+constexpr u32 kPadPosition = ~0u;  // marks a row without a token
 
-// The score of a token that is left out.
+// The score of a masked token.
 UW_DEVICE float left_out() { return ptx::float_from_bits(0xff800000u); }  // -infinity
 
 UW_DEVICE float shfl_sync_bfly(float value, u32 mask) {
     return ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(value), mask));
 }
 
-// tanh of scores times a factor: what is left of a soft cap is a factor of the result.
+// Soft cap: replaces each score by tanh(score * factor). The remaining multiplication by the cap is part of `scale`.
 template <u32 kColumns>
 UW_DEVICE void cap_scores(float (&scores)[kColumns][4], float factor) {
 #pragma unroll
@@ -31,19 +31,19 @@ UW_DEVICE void cap_scores(float (&scores)[kColumns][4], float factor) {
     }
 }
 
-// Elements 2 * pair and 2 * pair + 1 of a head, still to be divided by the sum of weights, whose maximum is `top`.
+// Elements 2 * pair and 2 * pair + 1 of a head, not yet divided by the sum of weights; `top` is the maximum score.
 struct Total {
     float top, sum, low, high;
 };
-// Of a row without weights 0.
+// 1 / sum; 0 for a row without weights.
 UW_DEVICE float inverse(float sum) { return sum == 0.0f ? 0.0f : ptx::div(1.0f, sum); }
 
 UW_DEVICE void store_floats(u32 address, float low, float high) {
     ptx::st_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
 }
 
-// Addresses of what one lane gives to ldmatrix, in tiles of whole groups of 8 rows laid out as pages are: row `row`,
-// and of each pair of chunks the one that `odd` says.
+// Addresses that one lane passes to ldmatrix, for tiles of whole groups of 8 rows in the layout of a page. The lane
+// takes row `row`, and the even or odd chunk (`odd`) of each pair.
 template <u32 kHeadDim>
 struct Lines {
     static constexpr u32 kShift = kv::line_shift(kHeadDim), kMask = (1u << kShift) - 1;
@@ -52,7 +52,7 @@ struct Lines {
     UW_DEVICE Lines(u32 row, u32 odd)
         : line(row / kv::kGroupTokens * (kv::kGroupTokens * kHeadDim * 2) + (row % kv::kGroupTokens << kShift) * 16),
           place((odd ^ row % kv::kGroupTokens >> (3 - kShift)) * 16) {}
-    // Of chunks 2 * pair and 2 * pair + 1.
+    // Address of chunk 2 * pair + odd of the row.
     UW_DEVICE u32 at(u32 tile, u32 pair) const {
         const u32 atom = (2 * pair) >> kShift, inside = (2 * pair & kMask) * 16;
         return tile + line + (atom * kv::kGroupTokens << kShift) * 16 + (place ^ inside);
@@ -64,7 +64,7 @@ template <u32 kHeadDim>
 struct Rows {
     static constexpr u32 kFragments = kHeadDim / 8;
     float o[kFragments][4];
-    float max[2], sum[2];  // sum: of the lane's own columns
+    float max[2], sum[2];  // sum: over this lane's columns only
 
     UW_DEVICE void clear() {
 #pragma unroll
@@ -76,8 +76,8 @@ struct Rows {
         sum[0] = sum[1] = 0.0f;
     }
 
-    // From scores of 8 * kColumns tokens to operands of the product with V; what was summed before is brought to the
-    // new maximum. A row may have no token, here or at all.
+    // Turns scores of 8 * kColumns tokens into operands of the product with V, and rescales earlier sums to the new
+    // maximum. A row may have no tokens in this tile, or none at all.
     template <u32 kColumns>
     UW_DEVICE void weigh(const float (&scores)[kColumns][4], float scale, u32 (&p)[kColumns / 2][4]) {
         float shift[2], factor[2];
@@ -92,13 +92,14 @@ struct Rows {
             top = ptx::max(top, shfl_sync_bfly(top, 1));
             top = ptx::max(top, shfl_sync_bfly(top, 2));
             top = ptx::max(top, max[r]);
-            // A row that has seen no token has no maximum, and nothing to subtract.
+            // A row without tokens so far has no maximum: subtract nothing.
             shift[r] = top == left_out() ? 0.0f : top * scale;
             factor[r] = ptx::ex2_approx(max[r] * scale - shift[r]);
             moved |= top != max[r];
             max[r] = top;
         }
-        // Most tiles move no maximum. A factor of another row's tile is exactly 1.
+        // Most tiles change no maximum. The factor of a row whose maximum stays is exactly 1, so its bits do not depend
+        // on other rows.
         if (ptx::vote_sync_ballot(moved) != 0) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
@@ -117,13 +118,13 @@ struct Rows {
                 const u32 pair = ptx::cvt_rn_bf16x2(ptx::ex2_approx(scores[c][2 * r] * scale - shift[r]),
                                                     ptx::ex2_approx(scores[c][2 * r + 1] * scale - shift[r]));
                 p[c / 2][c % 2 * 2 + r] = pair;
-                // What is divided by is the sum of what V is multiplied by.
+                // The divisor sums the rounded weights, which multiply V.
                 sum[r] += activation::low_of(pair) + activation::high_of(pair);
             }
         }
     }
 
-    // The sums of all of the row's columns, in every lane that holds the row.
+    // Reduces the sums over all columns of the row, in every lane that holds it.
     UW_DEVICE void finish() {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
@@ -133,7 +134,7 @@ struct Rows {
     }
 };
 
-// Operands of the queries: rows of 16, for each step of 16 elements of a head.
+// Loads the queries as A operands: 16 rows, for each step of 16 elements of a head.
 template <u32 kHeadDim>
 UW_DEVICE void load_queries(u32 (&q)[kHeadDim / 16][4], u32 tile, u32 lane) {
     const Lines<kHeadDim> lines(lane % 16, lane / 16);

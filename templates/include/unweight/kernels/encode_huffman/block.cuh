@@ -25,7 +25,7 @@ constexpr u32 kThreads = Config::kStage == EncodeHuffmanStage::kStats   ? kStats
                          : Config::kStage == EncodeHuffmanStage::kScan  ? kScanThreads
                                                                         : kTileThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kHistogram = 0;      // stats: u32 [256][lane]

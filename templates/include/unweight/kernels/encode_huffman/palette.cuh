@@ -5,7 +5,7 @@
 
 namespace uw::encode_huffman {
 
-// Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one encoding.
+// Also sets start_word to 0 (docs/format.md A.7), so a metadata array is valid for one encoding only.
 template <bool kWide>
 UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;

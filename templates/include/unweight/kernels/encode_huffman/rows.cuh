@@ -8,7 +8,7 @@ namespace uw::encode_huffman {
 template <bool kWide>
 UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
-    // Length of each exponent's code; outside the palette one that no row survives.
+    // Code length of each exponent; outside the palette, a length with which no row can be coded.
     constexpr u32 kNoCode = 512;
     u32 table = ptx::cvta_to_shared(ptx::dynamic_smem());
     u32 thread = ptx::tid(), lane = thread % 32, segment = lane % 8, group = lane / 8;
@@ -39,7 +39,7 @@ UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
                 kept[step / 8] = segment == step % 8 ? bits : kept[step / 8];
             }
         }
-        // From (row 4s + g in lane 8g + s) to row l in lane l.
+        // Transposes from (row 4s + g in lane 8g + s) to row l in lane l.
         u32 source = lane % 4 * 8 + lane / 4;
         u32 bits[2] = {ptx::shfl_sync_idx(kept[0], source), ptx::shfl_sync_idx(kept[1], source)};
         u32 mask[2], words = 0;

@@ -1,17 +1,16 @@
-// Stage scan: word and row counts of the tiles to offsets; see unweight/kernels/encode_huffman.cuh.
+// Stage scan: turns the word and row counts of the tiles into offsets; see unweight/kernels/encode_huffman.cuh.
 #pragma once
 
 #include "unweight/kernels/encode_huffman/block.cuh"
 
 namespace uw::encode_huffman {
 
-//
-// One pass: a block publishes the sums of its tiles and adds up those of all blocks before it, a block per thread. It
-// takes a ticket, so that those it waits for already run. Its 4 words of scan_state:
+// One pass: a block publishes the sums of its tiles and adds up those of all preceding blocks, one block per thread.
+// Blocks are numbered by tickets, so those that a block waits for are already running. Its 4 words of scan_state:
 //                         [0] its sums: words (24 bits) | verbatim rows << 24 | most rows of a tile << 44 | 1 << 63
 //                         [1] of block 0: the ticket counter
-// The word carries its own flag. (Running totals that blocks hand on, as in Merrill and Garland 2016, make a chain of
-// round trips to L2.)
+// Word 0 contains its own flag. (Decoupled look-back, as in Merrill and Garland 2016, would make a chain of round trips
+// to L2.)
 
 UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
     u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket

@@ -1,4 +1,4 @@
-// Stage stats: sign_mantissa (unless that is null), and how often each exponent occurs; see
+// Stage stats: writes sign_mantissa (unless it is null) and counts each exponent; see
 // unweight/kernels/encode_huffman.cuh.
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace uw::encode_huffman {
 
-// One increment per element. Counter (exponent, lane) stands at exponent * 128 + lane * 4: each lane has its own bank,
-// and only warps of the block meet in a counter. exponent * 128 is what the element's own bits 7..14 say.
+// One increment per element. Counter (exponent, lane) is at exponent * 128 + lane * 4: each lane has its own bank, and
+// only different warps of the block contend for a counter. exponent * 128 is the element's bits 7..14.
 UW_DEVICE void count_pair(u32 column, u32 pair) {
     ptx::red_add_shared(column + (pair & 0x7f80), 1);
     ptx::red_add_shared(column + (pair >> 16 & 0x7f80), 1);
@@ -24,8 +24,8 @@ UW_DEVICE void stats(const EncodeHuffmanArgs& args) {
     for (u32 at = thread * 16; at < kStatsSmemBytes; at += kStatsThreads * 16) ptx::st_shared_x4(smem + at, U32x4{});
     ptx::bar_sync();  // orders the cleared counters before every warp's additions
 
-    // A warp takes chunks of 512 elements: two loads of 16 bytes and two stores of 8 bytes a lane, each warp-wide
-    // access contiguous.
+    // A warp takes chunks of 512 elements: two 16-byte loads and two 8-byte stores per lane, each warp-wide access
+    // contiguous.
     u64 elements = static_cast<u64>(args.n) * args.k, chunks = elements / 512;
     u64 warps = static_cast<u64>(ptx::nctaid()) * (kStatsThreads / 32);
     u64 warp = static_cast<u64>(ptx::ctaid()) * (kStatsThreads / 32) + thread / 32;
@@ -56,7 +56,7 @@ UW_DEVICE void stats(const EncodeHuffmanArgs& args) {
     ptx::bar_sync();  // orders every warp's additions before the sums over columns
     for (u32 exponent = thread; exponent < 256; exponent += kStatsThreads) {
         u32 count = 0;
-        // Starting at a different column each, the lanes read different banks.
+        // Lanes start at different columns to read different banks.
 #pragma unroll 4
         for (u32 i = 0; i < 32; ++i) count += ptx::ld_shared(smem + exponent * 128 + (exponent + i) % 32 * 4);
         if (count != 0) ptx::red_add_global(args.histogram + exponent, count);

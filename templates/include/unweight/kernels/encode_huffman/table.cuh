@@ -9,9 +9,9 @@ namespace uw::encode_huffman {
 // Optimal code lengths under `limit` (package-merge, Larmore and Hirschberg 1990), by one warp. Lane a < m holds the
 // weight of leaf a, lightest first; the result is that leaf's length. m >= 2.
 //
-// A round merges the leaves with the packages of the round before, a leaf going before a package of the same weight;
-// the place of an item is its rank in its own list plus how many items of the other list go before it. A round leaves
-// behind one bit per place: leaf or package. `scratch`: 256 B merged weights, 128 B flags, 64 B rounds.
+// A round merges the leaves with the packages of the round before; a leaf precedes a package of the same weight. The
+// place of an item is its rank in its own list plus the number of items of the other list that precede it. A round
+// stores one bit per place: leaf or package. `scratch`: 256 B merged weights, 128 B flags, 64 B rounds.
 UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
     u32 merged = scratch, flags = scratch + 256, rounds = scratch + 384;
     u64 package = 0;
@@ -41,7 +41,7 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
         package = lane < packages ? ld_shared_u64(merged + lane * 16) + ld_shared_u64(merged + lane * 16 + 8) : 0;
         ptx::bar_warp_sync();  // orders the loads before the next round's stores, and `rounds` before its loads
     }
-    // 2m - 2 items of the last round are chosen; a chosen package stands for two items of the round before.
+    // 2m - 2 items of the last round are chosen; a chosen package represents two items of the round before.
     u32 chosen = 2 * m - 2, length = 0;
     for (u32 round = limit; round-- > 0;) {
         u32 leaves = ptx::popc(ptx::ld_shared(rounds + round * 4) & ((1u << chosen) - 1));
@@ -64,7 +64,7 @@ UW_DEVICE void table(const EncodeHuffmanArgs& args) {
     }
     ptx::st_global(args.encode_table + thread, 0);
     ptx::bar_sync();  // orders the counts, and the cleared encode table, before what other threads read and write
-    // Most frequent first, of equals the smaller exponent.
+    // Most frequent first; among equals, the smaller exponent.
     u32 rank = 0;
     for (u32 i = 0; i < 256; i += 4) {
         U32x4 c = ptx::ld_shared_x4(counts + 4 * i);

@@ -1,4 +1,4 @@
-// What the stages rows, write and palette share: a warp per tile; see unweight/kernels/encode_huffman.cuh.
+// Shared by the stages rows, write and palette, which use one warp per tile; see unweight/kernels/encode_huffman.cuh.
 #pragma once
 
 #include "unweight/kernels/encode_huffman/block.cuh"
@@ -13,9 +13,9 @@ template <bool kWide>
 constexpr u32 kBatchOf = kWide ? 4 : 1;
 
 struct TilePlace {
-    u32 rows;           // matrix rows in it
-    u32 valid;          // columns that a lane has inside the matrix, 0..8
-    const u16* source;  // a lane's first element in step 0
+    u32 rows;           // rows of the matrix in the tile
+    u32 valid;          // number of a lane's columns inside the matrix, 0..8
+    const u16* source;  // the lane's first element in step 0
 };
 
 UW_DEVICE TilePlace place(const EncodeHuffmanArgs& args, u32 tile, u32 lane) {
@@ -26,7 +26,7 @@ UW_DEVICE TilePlace place(const EncodeHuffmanArgs& args, u32 tile, u32 lane) {
             args.weights + static_cast<u64>(row + lane / 8) * args.k + column};
 }
 
-// Eight elements of one row, two a word; pad columns hold the exponent of palette entry 0, as A.5 codes them.
+// Eight elements of one row, two per word; pad columns hold the exponent of palette entry 0, as A.5 codes them.
 // kWide: k is a multiple of 8, so that eight elements are aligned and wholly inside or outside.
 template <bool kWide>
 UW_DEVICE U32x4 load_eight(const EncodeHuffmanArgs& args, const TilePlace& p, u32 step, u32 group, u32 pad) {
@@ -53,8 +53,8 @@ UW_DEVICE u32 pad_pair(const EncodeHuffmanArgs& args) {
     return exponent << 7 | exponent << 23;
 }
 
-// Table entry of the exponent in the low or the high half of a pair. Trained exponents are neighbours, so the lanes of
-// a warp read different banks or the same word.
+// Table entry of the exponent in the low or the high half of a pair. Exponents of trained weights are close together,
+// so the lanes of a warp read different banks or the same word.
 UW_DEVICE u32 entry_low(u32 table, u32 pair) { return ptx::ld_shared(table + (pair >> 5 & 0x3fc)); }
 UW_DEVICE u32 entry_high(u32 table, u32 pair) { return ptx::ld_shared(table + (pair >> 21 & 0x3fc)); }
 
@@ -66,7 +66,7 @@ UW_DEVICE U32x2 exponent_bytes(const TilePlace& p, const U32x4& v) {
     return {low, high};
 }
 
-// Bits below row r of the bitmask.
+// Number of verbatim rows before row r.
 UW_DEVICE u32 rows_before(const TileMetadata& m, u32 row) {
     u32 low = row >= 32 ? ~0u : (1u << row) - 1, high = row >= 32 ? (1u << (row - 32)) - 1 : 0;
     return ptx::popc(m.verbatim_low & low) + ptx::popc(m.verbatim_high & high);
@@ -80,7 +80,7 @@ UW_DEVICE TileMetadata load_metadata(const EncodeHuffmanArgs& args, u32 tile) {
     return {v.x, v.y, v.z, v.w};
 }
 
-// False, and the fault is noted, if a tile's verbatim rows do not fit.
+// Returns false and records the fault if a tile's verbatim rows do not fit.
 UW_DEVICE bool rows_fit(const EncodeHuffmanArgs& args, const TileMetadata& m, u32 lane) {
     u32 count = ptx::popc(m.verbatim_low) + ptx::popc(m.verbatim_high);
     bool fits = static_cast<u64>(m.verbatim_row_offset) + count <= args.capacity_rows;

@@ -5,8 +5,7 @@
 
 namespace uw::encode_huffman {
 
-// ORs `bits` (up to 64 of them) into a zeroed bitstream in shared memory. Neighbouring lanes share words, hence
-// atomics.
+// ORs up to 64 `bits` into a zeroed bitstream in shared memory. Adjacent lanes share words, so this uses atomics.
 UW_DEVICE void put(u32 stream, u32 position, u64 bits) {
     u32 low = static_cast<u32>(bits), high = static_cast<u32>(bits >> 32), shift = position % 32;
     u32 address = stream + position / 32 * 4;
@@ -24,7 +23,7 @@ UW_DEVICE u32 join_pair(u32 table, u32 pair, u32& length) {
     return (a & 0xffff) | (b & 0xffff) << length_a;
 }
 
-// Codes of eight elements, at most 120 bits, in two pieces of at most 60.
+// Codes of eight elements, at most 120 bits, in two pieces of at most 60 bits.
 struct Codes {
     u64 left, right;
     u32 left_length, length;  // of `left`; of both
@@ -39,8 +38,8 @@ UW_DEVICE Codes codes_of(u32 table, const U32x4& v) {
             left, left + length[2] + length[3]};
 }
 
-// The same for codes of at most 7 bits: four fit a word. Words fill from the top, so that a funnel shift both makes
-// room and appends, and nothing needs a mask; the shift takes the count's low five bits.
+// The same for codes of at most 7 bits: four fit in a word. Words fill from the top, so one funnel shift both makes
+// room and appends, without masks; the shift amount is the count's low five bits.
 constexpr u32 kShortCode = 7;
 
 struct ShortCodes {
@@ -54,7 +53,7 @@ UW_DEVICE u32 join_four(u32 table, u32 first, u32 second, u32& length) {
     length = 0;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
-        // Bits of the entry above the code fall off: the count is the code's length.
+        // Bits of the entry above the code are shifted out: the count is the code's length.
         u32 count = e[i] >> 16;
         word = ptx::shf_r_wrap(word, e[i], count);
         length += count;
@@ -65,7 +64,7 @@ UW_DEVICE u32 join_four(u32 table, u32 first, u32 second, u32& length) {
 UW_DEVICE ShortCodes short_codes_of(u32 table, const U32x4& v) {
     u32 left_length, right_length;
     u32 left = join_four(table, v.x, v.y, left_length), right = join_four(table, v.z, v.w, right_length);
-    // right >> (32 - right_length), and the like of left: also where no element has a code.
+    // right >> (32 - right_length), and likewise left; correct even if no element has a code.
     u32 aligned = ptx::shf_l_wrap(right, 0, right_length), rest = ptx::shf_r_wrap(0, left, right_length);
     return {ptx::shf_r_wrap(left, aligned, right_length), rest, left_length + right_length};
 }
@@ -107,7 +106,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
         TilePlace p = place(args, tile, lane);
         TileMetadata m = load_metadata(args, tile);
         const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
-        // Rows `lane` and `lane + 32` in one scan, as the decoder does.
+        // Rows `lane` and `lane + 32` in one scan, as in the decoder.
         u32 low = lane < p.rows && !is_verbatim(m, lane) ? ptx::ld_global_nc_u8(lengths) + kRowBitsMin : 0;
         u32 high =
             lane + 32 < p.rows && !is_verbatim(m, lane + 32) ? ptx::ld_global_nc_u8(lengths + 32) + kRowBitsMin : 0;
@@ -157,7 +156,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                     if (row >= p.rows) {
                         // A pad row has no bits.
                     } else if (is_verbatim(m, row)) {
-                        // Rare: the record is read again rather than kept in registers.
+                        // Rare: the record is reloaded rather than kept in registers.
                         TileMetadata again = load_metadata(args, tile);
                         if (rows_fit(args, again, segment)) store_verbatim(args, p, again, row, segment, v[i + j]);
                     } else if constexpr (kShort) {
@@ -176,7 +175,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
         if (words_ok) {
             u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
             for (u32 at = lane; at < words; at += 32) ptx::st_global(out + at, ptx::ld_shared(stream + at * 4));
-            // The section ends on 16 bytes (docs/format.md A.6).
+            // The section is padded to 16 bytes (docs/format.md A.6).
             u32 pads = 0 - (m.start_word + words) & 3;
             if (tile == tiles - 1 && lane < pads &&
                 m.start_word + static_cast<u64>(words) + lane < args.capacity_words) {

@@ -1,4 +1,4 @@
-// The reconstructive matmul with the batch on the rows of wgmma; see unweight/kernels/gemm_recon.cuh.
+// Reconstructive GEMM with the batch on the rows of wgmma; see unweight/kernels/gemm_recon.cuh.
 #pragma once
 
 #include "unweight/epilogue/store.cuh"
@@ -12,7 +12,7 @@ enum class NamedBarrier : u32 {
     kConsumers = 1,
 };
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem : SourceSizes<Config> {
     using Sizes = SourceSizes<Config>;
@@ -44,9 +44,9 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     static constexpr u32 kProducerRegisters = 40;
     static constexpr u32 kConsumerRegisters = 232;
     static constexpr u32 kAccumulators = Base::kTaskColumns / 2;
-    static constexpr u32 kPieceSums = kAccumulators / kSplits;  // of each thread: what one block of a cluster adds up
+    static constexpr u32 kPieceSums = kAccumulators / kSplits;  // per thread: sums that one block of a cluster reduces
     static constexpr u32 kPieceColumns = Base::kTaskColumns / kSplits;
-    static constexpr u32 kVectorBytes = kConsumerThreads * 16;  // four sums of each thread
+    static constexpr u32 kVectorBytes = kConsumerThreads * 16;  // four sums per thread
     static_assert(kSplits == 1 || kPieceColumns % 16 == 0, "the output is stored in groups of 16 columns");
     static_assert((kSplits - 1) * (kPieceSums / 4) * kVectorBytes <= S::kB, "what a cluster exchanges overlays X");
     using Base::args, Base::shared, Base::rank, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns,
@@ -77,8 +77,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         if (warp == 0) Base::load_sources(first_column(task), m_tasks() == 1);
         if (warp == 1) load_activations(first_row(task), first_column(task));
         if constexpr (kSplits > 1) {
-            // As often as the warps that multiply. Behind the second meeting X is free again: its sums have been read.
-            ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
+            // Matches the consumers' cluster barriers. After the second one X is free: its sums have been read.
+            ptx::bar_warp_sync();  // reconverges the warp for the cluster barrier
             sync_cluster();
             sync_cluster();
         }
@@ -100,13 +100,13 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                     ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier,
                                      policy);
             }
-            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // reconverges the warp; the slot's mbarriers order shared memory
             x_cursor.advance();
         }
     }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
-    // What a lane joins in one step: 16 weights of each n tile.
+    // What a lane joins in one step: 16 weights of each of kNTiles tiles.
     struct Staged {
         U32x4 sign_mantissa[kNTiles];
         U32x4 exponents[kPaletteSource<Config> ? 1 : kNTiles];
@@ -116,7 +116,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 
     struct Place {
         u32 thread, warp, lane, warpgroup;
-        u32 b_first, b_second;  // where the lane's two chunks go in a tile of B
+        u32 b_first, b_second;  // offsets of the lane's two chunks in a tile of B
 
         UW_DEVICE Place() {
             const u32 consumer_warp = ptx::uniform_warp_index() - pipeline::kWarpgroupWarps;
@@ -185,8 +185,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 
     UW_DEVICE u32 b_address() const { return shared + S::kB + b_buffer * S::kBBytes; }
 
-    // kActive: whether this warpgroup has rows of X in the task. Two bodies instead of a branch around wgmma, which
-    // would cost a serialised pipeline.
+    // kActive: whether this warpgroup has rows of X in the task. Two instantiations instead of a branch around wgmma,
+    // which would make the compiler serialize it.
     template <bool kActive>
     UW_DEVICE void compute_steps(const Place& p) {
         const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette)
@@ -249,20 +249,20 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         }
     }
 
-    // ---- partial sums ----------------------------------------------------------------------------------------------
+    // ---- partial sums -----------------------------------------------------------------------------------------------
     UW_DEVICE static void sync_cluster() {
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
 
-    // Block r of a cluster adds up and stores columns r * kPieceColumns.. of the task: registers r * kPieceSums.. of
-    // every thread. What the others add up it leaves over X, [their pieces in order][4 sums][thread] fp32, and to its
-    // own it adds what they left, in the order of their ranks: the same bits in every run. Warps without rows have no
-    // part in it but the meetings. Ends with the arrival at the second one, which says that all has been read.
+    // Block r of a cluster reduces and stores columns r * kPieceColumns.. of the task, that is, registers r *
+    // kPieceSums.. of every thread. It writes the peers' pieces over X, [peers in order][4 sums][thread] fp32, and adds
+    // the peers' sums to its own piece in order of rank: bit-identical in every run. Warps without rows take part only
+    // in the barriers. Ends with the arrival at the second cluster barrier, which signals that all sums have been read.
     UW_DEVICE void exchange(float (&own)[kPieceSums], bool has_rows, const Place& p) {
         constexpr u32 kVectors = kPieceSums / 4, kPeers = kSplits - 1;
         const u32 sums = shared + S::kX + p.thread * 16;
-        // Reads below stay below: ptxas takes one among the wgmma for a reason to serialise all of them (C7514).
+        // Keeps the reads below in place: ptxas serializes all wgmma if one moves between them (C7514).
 #pragma unroll
         for (u32 i = 0; i < kAccumulators; ++i) ptx::pin(accumulators[i]);
 #pragma unroll
@@ -272,7 +272,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 #pragma unroll
                 for (u32 i = 0; i < kPieceSums; ++i) own[i] = d[i];
             } else if (has_rows) {
-                // The barrier behind the last step: both warpgroups' wgmma have read X.
+                // X is free: in the barrier after the last step, both warpgroups' wgmma have read it.
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) {
                     ptx::st_shared_x4(sums + ((piece - (piece > rank)) * kVectors + i) * kVectorBytes,
@@ -281,8 +281,9 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 }
             }
         }
-        ptx::bar_warp_sync();  // converges the warp for the cluster's barrier, which orders the sums
-        sync_cluster();        // all blocks have left their sums
+        // Reconverges the warp for the cluster barrier, which orders the sums of all blocks before their loads.
+        ptx::bar_warp_sync();
+        sync_cluster();
         if (has_rows) {
             U32x4 v[kPeers][kVectors];
 #pragma unroll
@@ -303,9 +304,9 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 }
             }
         }
-        // Behind the second meeting warp 1 has the copy engine fill X again, here and in the blocks that were read.
+        // After the second cluster barrier, warp 1 refills X by TMA, here and in the blocks that were read.
         ptx::fence_proxy_async();
-        ptx::bar_warp_sync();  // converges the warp for the cluster's barrier, which orders the fenced loads
+        ptx::bar_warp_sync();  // reconverges the warp for the cluster barrier, which orders the fenced loads
         ptx::barrier_cluster_arrive();
     }
 
@@ -323,10 +324,10 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             exchange(own, left > 0, p);
             epilogue::store_rows<kStoreAdd<Config>>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
-            ptx::bar_warp_sync();         // converges the warp for the cluster's barrier
-            ptx::barrier_cluster_wait();  // the second meeting: peers have read this block's sums
+            ptx::bar_warp_sync();         // reconverges the warp for the cluster barrier
+            ptx::barrier_cluster_wait();  // the second barrier: peers have read this block's sums
         }
-        // The next task's weights go where the output was staged.
+        // The next task's weights overwrite the staged output.
         ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
     }
 };

@@ -1,5 +1,5 @@
-// What both shapes of the reconstructive matmul share: the sources of W, from global memory to their ring, and the
-// order of the k steps.
+// Shared by both shapes of the reconstructive GEMM: the copies of W's sources to their ring, and the order of the k
+// steps.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -26,7 +26,7 @@ constexpr u32 kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr u32 kConsumerWarps = kConsumerThreads / 32;
 constexpr u32 kBBuffers = 3;
 
-// Sizes in shared memory that do not depend on who owns the rows of wgmma.
+// Sizes in shared memory that do not depend on which operand is on the rows of wgmma.
 template <class Config>
 struct SourceSizes {
     static constexpr u32 kBoxBytes = kTile * kTile * 2;  // 64 rows of X, or one joined tile of W
@@ -41,7 +41,7 @@ struct SourceSizes {
     static constexpr u32 kMaskSlotBytes = kHasVerbatim ? Config::kNTiles * 8 : 0;
 };
 
-// Which of the k steps of a task are this block's: a contiguous share, never empty (the grid refuses a shorter k).
+// The k steps of a task that this block computes: a contiguous share, never empty (the host rejects a shorter k).
 template <u32 kSplits>
 struct Share {
     const u32 rank = ptx::cluster_ctarank();
@@ -55,14 +55,14 @@ struct Share<1> {
     UW_DEVICE static u32 count(u32 steps) { return steps; }
 };
 
-// S: the offsets, on top of SourceSizes. kSplits: blocks of a cluster that share the k steps of a task. The base of
-// either kernel.
+// Base of both kernels. S: the offsets, derived from SourceSizes. kSplits: blocks of a cluster that share the k steps
+// of a task.
 template <class Config, class S, u32 kSplits = 1>
 struct SourceRing : Share<kSplits> {
     static constexpr u32 kCluster = kSplits;
     static constexpr u32 kNTiles = Config::kNTiles;
     static constexpr u32 kTaskColumns = kNTiles * kTile;
-    static constexpr u32 kMetadataBatch = 32 / kNTiles;  // steps whose metadata one load of a warp brings
+    static constexpr u32 kMetadataBatch = 32 / kNTiles;  // steps whose metadata a warp loads at once
     static_assert(Config::kStages >= 2, "one stage is read while another is filled");
     static_assert(kNTiles >= 1 && kNTiles <= 4, "wgmma takes up to 256 columns");
     static_assert(Config::kVerbatimRows <= kTile, "a tile has 64 rows");
@@ -83,21 +83,21 @@ struct SourceRing : Share<kSplits> {
 
     UW_DEVICE u32 steps() const { return this->count(args.tile_cols); }
 
-    // Neighbouring tasks walk k from different places: in step they would all ask for the same lines of X at the same
-    // time, at m = 1 a single one. It fixes the order of each sum, which depends on the column and on nothing else.
-    // `step` may be past the end by less than one round.
+    // Adjacent tasks start at different k steps; otherwise they would all read the same lines of X at the same time, at
+    // m = 1 a single line. This fixes the order of each sum, which depends only on the column. `step` may be past the
+    // end by less than one round.
     UW_DEVICE u32 rotated(u32 step, u32 column) const {
         const u32 s = step + column / kTaskColumns * 5 % steps();
         return this->first(args.tile_cols) + (s >= steps() ? s - steps() : s);
     }
 
-    // The part of a TileMetadata that the matmul needs.
+    // The part of a TileMetadata that the kernel needs.
     struct Verbatim {
         u32 offset, low, high;
     };
 
-    // Lane j * kMetadataBatch + i holds the metadata of n tile j at step `step + i`; other lanes, and steps past the
-    // end, hold none.
+    // Lane j * kMetadataBatch + i holds the metadata of tile j at step `step + i`; other lanes, and steps past the end,
+    // hold none.
     UW_DEVICE Verbatim load_metadata(u32 tile_row, u32 step, u32 lane) const {
         Verbatim v{0, 0, 0};
         const u32 j = lane / kMetadataBatch, i = lane % kMetadataBatch;
@@ -112,18 +112,18 @@ struct SourceRing : Share<kSplits> {
     UW_DEVICE void load_sources(u32 column, bool once) {
         const u32 lane = ptx::laneid();
         const bool leader = ptx::elect_sync();
-        // Weights that no other task reads should not push out what others do.
+        // Weights that no other task reads should not evict those that others read.
         const u64 policy = ptx::createpolicy_l2(once ? L2::kEvictFirst : L2::kNormal);
         const u32 tile_row = column / kTile;
         [[maybe_unused]] Verbatim now{0, 0, 0}, next{0, 0, 0};
         if constexpr (S::kHasVerbatim) next = load_metadata(tile_row, 0, lane);
         [[maybe_unused]] u32 in_batch = kMetadataBatch;
         for (u32 step = 0; step < steps(); ++step) {
-            sources.wait_empty(source_cursor);  // each consumer warp has arrived after it joined what it loaded
+            sources.wait_empty(source_cursor);  // each consumer warp arrives after it has joined its loads
             const u32 slot = source_cursor.slot;
             const u32 barrier = sources.full(slot), k_step = rotated(step, column);
             if (leader) {
-                // The phase cannot end before the arrival below.
+                // The phase cannot complete before the arrival below.
                 ptx::mbarrier_expect_tx(barrier, S::kSignSlotBytes + S::kExponentSlotBytes);
                 const u32 sign = shared + S::kSign + slot * S::kSignSlotBytes;
                 const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes;
@@ -137,7 +137,7 @@ struct SourceRing : Share<kSplits> {
                                             barrier, policy);
                 }
             }
-            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // reconverges the warp; the slot's mbarriers order shared memory
             if constexpr (S::kHasVerbatim) {
                 if (in_batch == kMetadataBatch) {
                     in_batch = 0;
@@ -154,7 +154,7 @@ struct SourceRing : Share<kSplits> {
         }
     }
 
-    // One lane: the mask and the rows of n tile j. Neither buffer nor store is overrun, whatever the metadata says.
+    // One lane: loads the mask and rows of tile j. Counts are clamped to the slot and to the section for any metadata.
     UW_DEVICE void load_verbatim(const Verbatim& v, u32 j, u32 slot) const {
         const u32 mask = shared + S::kMask + slot * S::kMaskSlotBytes + j * 8;
         ptx::st_shared_x2(mask, {v.low, v.high});
@@ -170,7 +170,7 @@ struct SourceRing : Share<kSplits> {
                                 args.verbatim_exponents + u64(v.offset) * kTile, rows * kTile, barrier);
     }
 
-    // Which of a tile's verbatim rows is `row`, whose bit is set.
+    // The index of `row` among a tile's verbatim rows; its bit must be set.
     UW_DEVICE static u32 verbatim_index(U32x2 mask, u32 row) {
         const u32 below = (1u << (row % 32)) - 1;
         return row < 32 ? ptx::popc(mask.x & below) : ptx::popc(mask.x) + ptx::popc(mask.y & below);

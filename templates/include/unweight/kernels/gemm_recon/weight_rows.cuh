@@ -1,4 +1,4 @@
-// The reconstructive matmul with the weights on the rows of wgmma, Y^T = W * X^T; see unweight/kernels/gemm_recon.cuh.
+// Reconstructive GEMM with the weights on the rows of wgmma, Y^T = W * X^T; see unweight/kernels/gemm_recon.cuh.
 #pragma once
 
 #include "unweight/epilogue/store.cuh"
@@ -9,14 +9,14 @@ namespace uw::gemm_recon::weight_rows {
 
 constexpr u32 kMaxBatch = 256;  // rows of X in a task: the columns of one wgmma
 constexpr u32 kXRows = 3 * kMaxBatch;
-constexpr u32 kXSlots = kXRows / kTile;  // when a slot holds 64 rows
+constexpr u32 kXSlots = kXRows / kTile;  // if a slot holds 64 rows
 
 enum class NamedBarrier : u32 {
     kFirstWarpgroup = 1,
     kSecondWarpgroup = 2,
 };
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem : SourceSizes<Config> {
     using Sizes = SourceSizes<Config>;
@@ -43,7 +43,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     using OutputTile = smem::Bf16Tile<kTile>;  // 64 rows of Y by the 64 features of a tile
     static constexpr u32 kProducerRegisters = 40;
     static constexpr u32 kConsumerRegisters = 232;
-    static constexpr u32 kUnits = 2;  // blocks of 8 rows of W that a warp joins in one step
+    static constexpr u32 kUnits = 2;  // blocks of 8 rows of W that a warp joins per step
     static_assert(Config::kNTiles == kConsumerWarpgroups, "a warpgroup owns a tile");
     using Base::args, Base::shared, Base::sources, Base::source_cursor, Base::kTaskColumns, Base::steps, Base::rotated;
 
@@ -67,8 +67,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         u32 column;     // of Y
     };
 
-    // Rows of X in a slot: one number for the whole launch, so that slots do not move. A small batch has more and
-    // smaller slots.
+    // Rows of X in a slot: fixed for a launch, so that slots do not move. A small batch has more and smaller slots.
     UW_DEVICE u32 slot_rows() const { return args.m <= 64 ? 64 : args.m <= 128 ? 128 : kMaxBatch; }
     UW_DEVICE u32 slots() const { return kXRows / slot_rows(); }
     UW_DEVICE u32 slot_address(u32 slot) const { return shared + S::kX + slot * slot_rows() * (kTile * 2); }
@@ -81,8 +80,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     UW_DEVICE u32 m_tasks() const { return (args.m + slot_rows() - 1) / slot_rows(); }
     UW_DEVICE u32 whole_tasks() const { return m_tasks() * (args.n / kTaskColumns); }
     UW_DEVICE u32 tasks_in_rounds() const { return whole_tasks() - whole_tasks() % ptx::nctaid(); }
-    // The tasks that do not fill a round of the grid are cut in two or four along m where the pieces still fit one
-    // round.
+    // Tasks that do not fill a wave of the grid are cut in two or four along m if the pieces still fit one wave.
     UW_DEVICE u32 pieces() const {
         const u32 left = whole_tasks() % ptx::nctaid();
 #pragma unroll
@@ -115,7 +113,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const u32 boxes = (t.rows + kTile - 1) / kTile;
         for (u32 step = 0; step < steps(); ++step) {
-            // The wgmma that read the slot are done, in both warpgroups.
+            // The wgmma that read the slot are complete in both warpgroups.
             ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);
             if (leader) {
                 const u32 barrier = activations.full(x_slot), slot = slot_address(x_slot),
@@ -126,7 +124,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                                      policy);
                 }
             }
-            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // reconverges the warp; the slot's mbarriers order shared memory
             advance_x();
         }
     }
@@ -141,9 +139,9 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     };
 
     struct Place {
-        u32 thread, warp, lane;  // inside the warpgroup
+        u32 thread, warp, lane;  // within the warpgroup
         u32 tile;                // the warpgroup, and its tile of W
-        u32 b_first, b_second;   // where the lane's two chunks go in a block
+        u32 b_first, b_second;   // offsets of the lane's two chunks in a block
 
         UW_DEVICE Place() {
             const u32 consumer_warp = ptx::uniform_warp_index() - pipeline::kWarpgroupWarps;
@@ -159,7 +157,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         UW_DEVICE u32 block(u32 unit) const { return warp * kUnits + unit; }
     };
 
-    // One barrier per warpgroup. Both numbers are literals: a barrier chosen at run time makes the compiler serialise
+    // One named barrier per warpgroup, each with a literal id: an id chosen at run time makes the compiler serialize
     // wgmma.
     UW_DEVICE void sync_warpgroup(const Place& p) const {
         if (p.tile == 0) {
@@ -226,8 +224,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         }
     }
 
-    // kBatch: columns of wgmma, at least t.rows. Columns past the batch hold whatever X's slot held, and are not
-    // stored.
+    // kBatch: columns of wgmma, at least t.rows. Columns past the batch hold stale data of X's slot and are not stored.
     template <u32 kBatch>
     UW_DEVICE void multiply(const Task& t, const Place& p) {
         float accumulators[kBatch / 2];
@@ -277,13 +274,13 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         for (u32 group = 0; group < kBatch / kTile; ++group) store(accumulators, group, t, p);
     }
 
-    // 64 rows of Y, turned over in one of the warpgroup's buffers of B; groups alternate between buffers.
+    // Stores 64 rows of Y, transposed in one of the warpgroup's B buffers; groups alternate between buffers.
     template <u32 kRegisters>
     UW_DEVICE void store(float (&accumulators)[kRegisters], u32 group, const Task& t, const Place& p) const {
         const u32 staging = b_tile(group % 2, p);
         const u32 first = group * kTile, rows = t.rows > first ? t.rows - first : 0;
         u16* y = static_cast<u16*>(args.y) + u64(t.row + first) * args.n + t.column + p.tile * kTile;
-        constexpr u32 kChunks = kTile * kTile * 2 / smem::kChunkBytes / pipeline::kWarpgroupThreads;  // of each thread
+        constexpr u32 kChunks = kTile * kTile * 2 / smem::kChunkBytes / pipeline::kWarpgroupThreads;  // per thread
         const u32 chunk = p.thread % 8;
         if constexpr (kStoreAdd<Config>) {
 #pragma unroll
@@ -295,7 +292,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             }
             sync_warpgroup(p);
         }
-        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
+        // A fragment is 16 features by 8 batch rows. Order of the transposed matrices: features 0..7 and 8..15 of one
         // fragment, then of the next.
         const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
 #pragma unroll
@@ -320,8 +317,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                 ptx::st_global_x4(y + u64(row) * args.n + chunk * 8,
                                   ptx::ld_shared_x4(staging + OutputTile::offset(row, chunk)));
         }
-        // The group after the next writes here again, and the barrier of the next one comes between; the next task's
-        // weights have no such barrier.
+        // The group after next reuses this buffer, and the next group's barrier is in between. The next task's weights
+        // have no such barrier.
         if (group + 1 == kRegisters * 2 / kTile) sync_warpgroup(p);
     }
 
@@ -338,7 +335,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         }
     }
 
-    // Stored by `multiply`, whose accumulators have the size of the task.
+    // Done by `multiply`, whose accumulators have the size of the task.
     UW_DEVICE void finish(u32) {}
 };
 

@@ -15,7 +15,7 @@ using packed::kTile;
 
 constexpr u32 kWarpgroupThreads = 128;
 constexpr u32 kWarpgroupWarps = 4;
-constexpr u32 kBoxRows = 32;  // of args.y_map
+constexpr u32 kBoxRows = 32;  // rows of a box of args.y_map
 
 enum class NamedBarrier : u32 {
     kFirstWarpgroup = 1,
@@ -24,8 +24,8 @@ enum class NamedBarrier : u32 {
     kConsumers = 4,
 };
 
-// The escapes of a row block in a slot: their number, up to kSlotRecords records, and the index of the list for those
-// that do not fit.
+// Escapes of a row block in a slot: their count, up to kSlotRecords records, and the index of the list for records that
+// do not fit.
 constexpr u32 kSlotRecords = 14;
 constexpr u32 kBlockRecordBytes = (1 + kSlotRecords + 1) * 4;
 constexpr u32 kTileRecordBytes = packed::kTileBlocks * kBlockRecordBytes;
@@ -33,26 +33,26 @@ constexpr u32 kTileRecordBytes = packed::kTileBlocks * kBlockRecordBytes;
 template <class Config>
 constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
 
-// Offsets of the sections in dynamic shared memory, and their sum.
+// Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
-    // A box without rows of the batch is not asked for: rows that the copy engine fills with zeros take it longer than
-    // those that it reads. What is multiplied there instead are sums of rows that are not stored.
+    // A box without rows of the batch is not loaded: TMA takes longer to zero-fill rows than to read them. The multiply
+    // uses stale data there, and the sums of those rows are not stored.
     static constexpr u32 kXBoxRows = 32;
     static constexpr u32 kXBoxes = Config::kBatchTile / kXBoxRows;
     static constexpr u32 kXBoxBytes = kXBoxRows * smem::kSwizzleBytes;
     static constexpr u32 kXBytes = kXBoxes * kXBoxBytes;
     static constexpr u32 kWBytes = Config::kWarpgroups * packed::kTileBytes;
-    // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
+    // A warpgroup transposes its part of Y in pieces of kStoreRows batch rows by 64 features.
     static constexpr u32 kStoreRows =
         Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
     static constexpr u32 kPieces = Config::kBatchTile / kStoreRows;
     static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
     static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
 
-    // What a cluster exchanges, over the drained ring.
+    // Sums that the blocks of a cluster exchange, over the drained ring.
     static constexpr u32 kSums = 0;
-    static constexpr u32 kSumBytes = kTile * Config::kBatchTile * 4;  // of a warpgroup
+    static constexpr u32 kSumBytes = kTile * Config::kBatchTile * 4;  // per warpgroup
 
     static constexpr u32 kX = 0;
     static constexpr u32 kW = kX + Config::kStages * kXBytes;
@@ -61,7 +61,7 @@ struct Smem {
     static constexpr u32 kBarriers =
         kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
     static constexpr u32 kOldBarriers =
-        kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
+        kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one per warpgroup: the old Y has landed
     static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0,
@@ -70,9 +70,9 @@ struct Smem {
                   "a cluster's sums fit over the ring");
 };
 
-// A thread of the warpgroups that multiply.
+// Position of a consumer thread.
 struct Place {
-    u32 thread, warp, lane;  // inside the warpgroup
+    u32 thread, warp, lane;  // within the warpgroup
     u32 warpgroup;
 
     UW_DEVICE Place() {
@@ -84,7 +84,7 @@ struct Place {
     }
 };
 
-// What every role knows. The layers above it (Load, Escapes, Mainloop, Reduce, Epilogue) add functions and no state.
+// State that every role needs. The layers above (Load, Escapes, Mainloop, Reduce, Epilogue) add functions and no state.
 template <class Config>
 struct Block {
     using S = Smem<Config>;
@@ -92,11 +92,11 @@ struct Block {
     using OutputTile = smem::Bf16Tile<S::kStoreRows>;
     using GatedTile = smem::Bf16HalfTile<S::kStoreRows>;
     static constexpr u32 kOutputRowBytes = kSiluMul<Config> ? GatedTile::kRowBytes : smem::kSwizzleBytes;
-    static constexpr u32 kTileOutputs = kSiluMul<Config> ? kTile / 2 : kTile;  // features of Y of a row of tiles of W
+    static constexpr u32 kTileOutputs = kSiluMul<Config> ? kTile / 2 : kTile;  // features of Y per row of tiles of W
     static constexpr u32 kAccumulators = Config::kBatchTile / 2;
     static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
-    // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may
-    // have 255 each.
+    // Register budget out of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One warpgroup
+    // needs no setmaxnreg: 256 threads may have 255 registers each.
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
     static constexpr u32 kProducerRegisters = 56;
     static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 224 : 152;
@@ -123,10 +123,9 @@ struct Block {
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
           schedule(a, (a.n + kTileRows - 1) / kTileRows, batch_tiles) {}
 
-    // Tiles of Y that share weights are neighbours: a round reads each weight once from memory and X from L2.
+    // Tiles of Y that share weights are adjacent: a wave reads each weight once from memory, and X from L2.
     UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
-    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are
-    // dropped.
+    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last row and discards its sums.
     UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const {
         return s.tile / batch_tiles * Config::kWarpgroups + warpgroup;
     }
@@ -140,8 +139,8 @@ struct Block {
         return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes;
     }
 
-    // One barrier per warpgroup, each named in its own branch: a barrier chosen at run time makes the compiler
-    // serialise wgmma.
+    // One named barrier per warpgroup, each with a literal id in its own branch: an id chosen at run time makes the
+    // compiler serialize wgmma.
     UW_DEVICE static void sync_warpgroup(const Place& p) {
         if (Config::kWarpgroups == 1 || p.warpgroup == 0) {
             ptx::bar_sync(NamedBarrier::kFirstWarpgroup, kWarpgroupThreads);

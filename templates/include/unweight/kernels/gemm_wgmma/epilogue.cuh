@@ -1,4 +1,4 @@
-// Sums to Y through shared memory and the copy engine; see unweight/kernels/gemm_wgmma.cuh.
+// Stores sums to Y through shared memory and TMA; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"
@@ -25,17 +25,17 @@ struct Epilogue : Reduce<Config> {
         high += ptx::float_from_bits(pair & 0xffff0000u);
     }
 
-    // Of rows g and g + 8 of a fragment, a gate and its up.
+    // silu(gate) * up, of rows g and g + 8 of a fragment.
     UW_DEVICE float gated(float gate, float up) const { return packed::silu(gate * args.scale) * (up * args.scale); }
 
-    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the
-    // copy engine, which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers
-    // pieces, and thread 0 passes the barrier of the piece before only when its store has read it.
+    // Stores pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory, then stored
+    // by TMA, which drops rows past m. Thread 0 issues every store. A buffer is reused after kStoreBuffers pieces:
+    // thread 0 arrives at the barrier of the piece before only when the store of that buffer has read it.
     UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Peers& peers,
                          u32& buffer, u32& old_parity, const Place& p) const {
         const u32 wanted = wanted_tile_row(s, p.warpgroup), column = wanted * kTileOutputs, row = batch_row(s);
         if (wanted * kTile >= args.n) return;
-        // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
+        // A fragment is 16 features by 8 batch rows. Order of the transposed matrices: features 0..7 and 8..15 of one
         // fragment, then of the next.
         const u32 matrix_row = p.lane % 8 + p.lane / 16 * 8, matrix_chunk = p.warp * 2 + p.lane / 8 % 2;
 #pragma unroll
@@ -46,8 +46,8 @@ struct Epilogue : Reduce<Config> {
             const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
             buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
             if constexpr (kStoreAdd<Config>) {
-                // The buffer was last written by all threads, each of which fenced before the barrier that led to its
-                // store, and thread 0 has waited for that store to have read it.
+                // The buffer was last written by all threads, each of which fenced before the barrier that preceded its
+                // store, and thread 0 has waited until that store has read it.
                 if (p.thread == 0) {
                     ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
 #pragma unroll
@@ -60,7 +60,7 @@ struct Epilogue : Reduce<Config> {
                 old_parity ^= 1;
             }
             if constexpr (kSiluMul<Config>) {
-                // 8 features by 32 rows of the batch: the four matrices of a store are under each other.
+                // 8 features by 32 batch rows: the four matrices of a store are stacked.
 #pragma unroll
                 for (u32 g = 0; g < S::kStoreRows / 32; ++g) {
                     const float* d = sums + (i * S::kStoreRows / 32 + g) * 16;

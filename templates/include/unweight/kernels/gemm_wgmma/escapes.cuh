@@ -1,4 +1,4 @@
-// Escape records to the ring, by one warp for each warpgroup that multiplies; see unweight/kernels/gemm_wgmma.cuh.
+// Copies escape records to the ring, one warp per consumer warpgroup; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
 #include "unweight/encoding/escapes.cuh"
@@ -13,9 +13,9 @@ struct Escapes : Load<Config> {
     using Base::args, Base::ring, Base::cursor, Base::schedule, Base::tile_row, Base::record_slot;
     using Base::Base;
 
-    // By one warp for each warpgroup that multiplies: copies the escape records of its tiles next to the weights, ahead
-    // of the warps that multiply, which would stall on loads from device memory. Lane l holds the heads of step l of 32
-    // and, in flight, of the 32 after.
+    // Called by one warp per consumer warpgroup. Copies the escape records of its tiles next to the weights, ahead of
+    // the consumers, which would stall on loads from device memory. Lane l holds the heads of step l of 32 and, in
+    // flight, of the next 32.
     UW_DEVICE void load_escapes(u32 warpgroup) {
         const u32 lane = ptx::laneid();
         for (Segment s = schedule.next(); s.exists(); s = schedule.next()) {
@@ -61,7 +61,7 @@ struct Escapes : Load<Config> {
     UW_DEVICE static U32x4 load_heads(const u32* row, u32 step, const Segment& s) {
         return step < s.last ? ptx::ld_global_nc_x4(row + step * packed::kTileBlocks) : U32x4{0, 0, 0, 0};
     }
-    // Lists are rare and far away: have them near when their step comes.
+    // Escape lists are rare: prefetch them into L2 before their step is reached.
     UW_DEVICE void prefetch_list(u32 head) const {
         const u32 list = head & ~packed::kListHead;
         if (list != head && list < args.escape_words) ptx::prefetch_global_l2(args.escapes + list);

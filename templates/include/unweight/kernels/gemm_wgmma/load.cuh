@@ -1,4 +1,4 @@
-// Weights and activations to the ring, by one lane; see unweight/kernels/gemm_wgmma.cuh.
+// Copies weights and activations to the ring, by one lane; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
 #include "unweight/kernels/gemm_wgmma/block.cuh"
@@ -15,10 +15,10 @@ struct Load : Block<Config> {
         Base::x_slot, Base::w_slot;
     using Base::Base;
 
-    // Where a segment's weights and activations come from.
+    // Source addresses of a segment's weights and activations.
     struct Sources {
-        const u8* w[Config::kWarpgroups];  // in step 0
-        u32 row, boxes;                    // of X
+        const u8* w[Config::kWarpgroups];  // address in step 0
+        u32 row, boxes;                    // first row of X, and boxes of X
     };
     UW_DEVICE Sources sources(const Segment& s) const {
         Sources from;
@@ -47,14 +47,14 @@ struct Load : Block<Config> {
         }
     }
 
-    // One lane.
+    // The producer loop; called by one lane.
     UW_DEVICE void load() {
         ptx::prefetch_tensormap(args.x);
         const u64 x_policy = ptx::createpolicy_l2(L2::kEvictLast);
         const u64 w_policy = ptx::createpolicy_l2(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal);
         Segment s = schedule.next();
         if constexpr (Config::kPdl) {
-            // Weights do not depend on the kernel before, and come from furthest away: X does and waits.
+            // Weights do not depend on the preceding kernel and have the longest latency. X depends on it and waits.
             const Sources from = sources(s);
             u32 ahead = s.last - s.first;
             ahead = ahead < Config::kStages ? ahead : Config::kStages;
@@ -69,7 +69,7 @@ struct Load : Block<Config> {
         for (;;) {
             const Sources from = sources(s);
             for (; s.first < s.last; ++s.first) {
-                // Every warp that multiplies has released the slot: its loads of W and its wgmma on X are done.
+                // All consumer warps have released the slot: their loads of W and their wgmma on X are done.
                 ring.wait_empty(cursor);
                 load_w(from, s.first, cursor.slot, w_policy);
                 load_x(from, s.first, cursor.slot, x_policy);

@@ -1,4 +1,4 @@
-// Decoding and wgmma, by the warpgroups that multiply; see unweight/kernels/gemm_wgmma.cuh.
+// Decoding and wgmma, by the consumer warpgroups; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
 #include "unweight/encoding/escapes.cuh"
@@ -16,14 +16,14 @@ struct Mainloop : Escapes<Config> {
         Base::record_slot;
     using Base::Base;
 
-    // What a warp has of a step before it decodes it.
+    // What a warp loads of a step before decoding it.
     struct Fetched {
         packed::PackedBlock packed;
-        u32 records;       // where its row block's escapes are
-        u32 count, first;  // how many they are, and the first
+        u32 records;       // shared address of its row block's escape records
+        u32 count, first;  // number of escapes, and the first record
     };
 
-    // Takes the next step from the ring, as far as registers.
+    // Loads the next step from the ring into registers.
     UW_DEVICE Fetched fetch(const Place& p) {
         ring.wait_full(cursor);
         const u32 block = w_slot(cursor.slot) + p.warpgroup * packed::kTileBytes + p.warp * packed::kBlockBytes;
@@ -33,8 +33,8 @@ struct Mainloop : Escapes<Config> {
         return {packed::PackedBlock(block, p.lane), records, head.x, head.y};
     }
 
-    // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these
-    // registers.
+    // Decodes a quarter of a step. pin() keeps it after the preceding instructions, which waited for the last wgmma
+    // that reads these registers.
     template <u32 kStep>
     UW_DEVICE static void decode(packed::Operands& operands, Fetched& f) {
 #pragma unroll
@@ -61,7 +61,7 @@ struct Mainloop : Escapes<Config> {
         if constexpr (Config::kDump) dump(operands, s, step, p);
     }
 
-    // Debugging: what enters the tensor cores.
+    // Debugging: stores the A operands to the workspace.
     UW_DEVICE void dump(const packed::Operands& operands, const Segment& s, u32 step, const Place& p) const {
         const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + step;
         u32* out =
@@ -70,7 +70,7 @@ struct Mainloop : Escapes<Config> {
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
 
-    // A quarter of a step, in flight when it returns.
+    // Issues the wgmma of a quarter of a step, which is in flight on return.
     template <u32 kStep>
     UW_DEVICE static void issue(float (&sums)[kAccumulators], const packed::Operands& operands, u64 x) {
         const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2],
@@ -80,22 +80,22 @@ struct Mainloop : Escapes<Config> {
         ptx::wgmma_commit_group();
     }
 
-    // Slots of X in the order of steps: the one to multiply, and the one to store_partial_tile back.
+    // Slots of X in the order of steps: the one to multiply, and the one to release.
     struct Slots {
         u32 multiply, release;
         UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
     };
-    // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their
-    // loads returned. The warp's arrival on `empty` orders all of it before the copies that refill the slot.
+    // Called after the wait for the wgmma that read X of the slot, and after W and records were decoded, so their loads
+    // have returned. The warp's arrival on `empty` orders both before the copies that refill the slot.
     UW_DEVICE void release(Slots& slots, const Place& p) const {
         ptx::bar_warp_sync();  // orders every lane's loads before the arrival
         if (p.lane == 0) ring.release(slots.release);
         Slots::next(slots.release);
     }
 
-    // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always
-    // have work queued. Quarters of a warpgroup multiply in order: when the wait after quarter i leaves four in flight,
-    // quarter i of the step before has read its operands, whose registers take the next step's.
+    // Multiplies a step, decodes the next and loads the one after, quarter by quarter, so that the tensor cores always
+    // have work queued. Quarters of a warpgroup complete in order: when the wait after quarter i leaves four in flight,
+    // quarter i of the previous step has read its operands, whose registers take the next step's.
     UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following,
                            Fetched& f, Slots& slots, const Segment& s, u32 step, const Place& p) {
         const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
@@ -104,7 +104,7 @@ struct Mainloop : Escapes<Config> {
         ptx::wgmma_wait_group<kSteps>();
         decode<0>(following, f);
         issue<1>(sums, operands, x);
-        ptx::wgmma_wait_group<2>();  // all of the step before
+        ptx::wgmma_wait_group<2>();  // all of the previous step
         if (step != s.first) release(slots, p);
         decode<1>(following, f);
         issue<2>(sums, operands, x);

@@ -1,4 +1,4 @@
-// Sums of a tile of Y whose k is shared: stream-K fixup through the workspace, or reduction in a cluster; see
+// Reduction of a tile of Y whose k is split: stream-K fixup through the workspace, or reduction in a cluster; see
 // unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
@@ -13,9 +13,9 @@ struct Reduce : Mainloop<Config> {
     using Base::args, Base::shared, Base::batch_tiles, Base::schedule, Base::kAccumulators, Base::sync_warpgroup;
     using Base::Base;
 
-    // Partial tiles in the workspace: [unit][batch tile][which][warpgroup][4 sums][thread] fp32. A block stores two at
-    // most: of the tile whose end it has, and of the tile that it reduces with peers. A counter for each warpgroup says
-    // how many peers have still to read it.
+    // Partial tiles in the workspace: [unit][batch tile][which][warpgroup][4 sums][thread] fp32. A block stores at most
+    // two: of the tile whose end it has, and of the tile that it reduces with peers. A counter per warpgroup holds the
+    // number of peers that have not read the partial tile yet.
     UW_DEVICE u32 partial_index(const typename Schedule<Config>::Peers& peers, u32 unit, const Place& p) const {
         const u32 which = unit - peers.first < peers.reducing;
         return ((unit * batch_tiles + schedule.batch_tile) * 2 + which) * Config::kWarpgroups + p.warpgroup;
@@ -38,20 +38,20 @@ struct Reduce : Mainloop<Config> {
         if (p.thread == 0) ptx::st_release_global(args.counters + own, readers);
     }
 
-    // Whether this block reduces a piece of a shared tile. In a cluster pieces go round through all warpgroups, so that
-    // each block has some even where a warpgroup has few.
+    // Whether this block reduces a piece of a shared tile. In a cluster, pieces are assigned round-robin across all
+    // warpgroups, so that each block has some even if a warpgroup has few.
     UW_DEVICE bool reduces(const typename Schedule<Config>::Peers& peers, u32 piece, const Place& p) const {
         const u32 index = Config::kCluster > 1 ? p.warpgroup * S::kPieces + piece : piece;
         return index % peers.reducing == schedule.unit - peers.first;
     }
 
     // In a cluster: stores the pieces that peers reduce in shared memory, [warpgroup][4 sums][thread] fp32, and adds
-    // the peers' partial sums to this block's pieces in the order of their ranks: the same bits in every run.
+    // the peers' partial sums to this block's pieces in order of rank: bit-identical in every run.
     UW_DEVICE void reduce_in_cluster(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers,
                                      const Place& p) const {
         constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
         const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
-        // Orders every warp's reads of X before the sums over it.
+        // Orders every warp's reads of X before the sums that overlay it.
         ptx::bar_sync(NamedBarrier::kConsumers, Config::kWarpgroups * kWarpgroupThreads);
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
@@ -93,15 +93,14 @@ struct Reduce : Mainloop<Config> {
         ptx::barrier_cluster_wait();
     }
 
-    // Stream-K: adds the peers' partial tiles to this block's pieces, in the order of units: the same bits in every
-    // run.
+    // Stream-K: adds the peers' partial tiles to this block's pieces, in order of units: bit-identical in every run.
     UW_DEVICE void fixup(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers,
                          const Place& p) const {
-        // A thread per peer: their latencies overlap.
+        // One thread per peer polls its flag, so that the latencies overlap.
         const u32 mine = peers.first + p.thread;
         const bool waits = mine <= peers.last && mine != schedule.unit;
         u32* flag = args.counters + partial_index(peers, waits ? mine : schedule.unit, p);
-        // By vote, so that warps stay whole in the eyes of the compiler, here and in the loop around.
+        // Polls by vote, so that the compiler sees converged warps, here and in the loop around.
         while (ptx::vote_sync_ballot(waits && ptx::ld_acquire_global(flag) == 0) != 0) {}
         sync_warpgroup(p);  // orders every thread's acquire before the loads
         constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192   ? 1
@@ -111,8 +110,8 @@ struct Reduce : Mainloop<Config> {
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (!reduces(peers, piece, p)) continue;
-            // Some peers at a time, so that their latencies overlap. A place without a peer reads another peer's
-            // partial tile and drops it.
+            // Reads kFlight peers at a time to overlap their latencies. A position without a peer reads another peer's
+            // partial tile and discards it.
             for (u32 first = peers.first; first <= peers.last; first += kFlight) {
                 const float* from[kFlight];
                 bool counts[kFlight];
@@ -138,7 +137,7 @@ struct Reduce : Mainloop<Config> {
                 }
             }
         }
-        sync_warpgroup(p);  // orders every thread's loads before the count that lets the peer reuse its place
+        sync_warpgroup(p);  // orders every thread's loads before the decrement that lets the peer reuse its buffer
         if (waits) ptx::red_add_global(flag, ~0u);
     }
 };

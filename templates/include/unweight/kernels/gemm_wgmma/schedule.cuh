@@ -1,5 +1,5 @@
-// Which parts of which tiles of Y a block computes: data-parallel tiles, stream-K runs, shares of a cluster; see
-// unweight/kernels/gemm_wgmma.cuh.
+// Assignment of tiles of Y, or ranges of their k steps, to blocks: data-parallel tiles, stream-K ranges, shares of a
+// cluster; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
 #include "unweight/abi.cuh"
@@ -7,32 +7,33 @@
 
 namespace uw::gemm_wgmma {
 
-// A run of k steps of one tile of Y.
+// A range of k steps of one tile of Y.
 struct Segment {
-    u32 tile, first, last;  // none: first == last
+    u32 tile, first, last;  // empty if first == last
     UW_DEVICE bool exists() const { return first != last; }
 };
 
-// Which segments a block works off, in order. Without kStreamK tiles of Y go round the grid.
+// The segments that a block processes, in order. Without kStreamK, tiles of Y are assigned round-robin to the blocks of
+// the grid.
 //
-// With kStreamK a work unit is one block for each batch tile: its blocks read the same weights at the same time. Rows
-// of tiles are data-parallel, one row a unit at a time, except the last two rounds of rows if the last one is not full:
-// those are laid end to end and cut into runs of k steps of equal length, one run a unit. A run begins with the end of
-// a row and ends with the beginning of another, or is inside one. Units whose runs share a tile of Y are peers. A
-// tile is reduced by those peers that do not continue into another tile, each its pieces, so that no block waits for
-// one that has more to do. The others store their partial tile in the workspace and continue.
+// With kStreamK, a work unit is a set of blocks, one per batch tile, which read the same weights at the same time. Rows
+// of tiles are data-parallel, one row per unit at a time. If the last wave of rows is not full, the last two waves are
+// concatenated instead and cut into ranges of k steps of equal length, one per unit. Such a range begins with the end
+// of one row and ends with the beginning of another, or is inside one row. Units whose ranges share a tile of Y are
+// peers. A tile is reduced by those peers that do not continue into another tile, each reducing its own pieces, so no
+// block waits for one that has more to do. The other peers store their partial tile in the workspace and continue.
 //
-// With kCluster a cluster has one tile, whose k steps its blocks share evenly, and each reduces its pieces. The blocks
+// With kCluster, a cluster has one tile. Its blocks share the k steps evenly and each reduces its pieces. The blocks
 // are the units of that tile.
 template <class Config>
 struct Schedule {
     u32 batch_tiles;
-    u32 steps;                        // of one tile
-    u32 data_parallel;                // rows that units take whole; without kStreamK tiles
-    u32 stream_k_steps;               // steps of all other rows
-    u32 units;                        // of the grid; without kStreamK blocks
-    u32 unit, batch_tile;             // of the block; in a cluster its rank, and 0
-    u32 next_data_parallel, at, end;  // the next whole row; what is left of the run of k steps
+    u32 steps;                        // k steps per tile
+    u32 data_parallel;                // rows of tiles that units take whole; without kStreamK: tiles
+    u32 stream_k_steps;               // k steps of all other rows
+    u32 units;                        // units of the grid; without kStreamK: blocks
+    u32 unit, batch_tile;             // of this block; in a cluster: its rank, and 0
+    u32 next_data_parallel, at, end;  // the next whole row; the rest of the range of k steps
 
     UW_DEVICE Schedule(const GemmPackedArgs& a, u32 rows, u32 batches)
         : batch_tiles(batches),
@@ -66,7 +67,7 @@ struct Schedule {
             next_data_parallel = ptx::ctaid() / Config::kCluster;
         }
     }
-    // The first k step of a unit's run.
+    // The first k step of a unit's range.
     UW_DEVICE u32 unit_begin(u32 u) const { return static_cast<u32>(u64(u) * stream_k_steps / units); }
 
     UW_DEVICE Segment next() {
@@ -90,7 +91,7 @@ struct Schedule {
         return {0, 0, 0};
     }
 
-    // The units that share a tile of Y: first..last, of which the first `reducing` reduce it.
+    // The units first..last share a tile of Y; the first `reducing` of them reduce it.
     struct Peers {
         u32 first, last, reducing;
     };

@@ -1,0 +1,132 @@
+//! Accepts connections and, when the server stops, waits for them.
+
+use std::{
+    net::TcpListener,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use axum::Router;
+use hyper::server::conn::http1;
+use hyper_util::{
+    rt::{TokioIo, TokioTimer},
+    service::TowerToHyperService,
+};
+use tokio::{
+    net::TcpStream,
+    sync::{Semaphore, watch},
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+
+use super::{
+    options::{Ended, ServeOptions},
+    prepare::{Preparer, SEND_TIMEOUT},
+    routes::{Server, now, router},
+    worker::Handle,
+};
+use crate::text::Text;
+
+/// The maximum number of open connections; further ones wait to be accepted.
+const CONNECTIONS_MAX: usize = 2048;
+/// How long a client may leave sent data unread.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// The maximum receive buffer of a connection, bytes; also the maximum size of a request head.
+const CONNECTION_BUFFER_BYTES_MAX: usize = 64 << 10;
+/// How often the server checks whether to stop.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long connections may flush their data after all sequences have ended.
+pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Accepts connections until `stop` is set, then waits for them.
+pub(super) async fn listen(
+    listener: TcpListener,
+    handle: Handle,
+    text: Text,
+    options: ServeOptions,
+    stop: Arc<AtomicBool>,
+) -> std::io::Result<Ended> {
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let shared = Arc::clone(&handle.shared);
+    let grace = options.grace;
+    let preparer = Preparer::new(text.clone(), handle, &options.model);
+    let app = router(Server { preparer, options: Arc::new(options), started: now() });
+    let (closing, closed) = watch::channel(false);
+    let connection_permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = JoinSet::new();
+    let stopped = async {
+        while !stop.load(Relaxed) {
+            sleep(POLL_INTERVAL).await;
+        }
+    };
+    let mut stopped = pin!(stopped);
+    loop {
+        let accept = async {
+            let permit = Arc::clone(&connection_permits).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        let (permit, accepted) = tokio::select! {
+            accepted = accept => accepted,
+            () = &mut stopped => break,
+        };
+        match accepted {
+            Ok((stream, _)) => {
+                let (app, closed) = (app.clone(), closed.clone());
+                connections.spawn(async move {
+                    connection(stream, app, closed).await;
+                    drop(permit);
+                });
+            }
+            // Out of file descriptors, or a client that has already disconnected: continue with others.
+            Err(_) => sleep(POLL_INTERVAL).await,
+        }
+        while connections.try_join_next().is_some() {}
+    }
+    drop((listener, app));
+    shared.stopping.store(true, Relaxed);
+    // Fails if there are no connections, and therefore no receiver.
+    let _ = closing.send(true);
+    let mut ended = Ended::Done;
+    // Connections without a request need a moment, too.
+    if timeout(grace.max(POLL_INTERVAL), join_all(&mut connections)).await.is_err() {
+        ended = Ended::Cut;
+        // Requests in preparation are answered now, and the text processes end.
+        shared.abort.send_replace(true);
+        text.stop();
+        let _ = timeout(FLUSH_TIMEOUT, join_all(&mut connections)).await;
+    }
+    // Drops clients that still do not read, together with their handles.
+    connections.shutdown().await;
+    text.stop();
+    Ok(ended)
+}
+
+async fn join_all(connections: &mut JoinSet<()>) {
+    while connections.join_next().await.is_some() {}
+}
+
+async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<bool>) {
+    // Send tokens at once, because they are small. If the socket refuses the option, it is only slower.
+    let _ = stream.set_nodelay(true);
+    #[cfg(target_os = "linux")]
+    let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIMEOUT.as_millis() as u32);
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIMEOUT).max_buf_size(CONNECTION_BUFFER_BYTES_MAX);
+    let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app)));
+    let closing = async {
+        // The sender exists as long as there are connections.
+        let _ = closed.wait_for(|closed| *closed).await;
+    };
+    // Connection errors concern only the client.
+    tokio::select! {
+        _ = connection.as_mut() => {}
+        () = closing => {
+            connection.as_mut().graceful_shutdown();
+            let _ = connection.await;
+        }
+    }
+}
