@@ -45,9 +45,9 @@ pub(crate) fn failpoint(name: &str) {
 }
 
 /// Operations that a test can make fail: the swap of two names, the rename of the finished output, the rename that
-/// restores the old output, and starting a thread.
+/// restores the old output, starting a thread, and the thread that writes weights, which panics.
 #[cfg(feature = "failpoints")]
-pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread"];
+pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread", "writer"];
 
 /// Whether `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th call with that name. Always false
 /// without the feature `failpoints`.
@@ -72,4 +72,10 @@ pub(crate) fn fault(name: &str) -> bool {
         _ = name;
         false
     }
+}
+
+/// Panics where [`fault`] is true.
+#[inline]
+pub(crate) fn panic_fault(name: &str) {
+    assert!(!fault(name), "the injected fault '{name}'");
 }

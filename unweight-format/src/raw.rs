@@ -7,6 +7,7 @@
 //! - [`layout`]: the constants of `docs/format.md`.
 //! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears only when it is
 //!   complete. [`discard_partial`] removes what a failed run left.
+//! - [`RawReason`]: why a tensor is raw, as a type.
 
 #[cfg(feature = "failpoints")]
 pub use crate::failpoint::{FAILPOINTS, FAULTS};
@@ -20,6 +21,7 @@ pub use crate::{
     bundle::{
         files::Input,
         output::{OutputDir, OutputFile, walk},
+        plan::RawReason,
         stage::discard_partial,
     },
     encoding::{

@@ -19,7 +19,7 @@ use super::{
     BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
     files::{self, CHUNK, Contents, Input, check_sizes},
     manifest_file::read_manifest,
-    pipeline::{Gate, Work, join, on_threads, spawn},
+    pipeline::{ByteBudget, ReadUnit, join, on_threads, spawn},
     report::peak_rss_bytes,
     shard::Shard,
     stage::{Replaceable, Stage},
@@ -27,7 +27,7 @@ use super::{
 use crate::{
     Digest,
     bundle::manifest::{FileEntry, Manifest, WeightsFile},
-    failpoint::failpoint,
+    failpoint::{failpoint, panic_fault},
 };
 
 /// Rebuilds the source files of a bundle, byte for byte.
@@ -67,7 +67,7 @@ fn run(
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     let job = Job { bundle, options, progress, stage: &stage };
     let files = job.run(&manifest)?;
-    stage.finish()?;
+    stage.publish()?;
     Ok(DecompressReport {
         tensors: manifest.files.iter().filter_map(FileEntry::weights).map(|f| f.tensors.len() as u64).sum(),
         bytes: files.iter().map(|f| f.bytes).sum(),
@@ -264,16 +264,16 @@ impl Job<'_> {
         at: u64,
         write: impl Fn(&[u8], u64) -> Result<(), BundleError> + Sync,
     ) -> Result<(), BundleError> {
-        let gate = Gate::new(self.options.ram_bytes);
+        let budget = ByteBudget::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Decoded>();
-        let all = shard.work_from(first, self.options.ram_bytes);
+        let remaining = shard.read_units_from(first, self.options.ram_bytes);
         // Two buffers, one for decoding while the other is written: new pages for each batch would cost more than
         // decoding. A batch of more than half of the limit gets its own buffer.
-        let pooled_max = (gate.limit() / 2).max(CHUNK as u64);
-        let sizes = all.iter().map(|work| match work {
-            Work::Batch(batch) => batch_bytes(shard, batch),
-            Work::Pieces(_) => CHUNK as u64,
+        let pooled_max = (budget.limit() / 2).max(CHUNK as u64);
+        let sizes = remaining.iter().map(|unit| match unit {
+            ReadUnit::Batch(batch) => batch_bytes(shard, batch),
+            ReadUnit::Pieces(_) => CHUNK as u64,
         });
         let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
         let (recycle, free) = mpsc::channel::<Vec<u8>>();
@@ -282,10 +282,12 @@ impl Job<'_> {
             _ = recycle.send(shard.buffer(pooled)?);
         }
         thread::scope(|scope| {
-            let (gate, failed, write) = (&gate, &failed, &write);
+            let (budget, failed, write) = (&budget, &failed, &write);
             let writer = spawn(scope, move || {
+                let _releases_all = budget.release_all_on_drop();
                 let mut result = Ok(());
                 for Decoded { buffer, bytes, at } in receiver {
+                    panic_fault("writer");
                     if result.is_ok() {
                         result = write(&buffer[..bytes], at);
                         failpoint("part-written");
@@ -295,11 +297,11 @@ impl Job<'_> {
                         // The decoding thread drops the receiver when it needs no more buffers.
                         _ = recycle.send(buffer);
                     }
-                    gate.leave(bytes as u64);
+                    budget.release(bytes as u64);
                 }
                 result
             })?;
-            let decoded = self.decode_all(shard, all, at, Buffers { free, pooled, sender, gate, failed });
+            let decoded = self.decode_all(shard, remaining, at, Buffers { free, pooled, sender, budget, failed });
             let written = join(writer);
             decoded?;
             written
@@ -307,20 +309,26 @@ impl Job<'_> {
     }
 
     /// Decodes batch by batch, until all is done or the writer has failed.
-    fn decode_all(&self, shard: &Shard, all: Vec<Work>, mut at: u64, buffers: Buffers<'_>) -> Result<(), BundleError> {
-        let Buffers { free, pooled, sender, gate, failed } = buffers;
-        for work in all {
+    fn decode_all(
+        &self,
+        shard: &Shard,
+        remaining: Vec<ReadUnit>,
+        mut at: u64,
+        buffers: Buffers<'_>,
+    ) -> Result<(), BundleError> {
+        let Buffers { free, pooled, sender, budget, failed } = buffers;
+        for unit in remaining {
             self.check_cancelled()?;
             if failed.load(Ordering::Relaxed) {
                 break;
             }
-            let batch = match work {
-                Work::Batch(batch) => batch,
-                Work::Pieces(index) => {
+            let batch = match unit {
+                ReadUnit::Batch(batch) => batch,
+                ReadUnit::Pieces(index) => {
                     self.progress.tensor(&shard.file.tensors[index].name);
                     shard.stream(index, |piece| {
                         self.check_cancelled()?;
-                        gate.enter(piece.len() as u64);
+                        budget.acquire(piece.len() as u64);
                         // Both ends live as long as the writer, which returns every buffer.
                         let mut buffer = free.recv().unwrap_or_else(|_| vec![0; piece.len()]);
                         buffer[..piece.len()].copy_from_slice(piece);
@@ -334,13 +342,13 @@ impl Job<'_> {
             };
             let bytes = batch_bytes(shard, &batch);
             // The encoded and the decoded bytes.
-            gate.enter(bytes.saturating_mul(2));
+            budget.acquire(bytes.saturating_mul(2));
             let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
             let Some(mut buffer) = buffer else { break };
             let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
                 self.progress.tensor(&entry.name);
             });
-            gate.leave(bytes);
+            budget.release(bytes);
             results.into_iter().collect::<Result<(), _>>()?;
             self.progress.advance(bytes);
             if sender.send(Decoded { buffer, bytes: bytes as usize, at }).is_err() {
@@ -368,7 +376,7 @@ struct Buffers<'a> {
     /// Size of these buffers.
     pooled: u64,
     sender: mpsc::Sender<Decoded>,
-    gate: &'a Gate,
+    budget: &'a ByteBudget,
     /// Set by the writer after a failed write.
     failed: &'a AtomicBool,
 }

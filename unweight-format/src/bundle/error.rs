@@ -348,7 +348,7 @@ pub enum BundleError {
         part: Part,
     },
     /// The directory is not a part of a bundle.
-    #[error("{}: no unweight.part inside; pass the directories of all parts that `compress --shard` wrote", path.display())]
+    #[error("{}: no unweight.part inside; pass the directories of all parts that `compress --part` wrote", path.display())]
     NotAPart {
         /// Path of the directory.
         path: PathBuf,

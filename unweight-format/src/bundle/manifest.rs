@@ -478,7 +478,7 @@ impl Manifest {
     }
 
     /// Sets `manifest_digest` and returns the bytes of `unweight.json`.
-    pub(crate) fn seal(&mut self) -> Vec<u8> {
+    pub(crate) fn set_digest(&mut self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("a manifest is strings, numbers and lists");
         let at = digest_digits(&bytes).expect("the manifest has the key");
         bytes[at.clone()].fill(b'0');

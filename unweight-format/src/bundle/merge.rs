@@ -16,7 +16,7 @@ use std::{
 
 use super::{
     BundleError, CompressReport, MergeOptions, Progress, VerifyAfter,
-    compress::{Finish, seal, tensor_reports},
+    compress::{SealContext, seal, tensor_reports},
     config,
     decompress::check_contents,
     files::{self, Input, check_size},
@@ -92,14 +92,14 @@ pub fn merge(
             kinds.push(move_file(&stage, dir, file, progress)?);
         }
         let files = entries.into_iter().map(|(_, file)| file).collect();
-        let finish = Finish {
+        let context = SealContext {
             stage: &stage,
             verify: options.verify,
             ram_bytes: options.ram_bytes,
             sign: options.sign.as_ref(),
             progress,
         };
-        seal(&finish, kinds.iter().map(Option::as_ref), files, first.options.clone())
+        seal(&context, kinds.iter().map(Option::as_ref), files, first.options.clone())
     });
     // Nothing is kept for another run, so an error must not suggest resuming.
     let sealed = sealed.map_err(|error| match error {
@@ -107,7 +107,7 @@ pub fn merge(
         BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },
         other => other,
     })?;
-    stage.finish()?;
+    stage.publish()?;
     let tensors = tensor_reports(&sealed.manifest.files);
     let original_bytes = sealed.manifest.files.iter().map(FileEntry::size).sum();
     Ok(CompressReport {

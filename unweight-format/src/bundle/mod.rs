@@ -1,5 +1,5 @@
-//! Bundles: a model as a directory, a third smaller, that standard safetensors tools can open (`docs/format.md`, part
-//! B).
+//! Bundles: a model as a directory, a quarter to a third smaller, that standard safetensors tools can open
+//! (`docs/format.md`, part B).
 //!
 //! ```text
 //! source/                                      bundle/

@@ -115,7 +115,7 @@ impl OutputDir {
     pub fn finish(self) -> Result<(), BundleError> {
         let made = self.made.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.stage.keep_only(&made, &HashSet::new())?;
-        self.stage.finish()
+        self.stage.publish()
     }
 
     fn note(&self, name: &str) {

@@ -65,7 +65,7 @@ mod tests {
         }
         for text in ["", "1", "0/3", "4/3", "1/0", "1/65537", "-1/3", "1/3/5", "a/b", "1 / 3", "5000000000/5000000000"]
         {
-            assert!(text.parse::<Part>().unwrap_err().starts_with("write I/N"), "{text}");
+            assert!(text.parse::<Part>().unwrap_err().starts_with("expected I/N"), "{text}");
         }
     }
 }

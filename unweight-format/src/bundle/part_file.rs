@@ -12,7 +12,7 @@ use super::{
 };
 use crate::Digest;
 
-/// The name of the file that marks a directory as a part of `compress --shard`.
+/// The name of the file that marks a directory as a part of `compress --part`.
 pub const FILE_NAME: &str = "unweight.part";
 /// Maximum size of a copied file whose digest every part contains.
 const DIGESTED_BYTES_MAX: u64 = 16 << 20;

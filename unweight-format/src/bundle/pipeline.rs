@@ -68,9 +68,9 @@ pub(crate) fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Consecutive tensors that are processed together, or one that is copied in pieces.
+/// What is read at once: consecutive tensors that are processed together, or one that is copied in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Work {
+pub(crate) enum ReadUnit {
     /// Tensors in memory.
     Batch(Range<usize>),
     /// The index of a raw tensor above [`RAW_WHOLE_MAX`].
@@ -79,58 +79,58 @@ pub(crate) enum Work {
 
 /// Divides a sequence of (bytes, is raw) into batches of at most `BATCH_BYTES` (and the memory allowed), or of one
 /// tensor.
-pub(crate) fn batches(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<Work> {
+pub(crate) fn read_units(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
     let limit = BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4);
-    let (mut work, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
+    let (mut units, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
     for (bytes, raw) in tensors {
         let pieces = raw && bytes > RAW_WHOLE_MAX;
         if end > start && (pieces || sum.saturating_add(bytes) > limit) {
-            work.push(Work::Batch(start..end));
+            units.push(ReadUnit::Batch(start..end));
             (start, sum) = (end, 0);
         }
         end += 1;
         if pieces {
-            work.push(Work::Pieces(end - 1));
+            units.push(ReadUnit::Pieces(end - 1));
             start = end;
         } else {
             sum = sum.saturating_add(bytes);
         }
     }
     if end > start {
-        work.push(Work::Batch(start..end));
+        units.push(ReadUnit::Batch(start..end));
     }
-    work
+    units
 }
 
-/// Like [`batches`], for the tensors from index `first` on.
-pub(crate) fn batches_from(
+/// Like [`read_units`], for the tensors from index `first` on.
+pub(crate) fn read_units_from(
     first: usize,
     tensors: impl Iterator<Item = (u64, bool)>,
     ram_bytes: Option<u64>,
-) -> Vec<Work> {
-    let shifted = |work| match work {
-        Work::Batch(range) => Work::Batch(range.start + first..range.end + first),
-        Work::Pieces(index) => Work::Pieces(index + first),
+) -> Vec<ReadUnit> {
+    let shifted = |unit| match unit {
+        ReadUnit::Batch(range) => ReadUnit::Batch(range.start + first..range.end + first),
+        ReadUnit::Pieces(index) => ReadUnit::Pieces(index + first),
     };
-    batches(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
+    read_units(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
 }
 
 /// Bounds the bytes in flight between threads.
 #[derive(Debug)]
-pub(crate) struct Gate {
+pub(crate) struct ByteBudget {
     limit: u64,
     used: Mutex<u64>,
     changed: Condvar,
-    opened: AtomicBool,
+    released_all: AtomicBool,
 }
 
-impl Gate {
+impl ByteBudget {
     pub(crate) fn new(ram_bytes: Option<u64>) -> Self {
         Self {
             limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES),
             used: Mutex::new(0),
             changed: Condvar::new(),
-            opened: AtomicBool::new(false),
+            released_all: AtomicBool::new(false),
         }
     }
 
@@ -140,26 +140,37 @@ impl Gate {
     }
 
     /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight.
-    pub(crate) fn enter(&self, bytes: u64) {
+    pub(crate) fn acquire(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        while *used > 0 && used.saturating_add(bytes) > self.limit && !self.opened.load(Ordering::Relaxed) {
+        while *used > 0 && used.saturating_add(bytes) > self.limit && !self.released_all.load(Ordering::Relaxed) {
             used = self.changed.wait(used).unwrap_or_else(PoisonError::into_inner);
         }
         *used = used.saturating_add(bytes);
     }
 
-    /// Admits all waiting and future threads: nothing more will be processed.
-    pub(crate) fn open(&self) {
-        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = 0;
-        self.opened.store(true, Ordering::Relaxed);
-        self.changed.notify_all();
+    /// Returns a guard that admits all waiting and future threads when it is dropped. The thread that releases bytes
+    /// holds it, so that no other thread waits forever after a panic.
+    pub(crate) fn release_all_on_drop(&self) -> ReleaseAllOnDrop<'_> {
+        ReleaseAllOnDrop(self)
     }
 
     /// Releases bytes.
-    pub(crate) fn leave(&self, bytes: u64) {
+    pub(crate) fn release(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         *used = used.saturating_sub(bytes);
         self.changed.notify_all();
+    }
+}
+
+/// See [`ByteBudget::release_all_on_drop`].
+pub(crate) struct ReleaseAllOnDrop<'a>(&'a ByteBudget);
+
+impl Drop for ReleaseAllOnDrop<'_> {
+    fn drop(&mut self) {
+        let ByteBudget { used, changed, released_all, .. } = self.0;
+        *used.lock().unwrap_or_else(PoisonError::into_inner) = 0;
+        released_all.store(true, Ordering::Relaxed);
+        changed.notify_all();
     }
 }
 
@@ -168,33 +179,33 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_cover_everything_in_order() {
-        use Work::{Batch, Pieces};
+    fn read_units_cover_everything_in_order() {
+        use ReadUnit::{Batch, Pieces};
         let sizes = [1u64, 2, 64 << 20, 1, 63 << 20, 2 << 20, 0];
         let coded = |sizes: &[u64], ram| {
-            let work = batches(sizes.iter().map(|&bytes| (bytes, false)), ram);
-            work.into_iter().map(|work| if let Batch(range) = work { range } else { panic!() }).collect::<Vec<_>>()
+            let units = read_units(sizes.iter().map(|&bytes| (bytes, false)), ram);
+            units.into_iter().map(|unit| if let Batch(range) = unit { range } else { panic!() }).collect::<Vec<_>>()
         };
         assert_eq!(coded(&sizes, None), [0..2, 2..3, 3..5, 5..7]);
         assert!(coded(&[], None).is_empty());
         assert_eq!(coded(&[5, 5], Some(4)), [0..1, 1..2]);
         let raw = [(1, true), (u64::MAX, true), (RAW_WHOLE_MAX, true), (1, false)];
-        assert_eq!(batches(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
-        assert_eq!(batches_from(1, raw.into_iter(), None), [Pieces(1), Batch(2..3), Batch(3..4)]);
-        assert_eq!(batches_from(4, raw.into_iter(), None), []);
+        assert_eq!(read_units(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(read_units_from(1, raw.into_iter(), None), [Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(read_units_from(4, raw.into_iter(), None), []);
     }
 
     #[test]
-    fn gate_bounds_memory_without_blocking_a_single_item() {
-        let gate = Gate::new(Some(10));
-        gate.enter(100);
+    fn budget_bounds_memory_without_blocking_a_single_item() {
+        let budget = ByteBudget::new(Some(10));
+        budget.acquire(100);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| {
-                gate.enter(4);
-                gate.enter(6);
-                *gate.used.lock().unwrap()
+                budget.acquire(4);
+                budget.acquire(6);
+                *budget.used.lock().unwrap()
             });
-            gate.leave(100);
+            budget.release(100);
             assert_eq!(waiting.join().unwrap(), 10);
         });
     }

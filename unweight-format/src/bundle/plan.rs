@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     EncodingId, Float, TileGrid,
-    bundle::{BundleError, CompressOptions, Profile, Scope, files},
+    bundle::{BundleError, CompressOptions, Profile, Scope, TensorReport, files},
     encoding::{NotEncodable, Sample},
     glob::matches,
     layout::ELEMENTS_MAX,
@@ -50,17 +50,62 @@ pub enum Reason {
     NotSmaller(EncodingId),
 }
 
+// Texts in manifests and reports from which `RawReason` is recognised.
+const DTYPE_TEXT: &str = "is not coded";
+const SCOPE_TEXT: &str = "is outside scope";
+const EXCLUDED_TEXT: &str = "excluded";
+const NOT_INCLUDED_TEXT: &str = "not included";
+const PLAN_FILE_TEXT: &str = "plan file";
+
+/// Why a tensor is raw, as far as its type or the options decide it. [`TensorReport::reason`] is the text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RawReason {
+    /// Its type is not compressed.
+    Dtype,
+    /// The scope does not contain its role.
+    Scope,
+    /// Its name matches an exclude pattern.
+    Excluded,
+    /// Its name matches no include pattern.
+    NotIncluded,
+    /// A rule of the plan file requests it.
+    PlanFile,
+    /// Another reason, such as its shape or its values.
+    Other,
+}
+
+impl RawReason {
+    /// Why this tensor is raw; `None` if it is coded. The reason is recognised by its text, which is all that a
+    /// manifest contains.
+    pub fn of(tensor: &TensorReport) -> Option<Self> {
+        let reason = tensor.reason.as_deref().map_or(Self::Other, Self::from_text);
+        (tensor.encoding == EncodingId::RAW).then_some(reason)
+    }
+
+    fn from_text(text: &str) -> Self {
+        match text {
+            EXCLUDED_TEXT => Self::Excluded,
+            NOT_INCLUDED_TEXT => Self::NotIncluded,
+            PLAN_FILE_TEXT => Self::PlanFile,
+            _ if text.ends_with(DTYPE_TEXT) => Self::Dtype,
+            _ if text.contains(SCOPE_TEXT) => Self::Scope,
+            _ => Self::Other,
+        }
+    }
+}
+
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Dtype(dtype) => write!(f, "{dtype} is not coded"),
+            Self::Dtype(dtype) => write!(f, "{dtype} {DTYPE_TEXT}"),
             Self::Rank(rank) => write!(f, "rank {rank}"),
             Self::Empty => f.write_str("no elements"),
             Self::TooLarge => f.write_str("more than 2^34 elements, or a dimension above 2^32 - 1"),
-            Self::Scope(scope, role) => write!(f, "role {role} is outside scope {scope}"),
-            Self::Excluded => f.write_str("excluded"),
-            Self::NotIncluded => f.write_str("not included"),
-            Self::PlanFile => f.write_str("plan file"),
+            Self::Scope(scope, role) => write!(f, "role {role} {SCOPE_TEXT} {scope}"),
+            Self::Excluded => f.write_str(EXCLUDED_TEXT),
+            Self::NotIncluded => f.write_str(NOT_INCLUDED_TEXT),
+            Self::PlanFile => f.write_str(PLAN_FILE_TEXT),
             Self::Bootstrap => f.write_str("bootstrap layer"),
             Self::Down => f.write_str("down projection"),
             Self::NoLayer => f.write_str("in no layer"),
@@ -139,14 +184,16 @@ impl EncodingChoice {
 
     /// Why the tensor is raw, or has another encoding than requested.
     pub fn reason(&self) -> Option<String> {
-        let mut parts: Vec<String> =
+        let mut reasons: Vec<String> =
             self.rejections.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
         match self.raw {
-            Some(Reason::NotSmaller(encoding)) if !parts.is_empty() => parts.push(format!("not smaller as {encoding}")),
-            Some(reason) => parts.push(reason.to_string()),
+            Some(Reason::NotSmaller(encoding)) if !reasons.is_empty() => {
+                reasons.push(format!("not smaller as {encoding}"));
+            }
+            Some(reason) => reasons.push(reason.to_string()),
             None => {}
         }
-        (!parts.is_empty()).then(|| parts.join("; "))
+        (!reasons.is_empty()).then(|| reasons.join("; "))
     }
 }
 
@@ -321,6 +368,11 @@ pub fn predict(mut choice: EncodingChoice, sample: &Sample) -> (EncodingChoice, 
     (choice, None)
 }
 
+/// Whether `bytes` in this encoding are few enough to store a tensor of `original_bytes` bytes so.
+pub(crate) fn saves_enough(encoding: EncodingId, bytes: u64, original_bytes: u64) -> bool {
+    bytes.saturating_add(encoding.encoding().least_saved()) <= original_bytes
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -329,6 +381,27 @@ mod tests {
     fn planner(profile: Profile, scope: Scope, rules: &[(&str, EncodingId)]) -> Planner {
         let rules = rules.iter().map(|&(pattern, encoding)| Rule { pattern: pattern.into(), encoding }).collect();
         Planner { profile, scope, include: vec![], exclude: vec![], rules, plan_file: None }
+    }
+
+    #[test]
+    fn raw_reasons_are_recognised_by_their_texts() {
+        for (reason, expected) in [
+            (Reason::Dtype(Dtype::I8), RawReason::Dtype),
+            (Reason::Scope(Scope::Mlp, Role::Q), RawReason::Scope),
+            (Reason::Excluded, RawReason::Excluded),
+            (Reason::NotIncluded, RawReason::NotIncluded),
+            (Reason::PlanFile, RawReason::PlanFile),
+            (Reason::Rank(1), RawReason::Other),
+            (Reason::Empty, RawReason::Other),
+            (Reason::TooLarge, RawReason::Other),
+            (Reason::Bootstrap, RawReason::Other),
+            (Reason::Down, RawReason::Other),
+            (Reason::NoLayer, RawReason::Other),
+            (Reason::NotSmaller(EncodingId::HUFFMAN), RawReason::Other),
+        ] {
+            let text = EncodingChoice::raw(reason).reason().unwrap();
+            assert_eq!(RawReason::from_text(&text), expected, "{text}");
+        }
     }
 
     #[test]

@@ -183,7 +183,7 @@ pub struct PlanReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompressReport {
-    /// Part of `--shard`, such as `2/5`, that all fields describe.
+    /// Part of `--part`, such as `2/5`, that all fields describe.
     pub part: Option<String>,
     /// Every tensor.
     pub tensors: Vec<TensorReport>,

@@ -14,7 +14,7 @@ use super::{
     blocks::Blocks,
     files::{self, Input, check_sizes},
     manifest::{self, FileEntry, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
-    pipeline::{Work, batches_from},
+    pipeline::{ReadUnit, read_units_from},
 };
 use crate::{
     CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
@@ -133,14 +133,14 @@ impl Shard {
     }
 
     /// Divides the tensors into portions that fit in memory.
-    pub(crate) fn work(&self, ram_bytes: Option<u64>) -> Vec<Work> {
-        self.work_from(0, ram_bytes)
+    pub(crate) fn read_units(&self, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
+        self.read_units_from(0, ram_bytes)
     }
 
-    /// Like [`Shard::work`], for the tensors from index `first` on.
-    pub(crate) fn work_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<Work> {
+    /// Like [`Shard::read_units`], for the tensors from index `first` on.
+    pub(crate) fn read_units_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
         let tensors = self.file.tensors.iter();
-        batches_from(
+        read_units_from(
             first,
             tensors.map(|t| (t.original_bytes().unwrap_or(0), t.encoding == EncodingId::RAW)),
             ram_bytes,

@@ -140,8 +140,6 @@ impl Stage {
             remove(&stage.records())?;
             failpoint("records-removed");
             remove(&stage.tree())?;
-        }
-        if !resume {
             remove(&stage.work())?;
         }
         failpoint("cleared");
@@ -320,7 +318,7 @@ impl Stage {
     }
 
     /// Renames the complete tree to the output.
-    pub(crate) fn finish(self) -> Result<(), BundleError> {
+    pub(crate) fn publish(self) -> Result<(), BundleError> {
         let tree = self.tree();
         remove_empty_dirs(&tree)?;
         sync_dirs(&tree)?;

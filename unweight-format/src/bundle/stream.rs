@@ -8,7 +8,7 @@ use super::{
     Bundle, BundleError, DecompressOptions, FileReport, Progress,
     decompress::{check_contents, check_sha256},
     files::{self, check_size},
-    pipeline::{Work, on_threads},
+    pipeline::{ReadUnit, on_threads},
     shard::Shard,
 };
 use crate::bundle::manifest::{FileEntry, WeightsFile};
@@ -94,14 +94,14 @@ fn write_weights(
     };
     put(&shard.source_header()?, out)?;
     let mut buffer = Vec::new();
-    for work in shard.work(ram_bytes) {
-        let batch = match work {
-            Work::Pieces(index) => {
+    for unit in shard.read_units(ram_bytes) {
+        let batch = match unit {
+            ReadUnit::Pieces(index) => {
                 out.progress.tensor(&file.tensors[index].name);
                 shard.stream(index, |piece| put(piece, out))?;
                 continue;
             }
-            Work::Batch(batch) => batch,
+            ReadUnit::Batch(batch) => batch,
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
         if (buffer.len() as u64) < bytes {

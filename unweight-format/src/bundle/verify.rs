@@ -10,7 +10,7 @@ use super::{
     files::{self, Input, check_sizes},
     manifest_file::read_manifest_bytes,
     names::{ATTACHED_NAME, PARTIAL_NAME},
-    pipeline::{Work, on_threads},
+    pipeline::{ReadUnit, on_threads},
     report::peak_rss_bytes,
     shard::Shard,
     sign,
@@ -212,10 +212,10 @@ fn check_shard(
     }
     note(report, &file.name, None, header.map(|_| ()))?;
     let mut buffer = Vec::new();
-    for work in shard.work(ram_bytes) {
+    for unit in shard.read_units(ram_bytes) {
         check_cancelled(progress)?;
-        let batch = match work {
-            Work::Pieces(index) => {
+        let batch = match unit {
+            ReadUnit::Pieces(index) => {
                 let entry = &file.tensors[index];
                 progress.tensor(&entry.name);
                 let checked = shard.stream(index, |piece| {
@@ -230,7 +230,7 @@ fn check_shard(
                 report.original_bytes += shard.original_bytes(index);
                 continue;
             }
-            Work::Batch(batch) => batch,
+            ReadUnit::Batch(batch) => batch,
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
         if (buffer.len() as u64) < bytes {

@@ -5,17 +5,18 @@ use std::{
     fs, io,
     os::unix::{fs::PermissionsExt, process::CommandExt},
     path::Path,
-    process::Command,
+    process::{Command, Stdio},
     sync::atomic::{AtomicU64, Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
 use unweight_format::{
+    CodeLimit, Digest, EncodingId, FloatMatrix, StoredTensor,
     bundle::{
-        BundleError, CompressOptions, DecompressOptions, ErrorClass, Profile, Progress, Silent, VerifyAfter, compress,
-        decompress, verify,
+        BundleError, CompressOptions, DecompressOptions, Encoder, EncoderError, ErrorClass, Profile, Progress, Silent,
+        VerifyAfter, compress, compress_with, decompress, verify,
     },
     testing::demo_model::{self, DemoOptions},
 };
@@ -48,10 +49,29 @@ fn child() {
         "verify" => verify(&bundle, None, &Silent).map(drop),
         "decompress" => decompress(&DecompressOptions::default()),
         "resume decompress" => decompress(&DecompressOptions::default().resume(true)),
+        // With one byte of memory, a tensor is read only after the previous one is written.
+        "compress in no memory" => compress(&options.ram_bytes(1u64)),
+        "decompress in no memory" => decompress(&DecompressOptions::default().ram_bytes(1u64)),
+        "panic in the encoder" => {
+            compress_with(&model, &out, &options.ram_bytes(1u64), &PanickingEncoder, &Silent).map(drop)
+        }
         other => panic!("{other}"),
     };
     let message = |error| format!("{}: {}", BundleError::code(&error), chain(&error));
     println!("child says: {}", result.map_or_else(message, |()| "done".into()));
+}
+
+struct PanickingEncoder;
+
+impl Encoder for PanickingEncoder {
+    fn encode(
+        &self,
+        _: FloatMatrix<'_>,
+        _: EncodingId,
+        _: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
+        panic!("the encoder")
+    }
 }
 
 /// The test [`child`] in its own process, and what it prints.
@@ -106,6 +126,24 @@ impl Child {
         text.split_once("child says: ").map_or("", |(_, message)| message).lines().next().unwrap_or_default().to_owned()
     }
 
+    /// Checks that the child fails, and does not hang.
+    fn panics(mut self, what: &str) {
+        let mut child = self.0.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let start = Instant::now();
+        let status = loop {
+            match child.try_wait().unwrap() {
+                Some(status) => break status,
+                None if start.elapsed() > Duration::from_secs(60) => {
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                    panic!("{what}: it hangs");
+                }
+                None => thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        assert_eq!(status.code(), Some(101), "{what}");
+    }
+
     /// Checks that the child aborts at a failpoint.
     fn crashes(self, point: &str) {
         let message = self.with("UNWEIGHT_FAILPOINT", point).output();
@@ -155,6 +193,19 @@ fn each_missing_thread_is_an_error() {
             Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
         assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
     }
+}
+
+/// The thread that releases memory ends, so no other thread waits for that memory.
+#[test]
+fn a_panic_ends_all_threads() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
+    for what in ["compress in no memory", "decompress in no memory"] {
+        Child::new(scratch.dir(), what).with("UNWEIGHT_FAULT", "writer").panics(what);
+    }
+    let what = "panic in the encoder";
+    Child::new(scratch.dir(), what).panics(what);
 }
 
 // ---- modes ----

@@ -1,9 +1,9 @@
 //! Encodes the tensors of a file, while the previous batch is written and the next one is read.
 //!
 //! ```text
-//! reader thread --batches, two buffers--> this thread: rayon encodes --tensors, in order--> writer thread --> shard
+//! reader thread --units, two buffers--> this thread: rayon encodes --tensors, in order--> writer thread --> shard
 //! ```
-//! A [`Gate`] bounds the bytes between reading and writing to `ram_bytes`.
+//! A [`ByteBudget`] bounds the bytes between reading and writing to `ram_bytes`.
 
 use std::{
     path::Path,
@@ -19,8 +19,8 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     Job,
-    journal::{Kept, Record, stored_parts},
-    shard_writer::{ALIGN, Deferred, Layout, Part, ShardWriter, Written},
+    journal::{Record, ShardState, stored_contents},
+    shard_writer::{Layout, Place, ShardWriter, Written, place},
     tensor::{Encoded, Stored, encode_tensor},
 };
 use crate::{
@@ -29,13 +29,13 @@ use crate::{
         BundleError,
         blocks::Blocks,
         files::{self, Input},
-        manifest::{SOURCE_HEADER, SectionEntry, TensorEntry, WeightsFile},
-        pipeline::{Gate, Work, batches_from, join, spawn},
+        manifest::{SectionEntry, TensorEntry, WeightsFile},
+        pipeline::{ByteBudget, ReadUnit, join, read_units_from, spawn},
         plan::{Decision, EncodingChoice},
         source::SourceFile,
     },
-    failpoint::failpoint,
-    safetensors::{Dtype, Header, TensorInfo},
+    failpoint::{failpoint, panic_fault},
+    safetensors::{Header, TensorInfo},
 };
 
 /// An open safetensors file of the source.
@@ -47,9 +47,9 @@ struct ShardSource<'a> {
     input: Input,
 }
 
-/// Consecutive tensors that were read together, or a tensor that will be read in pieces.
-struct Batch {
-    work: Work,
+/// A unit on its way from the reader: its tensors in memory, or a tensor that the encoding thread reads in pieces.
+struct LoadedUnit {
+    unit: ReadUnit,
     /// Bytes of the tensors, at the start of `buffer`; 0 for a tensor in pieces.
     bytes: u64,
     buffer: Vec<u8>,
@@ -57,11 +57,11 @@ struct Batch {
 
 /// The encoding thread's ends of the channels to reader and writer.
 struct Queues<'a, 's> {
-    batches: Receiver<Result<Batch, BundleError>>,
+    loaded: Receiver<Result<LoadedUnit, BundleError>>,
     /// Returns buffers to the reader.
     free: &'a Sender<Vec<u8>>,
     encoded: &'a Sender<Encoded<'s>>,
-    gate: &'a Gate,
+    budget: &'a ByteBudget,
     /// Set by the writer after a failed write.
     failed: &'a AtomicBool,
 }
@@ -69,25 +69,22 @@ struct Queues<'a, 's> {
 impl Job<'_> {
     /// Compresses a safetensors file or its rest. The shard is written, but may not be synced to disk before
     /// [`Job::commit_shard`].
-    pub(super) fn weights(
+    pub(super) fn compress_weights(
         &self,
         file: &SourceFile,
         header: &Header,
         header_bytes: &[u8],
-        kept: Option<Kept>,
+        resumed: Option<ShardState>,
     ) -> Result<Written, BundleError> {
         let source = ShardSource { file, header, header_bytes, input: Input::open_same(&file.path, &file.stamp)? };
         let layout = self.layout(file, header, header_bytes)?;
-        let (mut writer, mut kept, begun) = self.begin(&source, &layout, kept)?;
-        self.progress.advance(kept.source_bytes);
-        let deferred = self.encode_rest(&source, &layout.decisions, &mut kept, &mut writer, begun)?;
-        let Kept { entries, sha, .. } = kept;
+        let (mut writer, mut state) = self.open_shard(&source, &layout, resumed)?;
+        self.progress.advance(state.resumed_bytes);
+        self.encode_rest(&source, &layout.decisions, &mut state, &mut writer)?;
+        let ShardState { entries, sha, .. } = state;
         let sha256 = sha.map(files::hex);
-        writer.put_deferred(deferred, &source.input)?;
-        writer.write(header_bytes)?;
-        let header_len = header_bytes.len();
-        writer.parts.push(Part::new(SOURCE_HEADER.into(), Dtype::U8, vec![header_len], header_len as u64));
-        let shard_header = writer.finish(&layout.metadata, layout.reserved)?;
+        writer.put_rest(header_bytes, &source.input)?;
+        let shard_header = writer.write_header(&layout.metadata, layout.reserved)?;
         source.input.check_unchanged()?;
         source.input.pass_attributes(&writer.file);
 
@@ -97,7 +94,7 @@ impl Job<'_> {
             size: file.bytes,
             digest: WeightsFile::digest_of(header_digest, &entries),
             sha256,
-            header_bytes: header_len as u64,
+            header_bytes: header_bytes.len() as u64,
             header_digest,
             shard_size: writer.at,
             shard_header_bytes: shard_header.len() as u64,
@@ -105,132 +102,120 @@ impl Job<'_> {
             tensors: entries,
         };
         let record = Record { options: self.fingerprint(), file: entry };
-        self.progress.advance(header_len as u64);
-        Ok(Written { file: writer.file, work: writer.path, journal: self.stage.journal(&file.name), record })
+        self.progress.advance(header_bytes.len() as u64);
+        let journal_path = self.stage.journal(&file.name);
+        Ok(Written { file: writer.file, temp_path: writer.path, journal_path, record })
     }
 
-    /// Opens shard and journal after the part that an interrupted run wrote. Returns the writer, what is kept, and the
-    /// kept parts that must be written at the shard's end.
-    fn begin(
+    /// Opens shard and journal, after the prefix that an interrupted run left if there is one.
+    fn open_shard(
         &self,
         source: &ShardSource<'_>,
         layout: &Layout,
-        kept: Option<Kept>,
-    ) -> Result<(ShardWriter<'_>, Kept, Vec<Deferred>), BundleError> {
+        resumed: Option<ShardState>,
+    ) -> Result<(ShardWriter<'_>, ShardState), BundleError> {
         let &ShardSource { file, header, header_bytes, ref input } = source;
-        let (work, journal) = (self.stage.growing(&file.name), self.stage.journal(&file.name));
-        let is_new = kept.is_none();
-        // A single hash over the bytes that are encoded, in the order of the file, so it cannot cover other bytes.
-        let kept = kept.unwrap_or_else(|| {
-            let sha = self.options.sha256.then(|| Sha256::new_with_prefix(header_bytes));
-            Kept { entries: Vec::new(), sha, source_bytes: 0 }
-        });
-        let stored: u64 = kept
-            .entries
-            .iter()
-            .zip(&header.tensors)
-            .flat_map(|(entry, info)| stored_parts(entry, info))
-            .fold(layout.reserved, |sum, (bytes, _)| sum + if bytes.is_multiple_of(ALIGN) { bytes } else { 0 });
-        let shard = if is_new { files::create(&work) } else { files::reopen(&work, stored) };
-        let shard = shard.map_err(self.stage.write_error(&work))?;
-        let mut writer = ShardWriter {
-            file: shard,
-            path: work,
-            stage: self.stage,
-            at: layout.reserved,
-            parts: Vec::new(),
-            journal: self.begin_journal(&journal, &self.journal_head(file, header_bytes), &kept.entries)?,
-        };
-        let mut deferred = Vec::new();
-        for ((entry, info), decision) in kept.entries.iter().zip(&header.tensors).zip(&layout.decisions) {
-            self.take_over(&mut writer, file, (entry, info, decision), input, &mut deferred)?;
+        let (temp_path, journal_path) = (self.stage.growing(&file.name), self.stage.journal(&file.name));
+        let is_new = resumed.is_none();
+        let state = resumed.unwrap_or_else(|| ShardState::new(header_bytes, self.options.sha256));
+        let written = state.entries.iter().zip(&header.tensors).flat_map(|(entry, info)| stored_contents(entry, info));
+        let in_order = written.map(|(bytes, _)| bytes).filter(|&bytes| place(bytes) == Place::InOrder);
+        let end = layout.reserved + in_order.sum::<u64>();
+        let shard = if is_new { files::create(&temp_path) } else { files::reopen(&temp_path, end) };
+        let shard = shard.map_err(self.stage.write_error(&temp_path))?;
+        let journal = self.begin_journal(&journal_path, &self.journal_head(file, header_bytes), &state.entries)?;
+        let mut writer = ShardWriter::new(shard, temp_path, self.stage, layout.reserved, journal);
+        for ((entry, info), decision) in state.entries.iter().zip(&header.tensors).zip(&layout.decisions) {
+            self.take_over(&mut writer, file, (entry, info, decision), input)?;
         }
-        Ok((writer, kept, deferred))
+        Ok((writer, state))
     }
 
-    /// Encodes and writes the tensors after those of `kept`, and adds their entries to it. Returns the parts that must
-    /// be written at the shard's end.
+    /// Encodes the tensors after those of `state` and adds them to it, and writes them except for the deferred entries.
     fn encode_rest(
         &self,
         source: &ShardSource<'_>,
         decisions: &[Decision],
-        kept: &mut Kept,
+        state: &mut ShardState,
         writer: &mut ShardWriter<'_>,
-        begun: Vec<Deferred>,
-    ) -> Result<Vec<Deferred>, BundleError> {
-        let gate = Gate::new(self.options.ram_bytes);
+    ) -> Result<(), BundleError> {
+        let budget = ByteBudget::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (encoded, to_write) = mpsc::channel::<Encoded<'_>>();
         let tensors = source.header.tensors.iter().zip(decisions);
         let tensors = tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none()));
-        let all = batches_from(kept.entries.len(), tensors, self.options.ram_bytes);
+        let remaining = read_units_from(state.entries.len(), tensors, self.options.ram_bytes);
         thread::scope(|scope| {
-            let (gate, failed) = (&gate, &failed);
-            let writing = spawn(scope, move || write_all(to_write, writer, begun, &source.input, gate, failed))?;
-            // The next batch is read while this one is encoded; each has one of two buffers.
+            let (budget, failed) = (&budget, &failed);
+            let writing = spawn(scope, move || write_all(to_write, writer, &source.input, budget, failed))?;
+            // The next unit is read while this one is encoded; each has one of two buffers.
             let (free, buffers) = mpsc::channel::<Vec<u8>>();
             for _ in 0..2 {
                 // The receiver still exists.
                 _ = free.send(Vec::new());
             }
-            let (read, batches) = mpsc::sync_channel(0);
-            let reading = spawn(scope, move || read_all(source, all, gate, buffers, read))?;
-            let queues = Queues { batches, free: &free, encoded: &encoded, gate, failed };
-            let result = self.encode_all(source, decisions, kept, queues);
-            // Wakes a reader that waits at the gate or for a buffer; it then finds its channels closed.
+            let (filled, loaded) = mpsc::sync_channel(0);
+            let reading = spawn(scope, move || read_all(source, remaining, budget, buffers, filled))?;
+            let queues = Queues { loaded, free: &free, encoded: &encoded, budget, failed };
+            let result = self.encode_all(source, decisions, state, queues);
+            // Ends the writer, which then releases the budget for a reader that waits.
             drop(encoded);
-            let deferred = join(writing);
-            gate.open();
+            let written = join(writing);
+            // Wakes a reader that waits for a buffer.
             drop(free);
             join(reading);
             result?;
-            deferred
+            written
         })
     }
 
-    /// Encodes what the reader reads, until all is read or the writer has failed.
+    /// Encodes what the reader reads, until all is read or the writer has failed or panicked.
     fn encode_all<'s>(
         &self,
         source: &ShardSource<'s>,
         decisions: &[Decision],
-        kept: &mut Kept,
+        state: &mut ShardState,
         queues: Queues<'_, 's>,
     ) -> Result<(), BundleError> {
-        for batch in queues.batches {
-            let batch = batch?;
+        for loaded in queues.loaded {
+            let loaded = loaded?;
             self.check_cancelled()?;
             if queues.failed.load(Ordering::Relaxed) {
                 break;
             }
-            let encoded = self.encode_batch(source, decisions, &batch, kept.sha.as_mut())?;
+            let encoded = self.encode_unit(source, decisions, &loaded, state.sha.as_mut())?;
             // The reader may have ended, because nothing is left to read.
-            _ = queues.free.send(batch.buffer);
+            _ = queues.free.send(loaded.buffer);
             let held_bytes: u64 = encoded.iter().map(|e| e.held_bytes).sum();
-            queues.gate.leave(batch.bytes.saturating_mul(2).saturating_sub(held_bytes));
+            queues.budget.release(loaded.bytes.saturating_mul(2).saturating_sub(held_bytes));
             for encoded in encoded {
-                kept.entries.push(encoded.entry.clone());
+                state.entries.push(encoded.entry.clone());
                 if queues.encoded.send(encoded).is_err() {
-                    break;
+                    // The writer has panicked, which resumes where it is joined.
+                    return Ok(());
                 }
             }
         }
         Ok(())
     }
 
-    /// Encodes the tensors of a batch in parallel, and at the same time hashes them in the file's order.
-    fn encode_batch<'s>(
+    /// Encodes the tensors of a unit in parallel, and at the same time hashes them in the file's order.
+    ///
+    /// The SHA-256 is computed from the buffers that are encoded, not by a second read, so a file that changes
+    /// meanwhile cannot get a digest of other bytes.
+    fn encode_unit<'s>(
         &self,
         source: &ShardSource<'s>,
         decisions: &[Decision],
-        batch: &Batch,
+        loaded: &LoadedUnit,
         sha: Option<&mut Sha256>,
     ) -> Result<Vec<Encoded<'s>>, BundleError> {
-        let range = match &batch.work {
-            &Work::Pieces(index) => {
+        let range = match &loaded.unit {
+            &ReadUnit::Pieces(index) => {
                 let (info, decision) = (&source.header.tensors[index], &decisions[index]);
-                return Ok(vec![self.pieces(&source.input, info, decision, sha)?]);
+                return Ok(vec![self.stream_raw_tensor(&source.input, info, decision, sha)?]);
             }
-            Work::Batch(range) => range.clone(),
+            ReadUnit::Batch(range) => range.clone(),
         };
         let infos = &source.header.tensors[range.clone()];
         let first = infos[0].offset;
@@ -239,30 +224,24 @@ impl Job<'_> {
             tensors
                 .map(|(info, decision)| {
                     let at = (info.offset - first) as usize;
-                    self.encode(source.file, &batch.buffer[at..at + info.bytes as usize], info, decision)
+                    self.encode(source.file, &loaded.buffer[at..at + info.bytes as usize], info, decision)
                 })
                 .collect::<Result<Vec<_>, _>>()
         };
-        let hash = || sha.map(|sha| sha.update(&batch.buffer[..batch.bytes as usize]));
+        let hash = || sha.map(|sha| sha.update(&loaded.buffer[..loaded.bytes as usize]));
         rayon::join(encode, hash).0
     }
 
     /// Prepares a large raw tensor: its digest is computed now, its bytes are read again when it is written.
-    fn pieces<'a>(
+    fn stream_raw_tensor<'a>(
         &self,
         input: &Input,
         info: &'a TensorInfo,
         decision: &Decision,
-        mut sha: Option<&mut Sha256>,
+        sha: Option<&mut Sha256>,
     ) -> Result<Encoded<'a>, BundleError> {
         self.progress.tensor(&info.name);
-        let digest = input.stream(info.offset, info.bytes, |piece| {
-            if let Some(sha) = &mut sha {
-                sha.update(piece);
-            }
-            self.progress.advance(piece.len() as u64);
-            self.check_cancelled()
-        })?;
+        let digest = self.hash_tensor(input, info, sha)?;
         let entry = entry(info, decision, &decision.choice, digest, Vec::new());
         Ok(Encoded { info, entry, stored: Stored::Later, held_bytes: 0 })
     }
@@ -298,48 +277,49 @@ impl Job<'_> {
     }
 }
 
-/// The reader thread: fills free buffers, as far as the gate admits.
+/// The reader thread: fills free buffers, as far as the budget admits.
 fn read_all(
     source: &ShardSource<'_>,
-    all: Vec<Work>,
-    gate: &Gate,
+    remaining: Vec<ReadUnit>,
+    budget: &ByteBudget,
     buffers: Receiver<Vec<u8>>,
-    read: SyncSender<Result<Batch, BundleError>>,
+    filled: SyncSender<Result<LoadedUnit, BundleError>>,
 ) {
     let tensors = &source.header.tensors;
-    for work in all {
-        let bytes = match &work {
-            Work::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
-            Work::Pieces(_) => 0,
+    for unit in remaining {
+        let bytes = match &unit {
+            ReadUnit::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
+            ReadUnit::Pieces(_) => 0,
         };
         // The source and its encoding, which is not larger.
-        gate.enter(bytes.saturating_mul(2));
+        budget.acquire(bytes.saturating_mul(2));
         let Ok(mut buffer) = buffers.recv() else { break };
-        let filled = match &work {
-            Work::Batch(batch) => fill(&mut buffer, &source.input, &tensors[batch.start], bytes, &source.file.path),
-            Work::Pieces(_) => Ok(()),
+        let result = match &unit {
+            ReadUnit::Batch(batch) => fill(&mut buffer, &source.input, &tensors[batch.start], bytes, &source.file.path),
+            ReadUnit::Pieces(_) => Ok(()),
         };
-        if read.send(filled.map(|()| Batch { work, bytes, buffer })).is_err() {
+        if filled.send(result.map(|()| LoadedUnit { unit, bytes, buffer })).is_err() {
             break;
         }
     }
 }
 
-/// The writer thread: writes and journals tensors in the order in which they arrive. Returns the parts that must be
-/// written at the shard's end.
+/// The writer thread: writes and journals tensors in the order in which they arrive.
 fn write_all(
     to_write: Receiver<Encoded<'_>>,
     writer: &mut ShardWriter<'_>,
-    mut deferred: Vec<Deferred>,
     input: &Input,
-    gate: &Gate,
+    budget: &ByteBudget,
     failed: &AtomicBool,
-) -> Result<Vec<Deferred>, BundleError> {
+) -> Result<(), BundleError> {
+    // Also if this thread panics: the bytes that it has not released would keep the reader waiting.
+    let _releases_all = budget.release_all_on_drop();
     let mut result = Ok(());
-    // After a failure the rest is still received; otherwise the reader would wait at the gate forever.
+    // After a failure the rest is still received; otherwise the reader would wait for the budget forever.
     for encoded in to_write {
+        panic_fault("writer");
         if result.is_ok() {
-            result = writer.put(&encoded, &mut deferred, input).and_then(|()| {
+            result = writer.put(&encoded, input).and_then(|()| {
                 failpoint("part-written");
                 writer.journal_entry(&encoded.entry)
             });
@@ -347,9 +327,9 @@ fn write_all(
         }
         let held_bytes = encoded.held_bytes;
         drop(encoded);
-        gate.leave(held_bytes);
+        budget.release(held_bytes);
     }
-    result.map(|()| deferred)
+    result
 }
 
 /// Reads consecutive tensors of `bytes` bytes in all into the start of a buffer.

@@ -3,7 +3,7 @@
 //! ```text
 //! predict       headers and samples --> sizes, for `plan` and `compare`
 //! mod           the job: files in order; one shard is synced to disk while the next is encoded
-//! encode        source, read --batches--> survey + encode (rayon) --tensors, bounded--> writer
+//! encode        source, read --units--> survey + encode (rayon) --tensors, bounded--> writer
 //! tensor        one tensor, encoded
 //! shard_writer  order and alignment of a shard's bytes: work/shard --fsync, rename--> tree/
 //! journal       records and journals, which a run leaves for a later one
@@ -26,10 +26,11 @@ use std::{
     time::Instant,
 };
 
-use predict::predict_one;
+use predict::predict_setting;
 pub use predict::{compare, plan};
-use resume::Earlier;
-pub(crate) use seal::{Finish, Sealed, seal};
+use resume::Resumable;
+pub(crate) use seal::{SealContext, Sealed, seal};
+use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, VerifyAfter,
@@ -93,7 +94,7 @@ pub fn compress_with(
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model, &files));
     let Outcome { files: entries, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
-    stage.finish()?;
+    stage.publish()?;
     let tensors = tensor_reports(&entries);
     let original_bytes = files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
@@ -174,23 +175,23 @@ impl Job<'_> {
     /// Compresses these files of the model into the stage.
     fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Outcome, BundleError> {
         let total: u64 = chosen.iter().map(|f| f.bytes).sum();
-        let earlier = if self.options.resume { self.earlier(chosen)? } else { Earlier::default() };
+        let earlier = if self.options.resume { self.find_resumable(chosen)? } else { Resumable::default() };
         let resumed_files: BTreeSet<String> = earlier.finished.keys().cloned().collect();
-        let resumed_tensors = earlier.begun.values().map(|kept| kept.entries.len() as u64).sum();
+        let resumed_tensors = earlier.unfinished.values().map(|state| state.entries.len() as u64).sum();
         self.reserve(chosen, &earlier)?;
         let keep: HashSet<String> = resumed_files.iter().cloned().collect();
-        self.stage.keep_only(&keep, &earlier.begun.keys().cloned().collect())?;
+        self.stage.keep_only(&keep, &earlier.unfinished.keys().cloned().collect())?;
 
         // Verification counts as work.
         let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(chosen) };
         self.progress.start(total.saturating_add(verified));
-        let files = self.files(chosen, earlier)?;
+        let files = self.compress_files(chosen, earlier)?;
         let options = Options {
             profile: self.options.profile,
             scope: self.options.scope,
             code_limit: self.options.code_limit.bits(),
         };
-        let finish = Finish {
+        let context = SealContext {
             stage: self.stage,
             verify: self.options.verify,
             ram_bytes: self.options.ram_bytes,
@@ -200,7 +201,7 @@ impl Job<'_> {
         let (files, digest, stored_bytes, verified_tensors) = match self.options.part {
             None => {
                 let kinds = chosen.iter().map(|file| Some(&file.kind));
-                let Sealed { manifest, stored_bytes, verified_tensors } = seal(&finish, kinds, files, options)?;
+                let Sealed { manifest, stored_bytes, verified_tensors } = seal(&context, kinds, files, options)?;
                 (manifest.files, manifest.manifest_digest, stored_bytes, verified_tensors)
             }
             Some(part) => {
@@ -209,7 +210,7 @@ impl Job<'_> {
                 manifest::check_bytes(bytes.len() as u64)?;
                 self.stage.put(part_file::FILE_NAME, &bytes)?;
                 let stored_bytes = bytes.len() as u64 + part.stored().iter().map(|(_, bytes)| bytes).sum::<u64>();
-                let verified_tensors = finish.verify(&part.files)?;
+                let verified_tensors = context.verify(&part.files)?;
                 (part.files, digest, stored_bytes, verified_tensors)
             }
         };
@@ -218,21 +219,21 @@ impl Job<'_> {
     }
 
     /// Reserves disk space for the bytes still to be written.
-    fn reserve(&self, chosen: &[&SourceFile], earlier: &Earlier) -> Result<(), BundleError> {
+    fn reserve(&self, chosen: &[&SourceFile], earlier: &Resumable) -> Result<(), BundleError> {
         let total: u64 = chosen.iter().map(|f| f.bytes).sum();
         let finished: u64 = chosen.iter().filter(|f| earlier.finished.contains_key(&f.name)).map(|f| f.bytes).sum();
-        let taken_over = finished + earlier.begun.values().map(|kept| kept.source_bytes).sum::<u64>();
+        let taken_over = finished + earlier.unfinished.values().map(|state| state.resumed_bytes).sum::<u64>();
         // Except for headers, a bundle is not larger than its source; predict its size only if that may not fit.
         let max_bytes = total - taken_over;
         if self.stage.free_bytes().is_some_and(|free| free < max_bytes + max_bytes / 16 + (64 << 20)) {
-            let (_, predicted) = predict_one(chosen, self.planner, self.options)?;
+            let (_, predicted) = predict_setting(chosen, self.planner, self.options)?;
             return self.stage.reserve(predicted.saturating_sub(taken_over));
         }
         self.stage.reserve(max_bytes)
     }
 
     /// Compresses, copies or takes over every file, in order.
-    fn files(&self, chosen: &[&SourceFile], mut earlier: Earlier) -> Result<Vec<FileEntry>, BundleError> {
+    fn compress_files(&self, chosen: &[&SourceFile], mut earlier: Resumable) -> Result<Vec<FileEntry>, BundleError> {
         thread::scope(|scope| {
             let mut files = Vec::with_capacity(chosen.len());
             // A shard is synced while the next one is encoded, so waiting for the disk costs no encoding time.
@@ -248,8 +249,8 @@ impl Job<'_> {
                                 entry
                             }
                             None => {
-                                let kept = earlier.begun.remove(&file.name);
-                                let shard = self.weights(file, header, header_bytes, kept)?;
+                                let resumed = earlier.unfinished.remove(&file.name);
+                                let shard = self.compress_weights(file, header, header_bytes, resumed)?;
                                 let entry = shard.record.file.clone();
                                 committing.take().map_or(Ok(()), join)?;
                                 committing = Some(spawn(scope, move || self.commit_shard(shard))?);
@@ -274,12 +275,30 @@ impl Job<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
+    /// Reports progress; fails if it requested to stop.
+    fn advance(&self, bytes: u64) -> Result<(), BundleError> {
+        self.progress.advance(bytes);
+        self.check_cancelled()
+    }
+
+    /// Reads a tensor in pieces. Returns its digest, and adds its bytes to the hash of the file.
+    fn hash_tensor(
+        &self,
+        input: &Input,
+        info: &TensorInfo,
+        mut sha: Option<&mut Sha256>,
+    ) -> Result<Digest, BundleError> {
+        input.stream(info.offset, info.bytes, |piece| {
+            if let Some(sha) = &mut sha {
+                sha.update(piece);
+            }
+            self.advance(piece.len() as u64)
+        })
+    }
+
     /// Copies a file other than weights.
     fn copy(&self, file: &SourceFile, name: &str) -> Result<Contents, BundleError> {
-        let advance = |bytes| {
-            self.progress.advance(bytes);
-            self.check_cancelled()
-        };
+        let advance = |bytes| self.advance(bytes);
         self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
     }
 

@@ -3,20 +3,19 @@
 use std::{collections::BTreeMap, fs::File, path::Path};
 
 use rayon::prelude::*;
-use sha2::{Digest as _, Sha256};
 
 use super::{
     Job,
-    journal::{JournalHead, Kept, Record, journal_line, journal_lines, stored_parts},
-    shard_writer::{ALIGN, Deferred, Part, Pending, ShardWriter},
+    journal::{JournalHead, Record, ShardState, journal_line, journal_texts, stored_contents},
+    shard_writer::{Pending, Place, ShardEntry, ShardWriter, place},
     tensor::{Stored, encode_tensor},
 };
 use crate::{
-    Digest, Section,
+    Digest,
     bundle::{
         BundleError,
         files::{self, Input},
-        manifest::{self, TensorEntry, VERSION, WeightsFile, section_name},
+        manifest::{self, SectionEntry, TensorEntry, VERSION, WeightsFile},
         plan::Decision,
         shard::Shard,
         source::{Kind, SourceFile},
@@ -26,17 +25,17 @@ use crate::{
 
 /// What can be taken over from an interrupted run, by file name.
 #[derive(Default)]
-pub(super) struct Earlier {
+pub(super) struct Resumable {
     /// Shards that are finished.
     pub(super) finished: BTreeMap<String, WeightsFile>,
     /// Shards with a prefix to keep.
-    pub(super) begun: BTreeMap<String, Kept>,
+    pub(super) unfinished: BTreeMap<String, ShardState>,
 }
 
 impl Job<'_> {
     /// Finds what can be taken over. Reading it takes time, which is reported as progress.
-    pub(super) fn earlier(&self, chosen: &[&SourceFile]) -> Result<Earlier, BundleError> {
-        let mut earlier = Earlier::default();
+    pub(super) fn find_resumable(&self, chosen: &[&SourceFile]) -> Result<Resumable, BundleError> {
+        let mut found = Resumable::default();
         let has_traces = |file: &&SourceFile| {
             let traces = [self.stage.record(&file.name), self.stage.journal(&file.name)];
             matches!(file.kind, Kind::Weights { .. }) && traces.iter().any(|path| path.symlink_metadata().is_ok())
@@ -47,17 +46,17 @@ impl Job<'_> {
         }
         for file in chosen {
             self.check_cancelled()?;
-            if let Some(entry) = self.resumable(file)? {
-                earlier.finished.insert(file.name.clone(), entry);
-            } else if let Some(kept) = self.kept(file)? {
-                earlier.begun.insert(file.name.clone(), kept);
+            if let Some(entry) = self.check_record(file)? {
+                found.finished.insert(file.name.clone(), entry);
+            } else if let Some(state) = self.check_journal(file)? {
+                found.unfinished.insert(file.name.clone(), state);
             }
         }
-        let nothing_kept = earlier.finished.is_empty() && earlier.begun.is_empty();
-        if nothing_kept && chosen.iter().any(|file| self.has_other_options(file)) {
+        let nothing_found = found.finished.is_empty() && found.unfinished.is_empty();
+        if nothing_found && chosen.iter().any(|file| self.has_other_options(file)) {
             self.progress.starts_over("the interrupted run had other options or another version of the program");
         }
-        Ok(earlier)
+        Ok(found)
     }
 
     /// Whether a run with other options or another program version left a record or journal of this file.
@@ -66,7 +65,7 @@ impl Job<'_> {
         let record = record.and_then(|bytes| Record::parse(&bytes)).map(|record| record.options);
         let journal = || {
             let bytes = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX).ok()?;
-            let head: JournalHead = serde_json::from_slice(journal_lines(&bytes).next()?).ok()?;
+            let head: JournalHead = serde_json::from_slice(journal_texts(&bytes).next()?).ok()?;
             Some(head.options)
         };
         record.or_else(journal).is_some_and(|options| options != self.fingerprint())
@@ -95,12 +94,12 @@ impl Job<'_> {
     ///
     /// The source is read for that, which takes a fraction of the time of encoding: a file's name, size and time do not
     /// identify a model.
-    pub(super) fn resumable(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
+    fn check_record(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
         let Some(Record { options, file: entry }) = Record::parse(&bytes) else { return Ok(None) };
         let planned = |(t, info): (&TensorEntry, &TensorInfo)| {
-            is_planned(t, info, &self.planner.decide(&info.name, info.dtype, &info.shape))
+            matches_plan(t, info, &self.planner.decide(&info.name, info.dtype, &info.shape))
         };
         let same = options == self.fingerprint()
             && (&entry.name, entry.size, entry.sha256.is_some()) == (&file.name, file.bytes, self.options.sha256)
@@ -111,20 +110,10 @@ impl Job<'_> {
             return Ok(None);
         }
         let input = Input::open_same(&file.path, &file.stamp)?;
-        let mut sha = entry.sha256.is_some().then(Sha256::new);
-        if let Some(sha) = &mut sha {
-            sha.update(header_bytes);
-        }
+        let ShardState { mut sha, .. } = ShardState::new(header_bytes, entry.sha256.is_some());
         self.progress.advance(header_bytes.len() as u64);
         for (t, info) in entry.tensors.iter().zip(&header.tensors) {
-            let digest = input.stream(info.offset, info.bytes, |piece| {
-                if let Some(sha) = &mut sha {
-                    sha.update(piece);
-                }
-                self.progress.advance(piece.len() as u64);
-                self.check_cancelled()
-            })?;
-            if digest != t.digest {
+            if self.hash_tensor(&input, info, sha.as_mut())? != t.digest {
                 return Ok(None);
             }
         }
@@ -148,58 +137,48 @@ impl Job<'_> {
         }
     }
 
-    /// The prefix of a shard that an interrupted run wrote, up to the first tensor whose source or stored parts do not
-    /// have the digests of the journal.
-    pub(super) fn kept(&self, file: &SourceFile) -> Result<Option<Kept>, BundleError> {
+    /// The prefix of a shard that an interrupted run wrote, up to the first tensor whose bytes in the source or in the
+    /// shard do not have the digests of the journal.
+    fn check_journal(&self, file: &SourceFile) -> Result<Option<ShardState>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(journal) = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX) else {
             return Ok(None);
         };
         let Ok(written) = Input::open(&self.stage.growing(&file.name)) else { return Ok(None) };
-        let mut lines = journal_lines(&journal);
-        let head = lines.next().and_then(|json| serde_json::from_slice::<JournalHead>(json).ok());
+        let mut texts = journal_texts(&journal);
+        let head = texts.next().and_then(|json| serde_json::from_slice::<JournalHead>(json).ok());
         if head.is_none_or(|head| head != self.journal_head(file, header_bytes)) {
             return Ok(None);
         }
         let layout = self.layout(file, header, header_bytes)?;
         let input = Input::open_same(&file.path, &file.stamp)?;
-        let mut sha = self.options.sha256.then(Sha256::new);
-        if let Some(sha) = &mut sha {
-            sha.update(header_bytes);
-        }
         self.progress.advance(header_bytes.len() as u64);
-        let mut kept = Kept { entries: Vec::new(), sha, source_bytes: 0 };
+        let mut state = ShardState::new(header_bytes, self.options.sha256);
         let mut at = layout.reserved;
-        for ((json, info), decision) in lines.zip(&header.tensors).zip(&layout.decisions) {
+        for ((json, info), decision) in texts.zip(&header.tensors).zip(&layout.decisions) {
             self.check_cancelled()?;
             let entry = serde_json::from_slice::<TensorEntry>(json).ok();
-            let sound = |entry: &TensorEntry| is_planned(entry, info, decision) && entry.contradiction().is_none();
+            let sound = |entry: &TensorEntry| matches_plan(entry, info, decision) && entry.contradiction().is_none();
             let Some(entry) = entry.filter(sound) else { break };
-            let is_written = stored_parts(&entry, info).filter(|(bytes, _)| bytes.is_multiple_of(ALIGN)).all(|part| {
-                let (from, (bytes, digest)) = (at, part);
+            let is_in_order = |&(bytes, _): &(u64, Digest)| place(bytes) == Place::InOrder;
+            let is_written = stored_contents(&entry, info).filter(is_in_order).all(|(bytes, digest)| {
+                let from = at;
                 at += bytes;
                 at <= written.stamp().bytes && written.stream(from, bytes, |_| Ok(())).is_ok_and(|got| got == digest)
             });
             if !is_written {
                 break;
             }
-            let mut sha = kept.sha.clone();
-            let digest = input.stream(info.offset, info.bytes, |piece| {
-                if let Some(sha) = &mut sha {
-                    sha.update(piece);
-                }
-                self.progress.advance(piece.len() as u64);
-                self.check_cancelled()
-            })?;
-            if digest != entry.digest {
+            let mut sha = state.sha.clone();
+            if self.hash_tensor(&input, info, sha.as_mut())? != entry.digest {
                 break;
             }
-            kept.sha = sha;
-            kept.source_bytes += info.bytes;
-            kept.entries.push(entry);
+            state.sha = sha;
+            state.resumed_bytes += info.bytes;
+            state.entries.push(entry);
         }
         input.check_unchanged()?;
-        Ok(Some(kept))
+        Ok(Some(state))
     }
 
     /// Creates a journal with the kept entries, in place of an older one.
@@ -218,63 +197,62 @@ impl Job<'_> {
         Ok(file)
     }
 
-    /// Skips a tensor that an interrupted run has written. Its parts that belong at the shard's end are prepared again.
+    /// Skips a tensor that an interrupted run has written, except for its entries at the shard's end.
     pub(super) fn take_over(
         &self,
         writer: &mut ShardWriter<'_>,
         file: &SourceFile,
         (entry, info, decision): (&TensorEntry, &TensorInfo, &Decision),
         input: &Input,
-        deferred: &mut Vec<Deferred>,
     ) -> Result<(), BundleError> {
-        let (offset, digest) = (info.offset, entry.digest);
-        let Some(grid) = entry.grid() else {
-            let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
-            if part.bytes.is_multiple_of(ALIGN) {
-                writer.skip_written(part);
-            } else {
-                deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
+        let skip = |bytes| {
+            move |writer: &mut ShardWriter<'_>| {
+                writer.skip(bytes);
+                Ok(())
             }
-            return Ok(());
+        };
+        let Some(grid) = entry.grid() else {
+            let contents = || Ok(Pending::Raw { offset: info.offset, digest: entry.digest });
+            return writer.add(ShardEntry::raw(info), skip(info.bytes), contents);
         };
         let mut encoded = None;
         for section in &entry.sections {
-            let shape = section.name.shape(grid, section.bytes as usize);
-            let name = section_name(&info.name, section.name);
-            let part = Part::new(name, section.name.dtype(), shape, section.bytes);
-            if part.bytes.is_multiple_of(ALIGN) {
-                writer.skip_written(part);
-                continue;
-            }
-            if section.name == Section::SIGN_MANTISSA {
-                let contents = Pending::SignMantissa { offset, bytes: info.bytes, digest };
-                deferred.push(Deferred { part, contents });
-                continue;
-            }
-            if encoded.is_none() {
-                let bytes = input.read(offset, info.bytes)?;
-                let result = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
-                encoded = Some(result.map_err(|source| BundleError::Encoder {
-                    file: file.name.clone(),
-                    tensor: info.name.clone(),
-                    source,
-                })?);
-            }
-            let section_bytes = match &encoded {
-                Some((_, _, Stored::Coded(tensor))) => tensor.sections().find(|(name, _)| *name == section.name),
-                _ => None,
+            let contents = || match Pending::from_source(section.name, info, entry.digest) {
+                Some(contents) => Ok(contents),
+                None => self.encode_again(&mut encoded, section, file, (info, decision), input),
             };
-            match section_bytes.filter(|(_, bytes)| Digest::of(bytes) == section.digest) {
-                Some((_, bytes)) => deferred.push(Deferred { part, contents: Pending::InMemory(bytes.to_vec()) }),
-                None => return Err(input.changed()),
-            }
+            writer.add(ShardEntry::section(info, section.name, grid, section.bytes), skip(section.bytes), contents)?;
         }
         Ok(())
+    }
+
+    /// Encodes a tensor, unless `encoded` contains it, for a section that an interrupted run has not written.
+    fn encode_again(
+        &self,
+        encoded: &mut Option<Stored>,
+        section: &SectionEntry,
+        file: &SourceFile,
+        (info, decision): (&TensorInfo, &Decision),
+        input: &Input,
+    ) -> Result<Pending, BundleError> {
+        let stored = match encoded.take() {
+            Some(stored) => stored,
+            None => {
+                let bytes = input.read(info.offset, info.bytes)?;
+                let result = encode_tensor(&bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
+                let (file, tensor) = (file.name.clone(), info.name.clone());
+                result.map_err(|source| BundleError::Encoder { file, tensor, source })?.2
+            }
+        };
+        let Stored::Coded(tensor) = encoded.insert(stored) else { return Err(input.changed()) };
+        let found = tensor.sections().find(|(name, _)| *name == section.name).map(|(_, bytes)| bytes);
+        let sound = found.filter(|bytes| Digest::of(bytes) == section.digest);
+        sound.map(|bytes| Pending::InMemory(bytes.to_vec())).ok_or_else(|| input.changed())
     }
 }
 
 /// Whether an entry describes this tensor, with the same role and layer.
-fn is_planned(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bool {
+fn matches_plan(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bool {
     (&entry.name, entry.dtype, &entry.shape, entry.role, entry.layer)
         == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)
 }

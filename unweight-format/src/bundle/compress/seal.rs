@@ -12,7 +12,7 @@ use crate::{
     bundle::{
         BundleError, Progress, Signer, VerifyAfter, config,
         manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
-        pipeline::Work,
+        pipeline::ReadUnit,
         shard::Shard,
         source::{Index, Kind},
         stage::Stage,
@@ -20,8 +20,8 @@ use crate::{
     encoding::ENCODINGS,
 };
 
-/// The steps that remain when the files of a bundle are in the stage.
-pub(crate) struct Finish<'a> {
+/// What sealing a stage needs besides its files.
+pub(crate) struct SealContext<'a> {
     pub(crate) stage: &'a Stage,
     pub(crate) verify: VerifyAfter,
     pub(crate) ram_bytes: Option<u64>,
@@ -39,36 +39,36 @@ pub(crate) struct Sealed {
 /// Completes a bundle: writes files that depend on all shards, the manifest and its signature, and verifies that all
 /// tensors can be decoded. `kinds` are those of the files; only those of changed files are needed.
 pub(crate) fn seal<'a>(
-    finish: &Finish<'_>,
+    context: &SealContext<'_>,
     kinds: impl Iterator<Item = Option<&'a Kind>>,
     mut files: Vec<FileEntry>,
     options: Options,
 ) -> Result<Sealed, BundleError> {
-    finish.changed(kinds, &mut files)?;
+    context.write_dependent_files(kinds, &mut files)?;
     let mut manifest = Manifest::new(options, files);
-    let bytes = manifest.seal();
+    let bytes = manifest.set_digest();
     manifest::check_bytes(bytes.len() as u64)?;
     // Parse the manifest like a reader, so that none is published that a reader would refuse.
     let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
-    finish.stage.put(manifest::FILE_NAME, &bytes)?;
+    context.stage.put(manifest::FILE_NAME, &bytes)?;
     let mut metadata_bytes = bytes.len() as u64;
-    if let Some(signer) = finish.sign {
+    if let Some(signer) = context.sign {
         let signature = signer.sign(&bytes)?;
-        finish.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
+        context.stage.put(manifest::SIGNATURE_NAME, signature.as_bytes())?;
         metadata_bytes += signature.len() as u64;
     }
     let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
-    let verified_tensors = finish.verify(&manifest.files)?;
+    let verified_tensors = context.verify(&manifest.files)?;
     Ok(Sealed { manifest, stored_bytes: stored + metadata_bytes, verified_tensors })
 }
 
-impl Finish<'_> {
-    pub(super) fn check_cancelled(&self) -> Result<(), BundleError> {
+impl SealContext<'_> {
+    fn check_cancelled(&self) -> Result<(), BundleError> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
     /// Writes the files that depend on the shards: indexes of the stored names, and each `config.json`.
-    pub(super) fn changed<'a>(
+    fn write_dependent_files<'a>(
         &self,
         kinds: impl Iterator<Item = Option<&'a Kind>>,
         files: &mut [FileEntry],
@@ -102,10 +102,10 @@ impl Finish<'_> {
             let all = self.verify == VerifyAfter::Full;
             let sample = sampled(file);
             let chosen = |index: &usize| all || sample.contains(index);
-            for work in shard.work(self.ram_bytes) {
+            for unit in shard.read_units(self.ram_bytes) {
                 self.check_cancelled()?;
-                let batch = match work {
-                    Work::Pieces(index) if chosen(&index) => {
+                let batch = match unit {
+                    ReadUnit::Pieces(index) if chosen(&index) => {
                         shard.stream(index, |piece| {
                             self.progress.advance(piece.len() as u64);
                             self.check_cancelled()
@@ -113,11 +113,11 @@ impl Finish<'_> {
                         verified += 1;
                         continue;
                     }
-                    Work::Pieces(index) => {
+                    ReadUnit::Pieces(index) => {
                         self.progress.advance(shard.original_bytes(index));
                         continue;
                     }
-                    Work::Batch(batch) => batch,
+                    ReadUnit::Batch(batch) => batch,
                 };
                 let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
                 let chosen: Vec<usize> = batch.filter(chosen).collect();

@@ -1,8 +1,8 @@
 //! Writes a shard, and determines the order of its bytes.
 //!
-//! First come all parts whose size is a multiple of 16 bytes, in source order. Then come the others (raw tensors of odd
-//! sizes, and sign_mantissa sections of such tensors), by descending element size; last the source's header. So every
-//! section that a kernel or a stock reader needs aligned is aligned, without padding.
+//! First come all entries whose size is a multiple of 16 bytes, in source order. Then come the others (raw tensors of
+//! odd sizes, and sign_mantissa sections of such tensors), by descending element size; last the source's header. So
+//! every section that a kernel or a stock reader needs aligned is aligned, without padding.
 
 use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
 
@@ -12,7 +12,7 @@ use super::{
     tensor::{Encoded, Stored},
 };
 use crate::{
-    Digest, EncodingId, Section, bf16,
+    Digest, EncodingId, Section, TileGrid, bf16,
     bundle::{
         BundleError,
         files::{self, Input},
@@ -22,11 +22,25 @@ use crate::{
         stage::Stage,
     },
     failpoint::failpoint,
-    safetensors::{Dtype, HEADER_MAX, Header, header_to_bytes},
+    safetensors::{Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
 };
 
-/// Sections start on multiples of this number of bytes, except those after parts of other sizes.
-pub(super) const ALIGN: u64 = 16;
+/// Entries in source order start on multiples of this number of bytes.
+const ALIGN: u64 = 16;
+
+/// Where an entry is in its shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Among the entries in source order.
+    InOrder,
+    /// After all of those, because it would misalign the next one.
+    AtEnd,
+}
+
+/// The place of an entry of this size.
+pub(super) fn place(bytes: u64) -> Place {
+    if bytes.is_multiple_of(ALIGN) { Place::InOrder } else { Place::AtEnd }
+}
 
 /// The layout of a shard, as far as the source's header determines it.
 pub(super) struct Layout {
@@ -39,8 +53,9 @@ pub(super) struct Layout {
 /// A shard that is written but may not be synced to disk yet.
 pub(super) struct Written {
     pub(super) file: File,
-    pub(super) work: PathBuf,
-    pub(super) journal: PathBuf,
+    /// The shard until it is complete.
+    pub(super) temp_path: PathBuf,
+    pub(super) journal_path: PathBuf,
     pub(super) record: Record,
 }
 
@@ -69,34 +84,47 @@ impl Job<'_> {
 
     /// Syncs a shard to disk, gives it its name, and records that for a later run.
     pub(super) fn commit_shard(&self, shard: Written) -> Result<(), BundleError> {
-        shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
-        self.stage.accept(&shard.work, &shard.record.file.name)?;
+        shard.file.sync_all().map_err(self.stage.write_error(&shard.temp_path))?;
+        self.stage.accept(&shard.temp_path, &shard.record.file.name)?;
         self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
-        std::fs::remove_file(&shard.journal).map_err(BundleError::io("remove the file", &shard.journal))
+        std::fs::remove_file(&shard.journal_path).map_err(BundleError::io("remove the file", &shard.journal_path))
     }
 }
 
-/// A part of a shard, as its header describes it.
-pub(super) struct Part {
+/// An entry of a shard's header: a raw tensor, a section, or the source's header.
+pub(super) struct ShardEntry {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     pub(super) bytes: u64,
 }
 
-impl Part {
-    pub(super) fn new(name: String, dtype: Dtype, shape: Vec<usize>, bytes: u64) -> Self {
-        Self { name, dtype, shape, bytes }
+impl ShardEntry {
+    /// The entry of a raw tensor.
+    pub(super) fn raw(info: &TensorInfo) -> Self {
+        Self { name: info.name.clone(), dtype: info.dtype, shape: info.shape.clone(), bytes: info.bytes }
+    }
+
+    /// The entry of a section of `bytes` bytes.
+    pub(super) fn section(info: &TensorInfo, section: Section, grid: TileGrid, bytes: u64) -> Self {
+        let shape = section.shape(grid, bytes as usize);
+        Self { name: section_name(&info.name, section), dtype: section.dtype(), shape, bytes }
+    }
+
+    /// The entry of the source's header.
+    pub(super) fn source_header(bytes: &[u8]) -> Self {
+        let (dtype, shape) = (Dtype::U8, vec![bytes.len()]);
+        Self { name: SOURCE_HEADER.into(), dtype, shape, bytes: bytes.len() as u64 }
     }
 }
 
-/// A part that is written at the end of the shard, because it would misalign the following parts.
-pub(super) struct Deferred {
-    pub(super) part: Part,
-    pub(super) contents: Pending,
+/// An entry whose bytes are written at the end of the shard.
+struct Deferred {
+    entry: ShardEntry,
+    contents: Pending,
 }
 
-/// The source of the bytes of a part that is written later.
+/// Where the bytes of a deferred entry come from.
 pub(super) enum Pending {
     /// A raw tensor with this digest, at `offset` in the source.
     Raw { offset: u64, digest: Digest },
@@ -107,6 +135,14 @@ pub(super) enum Pending {
     InMemory(Vec<u8>),
 }
 
+impl Pending {
+    /// The contents of a section that is made from the source again; `None` for a section of another kind.
+    pub(super) fn from_source(section: Section, info: &TensorInfo, digest: Digest) -> Option<Self> {
+        let contents = Self::SignMantissa { offset: info.offset, bytes: info.bytes, digest };
+        (section == Section::SIGN_MANTISSA).then_some(contents)
+    }
+}
+
 /// The shard being written.
 pub(super) struct ShardWriter<'a> {
     pub(super) file: File,
@@ -114,16 +150,17 @@ pub(super) struct ShardWriter<'a> {
     pub(super) stage: &'a Stage,
     /// Offset of the next byte.
     pub(super) at: u64,
-    pub(super) parts: Vec<Part>,
+    /// The entries up to there, in stored order.
+    pub(super) entries: Vec<ShardEntry>,
+    deferred: Vec<Deferred>,
     /// Records what has been written, for a run that resumes.
     pub(super) journal: File,
 }
 
-impl ShardWriter<'_> {
-    /// Skips a part that is already written.
-    pub(super) fn skip_written(&mut self, part: Part) {
-        self.at += part.bytes;
-        self.parts.push(part);
+impl<'a> ShardWriter<'a> {
+    /// A writer of the bytes after a header of `reserved` bytes.
+    pub(super) fn new(file: File, path: PathBuf, stage: &'a Stage, reserved: u64, journal: File) -> Self {
+        Self { file, path, stage, at: reserved, entries: Vec::new(), deferred: Vec::new(), journal }
     }
 
     /// Adds a written tensor to the journal.
@@ -133,61 +170,69 @@ impl ShardWriter<'_> {
         Ok(())
     }
 
-    pub(super) fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
+    /// Adds an entry: `write` writes its bytes now, or they are written from `contents` at the end.
+    pub(super) fn add(
+        &mut self,
+        entry: ShardEntry,
+        write: impl FnOnce(&mut Self) -> Result<(), BundleError>,
+        contents: impl FnOnce() -> Result<Pending, BundleError>,
+    ) -> Result<(), BundleError> {
+        match place(entry.bytes) {
+            Place::InOrder => {
+                write(self)?;
+                self.entries.push(entry);
+            }
+            Place::AtEnd => self.deferred.push(Deferred { entry, contents: contents()? }),
+        }
+        Ok(())
+    }
+
+    /// Skips bytes that are already written.
+    pub(super) fn skip(&mut self, bytes: u64) {
+        self.at += bytes;
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
         files::write_at(&self.file, bytes, self.at).map_err(self.stage.write_error(&self.path))?;
         self.at += bytes.len() as u64;
         self.stage.count_written(bytes.len() as u64);
         Ok(())
     }
 
-    pub(super) fn put(
-        &mut self,
-        encoded: &Encoded<'_>,
-        deferred: &mut Vec<Deferred>,
-        input: &Input,
-    ) -> Result<(), BundleError> {
-        let (info, digest, offset) = (encoded.info, encoded.entry.digest, encoded.info.offset);
-        let (tensor, grid) = match (&encoded.stored, encoded.entry.grid()) {
-            (Stored::Coded(tensor), Some(grid)) => (tensor, grid),
-            (stored, _) => {
-                let part = Part::new(info.name.clone(), info.dtype, info.shape.clone(), info.bytes);
-                match stored {
-                    _ if !part.bytes.is_multiple_of(ALIGN) => {
-                        deferred.push(Deferred { part, contents: Pending::Raw { offset, digest } });
-                        return Ok(());
-                    }
-                    Stored::Raw(bytes) => self.write(bytes)?,
-                    _ => self.write_again(input, offset, info.bytes, digest, |piece| Cow::Borrowed(piece))?,
-                }
-                self.parts.push(part);
-                return Ok(());
-            }
-        };
-        for (section, bytes) in tensor.sections() {
-            let shape = section.shape(grid, bytes.len());
-            let part = Part::new(section_name(&info.name, section), section.dtype(), shape, bytes.len() as u64);
-            if part.bytes.is_multiple_of(ALIGN) {
-                self.write(bytes)?;
-                self.parts.push(part);
-            } else {
-                let contents = match section {
-                    Section::SIGN_MANTISSA => Pending::SignMantissa { offset, bytes: info.bytes, digest },
-                    _ => Pending::InMemory(bytes.to_vec()),
+    /// Adds a tensor, itself or its sections.
+    pub(super) fn put(&mut self, encoded: &Encoded<'_>, input: &Input) -> Result<(), BundleError> {
+        let (info, digest) = (encoded.info, encoded.entry.digest);
+        let raw = || Ok(Pending::Raw { offset: info.offset, digest });
+        match (&encoded.stored, encoded.entry.grid()) {
+            (Stored::Raw(bytes), _) => self.add(ShardEntry::raw(info), |writer| writer.write(bytes), raw),
+            (Stored::Later, _) => {
+                let copy = |writer: &mut Self| {
+                    writer.write_again(input, info.offset, info.bytes, digest, |piece| Cow::Borrowed(piece))
                 };
-                deferred.push(Deferred { part, contents });
+                self.add(ShardEntry::raw(info), copy, raw)
             }
+            (Stored::Coded(tensor), Some(grid)) => tensor.sections().try_for_each(|(section, bytes)| {
+                let entry = ShardEntry::section(info, section, grid, bytes.len() as u64);
+                let contents = || {
+                    let again = Pending::from_source(section, info, digest);
+                    Ok(again.unwrap_or_else(|| Pending::InMemory(bytes.to_vec())))
+                };
+                self.add(entry, |writer| writer.write(bytes), contents)
+            }),
+            (Stored::Coded(_), None) => unreachable!("a coded tensor has a grid"),
         }
-        Ok(())
     }
 
-    /// Writes the deferred parts by descending element size, so that each is aligned to its element size.
-    pub(super) fn put_deferred(&mut self, mut deferred: Vec<Deferred>, input: &Input) -> Result<(), BundleError> {
-        deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
-        for item in deferred {
-            match item.contents {
+    /// Writes the deferred entries by descending element size, so that each is aligned to its element size, and then
+    /// the source's header.
+    pub(super) fn put_rest(&mut self, header_bytes: &[u8], input: &Input) -> Result<(), BundleError> {
+        let mut deferred = std::mem::take(&mut self.deferred);
+        deferred.sort_by_key(|d| std::cmp::Reverse(d.entry.dtype.bits()));
+        for Deferred { entry, contents } in deferred {
+            match contents {
                 Pending::InMemory(bytes) => self.write(&bytes)?,
                 Pending::Raw { offset, digest } => {
-                    self.write_again(input, offset, item.part.bytes, digest, |piece| Cow::Borrowed(piece))?;
+                    self.write_again(input, offset, entry.bytes, digest, |piece| Cow::Borrowed(piece))?;
                 }
                 Pending::SignMantissa { offset, bytes, digest } => {
                     let split = |e: &[u8]| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]));
@@ -197,35 +242,37 @@ impl ShardWriter<'_> {
                     })?;
                 }
             }
-            self.parts.push(item.part);
+            self.entries.push(entry);
         }
+        self.write(header_bytes)?;
+        self.entries.push(ShardEntry::source_header(header_bytes));
         Ok(())
     }
 
-    /// Reads bytes of the source again and writes what `encoding` makes of them. Fails if the bytes have changed.
-    pub(super) fn write_again(
+    /// Reads bytes of the source again and writes what `transform` makes of them. Fails if the bytes have changed.
+    fn write_again(
         &mut self,
         input: &Input,
         offset: u64,
         bytes: u64,
         expected: Digest,
-        encoding: impl Fn(&[u8]) -> Cow<'_, [u8]>,
+        transform: impl Fn(&[u8]) -> Cow<'_, [u8]>,
     ) -> Result<(), BundleError> {
-        let got = input.stream(offset, bytes, |piece| self.write(&encoding(piece)))?;
+        let got = input.stream(offset, bytes, |piece| self.write(&transform(piece)))?;
         if got == expected { Ok(()) } else { Err(input.changed()) }
     }
 
     /// Writes the header in front of the data.
-    pub(super) fn finish(
+    pub(super) fn write_header(
         &mut self,
         metadata: &BTreeMap<String, String>,
         reserved: u64,
     ) -> Result<Vec<u8>, BundleError> {
         let mut begin = 0;
-        let entries = self.parts.iter().map(|part| {
-            let offsets = [begin, begin + part.bytes];
+        let entries = self.entries.iter().map(|entry| {
+            let offsets = [begin, begin + entry.bytes];
             begin = offsets[1];
-            (part.name.as_str(), part.dtype, part.shape.as_slice(), offsets)
+            (entry.name.as_str(), entry.dtype, entry.shape.as_slice(), offsets)
         });
         let header = header_to_bytes(metadata, entries, reserved);
         assert_eq!(header.len() as u64, reserved, "the reserved header bounds the real one");
@@ -246,11 +293,11 @@ fn header_bound(
     // A coded tensor is not larger than its source, and the copy of the header is as large as the original, so no
     // offset exceeds this.
     let offset_max = file_bytes;
-    let mut parts = Vec::new();
+    let mut entries = Vec::new();
     for (info, decision) in header.tensors.iter().zip(decisions) {
         let raw = || (info.name.clone(), info.dtype, info.shape.clone());
         let Some(grid) = decision.choice.grid() else {
-            parts.push(raw());
+            entries.push(raw());
             continue;
         };
         // Use the longest description among the encoding and its fallbacks.
@@ -264,21 +311,25 @@ fn header_bound(
         let chain =
             std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
         let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
-        parts
-            .extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, offset_max)).unwrap_or_default());
+        let longest = coded.max_by_key(|entries| header_bytes_of(&BTreeMap::new(), entries, offset_max));
+        entries.extend(longest.unwrap_or_default());
         // Raw is the last fallback of every encoding, and a shape of many dimensions may be longer than the names of
         // all sections.
         if info.shape.len() > 8 {
-            parts.push(raw());
+            entries.push(raw());
         }
     }
-    parts.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
-    header_bytes_of(metadata, &parts, offset_max)
+    entries.push((SOURCE_HEADER.into(), Dtype::U8, vec![header_bytes as usize]));
+    header_bytes_of(metadata, &entries, offset_max)
 }
 
-/// Bytes of a header with these parts, all at offset `offset_max`.
-fn header_bytes_of(metadata: &BTreeMap<String, String>, parts: &[(String, Dtype, Vec<usize>)], offset_max: u64) -> u64 {
+/// Bytes of a header with these entries, all at offset `offset_max`.
+fn header_bytes_of(
+    metadata: &BTreeMap<String, String>,
+    entries: &[(String, Dtype, Vec<usize>)],
+    offset_max: u64,
+) -> u64 {
     let entries =
-        parts.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [offset_max, offset_max]));
+        entries.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, shape.as_slice(), [offset_max, offset_max]));
     header_to_bytes(metadata, entries, 0).len() as u64
 }

@@ -1,9 +1,12 @@
 //! Encodes one tensor for a shard.
 
-use super::predict::is_worth_it;
 use crate::{
     Digest, Float, FloatMatrix, StoredTensor,
-    bundle::{CompressOptions, Encoder, EncoderError, manifest::TensorEntry, plan::EncodingChoice},
+    bundle::{
+        CompressOptions, Encoder, EncoderError,
+        manifest::TensorEntry,
+        plan::{EncodingChoice, saves_enough},
+    },
     safetensors::{Dtype, TensorInfo},
 };
 
@@ -35,7 +38,7 @@ pub(super) fn encode_tensor(
     while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
         let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
         match encoder.encode(matrix, choice.encoding(), options.code_limit) {
-            Ok((digest, tensor)) if is_worth_it(choice.encoding(), tensor.stored_bytes(), bytes.len() as u64) => {
+            Ok((digest, tensor)) if saves_enough(choice.encoding(), tensor.stored_bytes(), bytes.len() as u64) => {
                 return Ok((digest, choice, Stored::Coded(tensor)));
             }
             Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes.to_vec()))),
