@@ -20,7 +20,7 @@ use unweight_rt::{
         },
         device::module::LoadedKernel,
         jit::{
-            cache::{KernelCache, Policy, attachable},
+            cache::{CachePolicy, KernelCache, attachable},
             compiler::{CompileRequest, NvrtcCompiler},
         },
     },
@@ -53,7 +53,7 @@ fn specs() -> Vec<VariantSpec> {
 }
 
 pub(crate) fn cache(env: &Env, dir: &Path) -> KernelCache {
-    let policy = Policy { mode: JitMode::Auto, lock_timeout: env.lock_timeout };
+    let policy = CachePolicy { mode: JitMode::Auto, lock_timeout: env.lock_timeout };
     KernelCache::new(policy, Some(dir), Arc::new(NvrtcCompiler::new(env)))
 }
 

@@ -236,7 +236,7 @@ fn packed_cache_is_planned_to_the_byte() {
         let options = options().max_batch(max_batch).placement(Placement::Packed).kv_cache(KvCache::Packed);
         let engine = load(&bundle, options.clone());
         let had = *engine.memory();
-        let shared = Shared { bytes: 0, slot: 0 };
+        let shared = Shared { bytes: 0, expansion_bytes: 0 };
         let planned = memory::plan(&config, &options, (had.weights, shared), 4 << 30).unwrap();
         assert_eq!((planned.pages, planned.hot_pages, planned.units), (had.pages, had.hot_pages, had.units));
         assert!(had.total() <= 4 << 30, "{had}");

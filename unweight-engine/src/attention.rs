@@ -15,7 +15,7 @@ use unweight_rt::{
 
 /// How a pair of a row and a KV head is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct SplitPlan {
     /// Warps per block.
     pub warps: u32,
     /// Blocks per cluster.
@@ -23,35 +23,35 @@ pub struct Shape {
     /// Whether blocks split a pair and exchange partial results in global memory.
     pub split: bool,
     /// The number of blocks that split a pair.
-    pub parts: u32,
+    pub splits: u32,
     /// Whether each multiprocessor has work for several blocks. Of a packed cache, a shorter ring lets more of them fit.
     pub crowded: bool,
 }
 
-/// The maximum number of multiprocessors that parts are distributed over. It exceeds that of any device, so that the
-/// workspace of parts can be sized without one.
+/// The maximum number of multiprocessors that the blocks of split pairs are distributed over. It exceeds that of
+/// any device, so that their workspace can be sized without one.
 pub const SMS_MAX: u32 = 256;
-/// Tokens that a warp of a part processes at a time.
+/// Tokens that a warp of a split pair processes at a time.
 const TILE_TOKENS: u32 = 16;
 
-impl Shape {
+impl SplitPlan {
     /// One block of 8 warps per pair.
-    pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1, crowded: false };
+    pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, splits: 1, crowded: false };
 
-    /// Returns the shape for `pairs` pairs on a device, in sequences of up to `tokens` tokens.
+    /// Returns the plan for `pairs` pairs on a device, in sequences of up to `tokens` tokens.
     ///
-    /// With clusters: the fastest shape on an H200 (docs/records/2026-11-22 and 2026-11-26) with as many pairs per
-    /// multiprocessor. Without clusters: as many parts as give each multiprocessor a block, but none that could never
-    /// have a token. A block has 64 KB of loads in flight, which is several times what the memory of any such device
-    /// needs.
+    /// With clusters: the fastest plan on an H200 (docs/records/2026-11-22 and 2026-11-26) with as many pairs per
+    /// multiprocessor. Without clusters: as many blocks per pair as give each multiprocessor a block, but none that could
+    /// never have a token. A block has 64 KB of loads in flight, which is several times what the memory of any such
+    /// device needs.
     ///
     /// The current length of sequences has no effect, because a recorded step runs at all lengths.
     pub fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
         let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
         if !gpu.arch.has(Instruction::Cluster) {
             let warps = 4;
-            let parts_max = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
-            return Self { warps, split: true, parts: (sms / pairs).clamp(1, parts_max), ..Self::BLOCK };
+            let splits_max = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
+            return Self { warps, split: true, splits: (sms / pairs).clamp(1, splits_max), ..Self::BLOCK };
         }
         // The equivalent number of pairs on an H200.
         match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
@@ -63,17 +63,17 @@ impl Shape {
     }
 }
 
-/// Returns the bytes of the workspace in which parts exchange results, on any device.
-pub fn parts_bytes(config: &ModelConfig) -> u64 {
-    let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
-    let kernel = variant(Arch::Sm80, (AttentionStep::Decode, KvCache::Bf16), config.head_dim, shape);
+/// Returns the bytes of the workspace in which blocks of split pairs exchange results, on any device.
+pub fn split_workspace_bytes(config: &ModelConfig) -> u64 {
+    let wanted = SplitPlan { warps: 4, split: true, ..SplitPlan::BLOCK };
+    let kernel = variant(Arch::Sm80, (AttentionStep::Decode, KvCache::Bf16), config.head_dim, wanted);
     let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
-    // All parts of split pairs together are at most as many as the multiprocessors.
+    // All blocks of split pairs together are at most as many as the multiprocessors.
     plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
-/// Returns the attention variant and the number of parts for a step of a bucket of `rows` rows, in sequences of up to
-/// `tokens` tokens. `heads` holds the number of KV heads and the head dimension.
+/// Returns the attention variant and the number of blocks per pair for a step of a bucket of `rows` rows, in sequences
+/// of up to `tokens` tokens. `heads` holds the number of KV heads and the head dimension.
 pub fn decode_variant(
     gpu: &GpuModel,
     cache: KvCache,
@@ -83,8 +83,8 @@ pub fn decode_variant(
 ) -> Option<(VariantSpec, u32)> {
     let (kv_heads, head_dim) = heads;
     // A block, a cluster or several blocks compute a pair of a row and a KV head.
-    let shape = Shape::of(gpu, rows * kv_heads, tokens);
-    Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, shape)?, shape.parts))
+    let wanted = SplitPlan::of(gpu, rows * kv_heads, tokens);
+    Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, wanted)?, wanted.splits))
 }
 
 /// Adapts an attention variant to a model: how it rotates and norms the heads of new tokens, and caps scores.
@@ -105,16 +105,16 @@ pub fn norms_heads_plus_one(config: &ModelConfig) -> bool {
     config.qk_norm == QkNorm::Head && config.norm == NormKind::RmsPlusOne
 }
 
-/// Returns the shipped attention variant for heads of this size that is nearest to the warps and cluster of `shape`.
+/// Returns the shipped attention variant for heads of this size that is nearest to the warps and cluster of `wanted`.
 /// Rare head sizes ship with clusters of one only. Only warps and clusters that both KV caches have are chosen, so that
 /// their sums have the same order and the same bits. Heads that cannot be packed have one cache.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),
     head_dim: u32,
-    shape: Shape,
+    wanted: SplitPlan,
 ) -> Option<VariantSpec> {
-    let Shape { warps, cluster, split, crowded, .. } = shape;
+    let SplitPlan { warps, cluster, split, crowded, .. } = wanted;
     let pdl = arch.has(Instruction::DependentLaunch);
     let shipped = catalog::on::<AttentionSpec>(arch).filter_map(|spec| match spec.op {
         Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && !op.adjacent => Some(op),

@@ -19,6 +19,13 @@ const INITIAL_CHANCE: f32 = 0.25;
 /// The number of guesses over which the share is averaged.
 const AVERAGED_GUESSES: f32 = 8.0;
 
+/// Where a token of a sequence comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenKind {
+    Prompt,
+    Answer,
+}
+
 /// An earlier occurrence of the newest tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Match {
@@ -33,8 +40,8 @@ struct Match {
 pub struct NgramDrafter {
     /// The end of the last occurrence of each n-gram; shorter n-grams are padded with [`NO_TOKEN`].
     ends: HashMap<[u32; LENGTH_MAX], u32>,
-    /// The number of tokens read so far.
-    read: usize,
+    /// The number of tokens observed so far.
+    observed: usize,
     latest_match: Option<Match>,
     /// The share of right guesses, by length of the n-gram.
     chances: [f32; LENGTH_MAX - LENGTH_MIN + 1],
@@ -44,14 +51,14 @@ impl NgramDrafter {
     /// A drafter of a sequence without tokens.
     pub fn new() -> Self {
         let chances = [INITIAL_CHANCE; LENGTH_MAX - LENGTH_MIN + 1];
-        Self { ends: HashMap::new(), read: 0, latest_match: None, chances }
+        Self { ends: HashMap::new(), observed: 0, latest_match: None, chances }
     }
 
-    /// Reads the tokens that were added to the sequence since the last call. Tokens of an answer update the shares of
-    /// right guesses; tokens of a prompt do not.
-    pub fn read(&mut self, tokens: &[u32], is_answer: bool) {
-        for end in self.read + 1..=tokens.len() {
-            if let Some(Match { length, next }) = self.latest_match.take().filter(|_| is_answer) {
+    /// Learns from the tokens that were added to the sequence since the last call. Tokens of an answer update the
+    /// shares of right guesses; tokens of a prompt do not.
+    pub fn observe(&mut self, tokens: &[u32], kind: TokenKind) {
+        for end in self.observed + 1..=tokens.len() {
+            if let Some(Match { length, next }) = self.latest_match.take().filter(|_| kind == TokenKind::Answer) {
                 let chance = &mut self.chances[length - LENGTH_MIN];
                 *chance += (f32::from(u8::from(tokens[next] == tokens[end - 1])) - *chance) / AVERAGED_GUESSES;
             }
@@ -64,7 +71,7 @@ impl NgramDrafter {
                 }
             }
         }
-        self.read = tokens.len();
+        self.observed = tokens.len();
     }
 
     /// The chance that the first token of the draft is right; `None` without a draft.
@@ -72,8 +79,8 @@ impl NgramDrafter {
         self.latest_match.map(|latest_match| self.chances[latest_match.length - LENGTH_MIN])
     }
 
-    /// Returns `count` tokens that may follow `tokens`, which must all have been read; empty without a draft. If fewer
-    /// than `count` tokens followed the earlier occurrence, they are repeated.
+    /// Returns `count` tokens that may follow `tokens`, which must all have been observed; empty without a draft. If
+    /// fewer than `count` tokens followed the earlier occurrence, they are repeated.
     pub fn draft(&self, tokens: &[u32], count: usize) -> Vec<u32> {
         let Some(Match { next, .. }) = self.latest_match else { return Vec::new() };
         let period = &tokens[next..];
@@ -107,7 +114,7 @@ mod tests {
             for _ in 0..150 {
                 // Several tokens at once, like those of a prompt or an accepted draft.
                 (0..1 + random.below(3)).for_each(|_| tokens.push(random.below(kinds) as u32));
-                drafter.read(&tokens, random.below(2) == 0);
+                drafter.observe(&tokens, if random.below(2) == 0 { TokenKind::Answer } else { TokenKind::Prompt });
                 let expected = oracle(&tokens);
                 assert_eq!(drafter.latest_match, expected, "{tokens:?}");
                 let draft = drafter.draft(&tokens, 5);
@@ -127,23 +134,23 @@ mod tests {
     fn chances_follow_the_answer_alone() {
         let mut drafter = NgramDrafter::new();
         let mut tokens = vec![1, 2, 3, 1, 2, 3, 1, 2];
-        drafter.read(&tokens, false);
+        drafter.observe(&tokens, TokenKind::Prompt);
         assert_eq!((drafter.chance(), drafter.draft(&tokens, 4)), (Some(INITIAL_CHANCE), vec![3, 1, 2, 3]));
         for _ in 0..40 {
             let next = drafter.draft(&tokens, 1);
             tokens.extend(next);
-            drafter.read(&tokens, true);
+            drafter.observe(&tokens, TokenKind::Answer);
         }
         assert!(drafter.chance().is_some_and(|chance| chance > 0.98), "{drafter:?}");
         // Pairs that are followed by something else each time.
         let (mut other, mut tokens) = (NgramDrafter::new(), Vec::new());
         for at in 0..40 {
             tokens.extend([1, 2, 10 + at]);
-            other.read(&tokens[..tokens.len() - 1], true);
-            other.read(&tokens, true);
+            other.observe(&tokens[..tokens.len() - 1], TokenKind::Answer);
+            other.observe(&tokens, TokenKind::Answer);
         }
         tokens.extend([1, 2]);
-        other.read(&tokens, true);
+        other.observe(&tokens, TokenKind::Answer);
         assert!(other.chance().is_some_and(|chance| chance < 0.01), "{other:?}");
     }
 }

@@ -35,7 +35,7 @@ use unweight_rt::{
 };
 
 use crate::{
-    attention::{self, Shape},
+    attention::{self, SplitPlan},
     error::EngineError,
     kv_cache::PackedKernels,
     options::{BUCKETS, EngineOptions},
@@ -78,7 +78,7 @@ pub struct Decode<K> {
     /// The variant, or the loaded kernel.
     pub kernel: K,
     /// The number of blocks that split a row and KV head; 1 for a single block or cluster.
-    pub parts: u32,
+    pub splits: u32,
 }
 
 impl Variants {
@@ -135,15 +135,15 @@ impl Variants {
         let logprobs =
             catalog::on::<LogprobsSpec>(arch).find(|spec| matches!(spec.op, Op::Logprobs(op) if op.pdl == pdl));
         let sample = sampler(false).zip(sampler(true)).zip(logprobs);
-        let shape = Shape { warps: 4, ..Shape::BLOCK };
-        let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape)
+        let wanted = SplitPlan { warps: 4, ..SplitPlan::BLOCK };
+        let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, wanted)
             .map(|kernel| attention::of_model(kernel, config));
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             let heads = (config.kv_heads, config.head_dim);
-            let (kernel, parts) = attention::decode_variant(gpu, cache, heads, bucket, tokens)?;
-            Some(Decode { rows: bucket, kernel: attention::of_model(kernel, config), parts })
+            let (kernel, splits) = attention::decode_variant(gpu, cache, heads, bucket, tokens)?;
+            Some(Decode { rows: bucket, kernel: attention::of_model(kernel, config), splits })
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
@@ -296,8 +296,8 @@ impl Kernels {
     pub fn load(kernels: &KernelSet, variants: &Variants) -> Result<Self, DeviceError> {
         let get = |spec: &VariantSpec| -> Result<Arc<LoadedKernel>, DeviceError> { kernels.get(spec) };
         let decode = variants.decode.iter();
-        let decode = decode.map(|Decode { rows, kernel, parts }| {
-            Ok(Decode { rows: *rows, kernel: Attention::new(get(kernel)?)?, parts: *parts })
+        let decode = decode.map(|Decode { rows, kernel, splits }| {
+            Ok(Decode { rows: *rows, kernel: Attention::new(get(kernel)?)?, splits: *splits })
         });
         Ok(Self {
             embed: Embed::new(get(&variants.embed)?)?,
@@ -317,7 +317,7 @@ impl Kernels {
     }
 
     /// Returns the attention of a step of `rows` rows; `None` above the largest bucket.
-    pub fn decode(&self, rows: u32) -> Option<&Decode<Attention>> {
+    pub fn decode_attention(&self, rows: u32) -> Option<&Decode<Attention>> {
         self.decode.iter().find(|decode| decode.rows >= rows)
     }
 
@@ -345,12 +345,13 @@ impl Kernels {
         }
     }
 
-    /// The execution context that the kernels need, at most [`attention::parts_bytes`].
+    /// The execution context that the kernels need, at most [`attention::split_workspace_bytes`].
     ///
     /// # Errors
     /// [`DeviceError`] if a grid would have too many blocks.
     pub fn context_size(&self, kv_heads: u32) -> Result<ContextSize, DeviceError> {
-        let mut each = self.decode.iter().map(|decode| decode.kernel.context_size(decode.rows, kv_heads, decode.parts));
+        let mut each =
+            self.decode.iter().map(|decode| decode.kernel.context_size(decode.rows, kv_heads, decode.splits));
         each.try_fold(ContextSize::default(), |all, size| Ok(all.max(size?)))
     }
 }
@@ -362,7 +363,7 @@ mod tests {
     use unweight_rt::raw::ops::attention::PARTS_MAX;
 
     use super::*;
-    use crate::attention::{SMS_MAX, parts_bytes};
+    use crate::attention::{SMS_MAX, split_workspace_bytes};
 
     fn options(max_batch: u32) -> EngineOptions {
         EngineOptions::default().max_batch(max_batch)
@@ -448,7 +449,7 @@ mod tests {
         }
     }
 
-    /// Sums have the same order with both caches: the same warps, clusters and parts.
+    /// Sums have the same order with both caches: the same warps, clusters and splits.
     #[test]
     fn both_caches_have_the_same_order_of_sums() {
         use unweight_codegen::spec::HeadDim;
@@ -463,9 +464,9 @@ mod tests {
                         for tokens in [64, 1000, 131_072] {
                             let order = |cache| {
                                 let heads = (kv_heads, head_dim);
-                                let (spec, parts) = attention::decode_variant(&gpu, cache, heads, rows, tokens)?;
+                                let (spec, splits) = attention::decode_variant(&gpu, cache, heads, rows, tokens)?;
                                 match spec.op {
-                                    Op::Attention(op) => Some((op.warps, op.cluster, op.split, parts)),
+                                    Op::Attention(op) => Some((op.warps, op.cluster, op.split, splits)),
                                     _ => None,
                                 }
                             };
@@ -509,7 +510,7 @@ mod tests {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
         let variants = Variants::of(&config, &GpuModel::H200, EmbedSource::Packed, &options(256)).unwrap();
         let shapes = variants.decode.iter().map(|decode| match decode.kernel.op {
-            Op::Attention(op) => (decode.rows, op.warps.get(), op.stages.get(), op.cluster.get(), decode.parts),
+            Op::Attention(op) => (decode.rows, op.warps.get(), op.stages.get(), op.cluster.get(), decode.splits),
             _ => panic!("{decode:?}"),
         });
         let shapes: Vec<_> = shapes.collect();
@@ -517,14 +518,14 @@ mod tests {
         assert_eq!(shapes[..5], expected);
     }
 
-    /// The shape and the parts of attention, by bucket.
+    /// The shape and the splits of attention, by bucket.
     fn shapes(model: &str, gpu: &GpuModel, options: &EngineOptions) -> Vec<(u32, String, u32)> {
         let config = Geometry::named(model).unwrap().config();
         let variants = Variants::of(&config, gpu, EmbedSource::Packed, options).unwrap();
         let shape = |decode: &Decode<VariantSpec>| {
             let name = decode.kernel.to_string();
             let shape = name.split_once("attention_decode_").expect("attention").1.to_owned();
-            (decode.rows, shape, decode.parts)
+            (decode.rows, shape, decode.splits)
         };
         variants.decode.iter().map(shape).collect()
     }
@@ -533,11 +534,11 @@ mod tests {
     fn attention_splits_of_five_gpus() {
         let shapes = |model, arch| {
             let all = shapes(model, &GpuModel::usual(arch), &options(32));
-            all.into_iter().map(|(rows, shape, parts)| format!("{rows} {shape} x{parts}")).collect::<Vec<_>>()
+            all.into_iter().map(|(rows, shape, splits)| format!("{rows} {shape} x{splits}")).collect::<Vec<_>>()
         };
         let split = "d128_w4p2c1_split_async";
-        let of = |parts: [u32; 4]| {
-            [1, 8, 16, 32].into_iter().zip(parts).map(|(rows, parts)| format!("{rows} {split} x{parts}"))
+        let of = |splits: [u32; 4]| {
+            [1, 8, 16, 32].into_iter().zip(splits).map(|(rows, splits)| format!("{rows} {split} x{splits}"))
         };
         // A100, RTX 3090, RTX 4090: 108, 82 and 128 multiprocessors for 8 KV heads, then 4.
         assert!(shapes("llama-3.1-8b", Arch::Sm80).into_iter().eq(of([13, 1, 1, 1])));
@@ -562,19 +563,19 @@ mod tests {
         for arch in Arch::ALL.iter().copied().filter(|arch| !arch.has(Instruction::Cluster)) {
             for sms in [1, 7, 20, 46, 58, 82, 84, 108, 128, 142, 192, 1000] {
                 let gpu = GpuModel { sms, ..GpuModel::usual(arch) };
-                for (rows, shape, parts) in shapes("llama-3.1-8b", &gpu, &options(256)) {
+                for (rows, shape, splits) in shapes("llama-3.1-8b", &gpu, &options(256)) {
                     let (pairs, sms_used) = (rows * config.kv_heads, sms.min(SMS_MAX));
                     assert!(
-                        (1..=PARTS_MAX).contains(&parts) && (parts == 1 || parts * pairs <= sms_used),
+                        (1..=PARTS_MAX).contains(&splits) && (splits == 1 || splits * pairs <= sms_used),
                         "{sms} {shape}"
                     );
-                    let idle = sms_used.saturating_sub(parts * pairs);
-                    assert!(idle < pairs || parts == PARTS_MAX, "{sms} {shape} x{parts}: {idle} are idle");
-                    if parts > 1 {
+                    let idle = sms_used.saturating_sub(splits * pairs);
+                    assert!(idle < pairs || splits == PARTS_MAX, "{sms} {shape} x{splits}: {idle} are idle");
+                    if splits > 1 {
                         let spec: VariantSpec = format!("uw_{}_attention_decode_{shape}", arch.tag()).parse().unwrap();
                         let plan = Plan::new(&spec).unwrap();
-                        let need = ContextSize::from(plan.workspace(GemmShape::rows(parts * pairs), sms)).bytes();
-                        assert!(need > 0 && need <= parts_bytes(&config), "{sms} {shape}");
+                        let need = ContextSize::from(plan.workspace(GemmShape::rows(splits * pairs), sms)).bytes();
+                        assert!(need > 0 && need <= split_workspace_bytes(&config), "{sms} {shape}");
                     }
                 }
             }
@@ -583,11 +584,11 @@ mod tests {
 
     #[test]
     fn short_contexts_have_no_empty_splits() {
-        let parts = |context| {
+        let splits = |context| {
             let options = options(1).context(context);
             shapes("llama-3.1-8b", &GpuModel::usual(Arch::Sm89), &options)[0].2
         };
-        assert_eq!([1, 64, 65, 200, 1024, 131_072].map(parts), [1, 1, 2, 4, 16, 16]);
+        assert_eq!([1, 64, 65, 200, 1024, 131_072].map(splits), [1, 1, 2, 4, 16, 16]);
     }
 
     #[test]

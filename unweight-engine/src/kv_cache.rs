@@ -72,7 +72,7 @@ pub struct PackedCache {
     /// The page table of staging: 0, 1, 2, ...
     staging_table: DeviceBuffer<u32>,
     /// Per row of a step: whether a page of the row is lost.
-    lost: DeviceBuffer<u32>,
+    page_losses: DeviceBuffer<u32>,
     /// Whether a page of the chunk is lost.
     lost_chunk: DeviceBuffer<u32>,
     /// Pages whose BF16 units are to be released.
@@ -114,7 +114,7 @@ impl KvStore {
             hot_table: words(batch)?,
             staging: Bf16Pages::new(stream, shape(table_pages)?, 1)?,
             staging_table: DeviceBuffer::from_host(stream, &(0..table_pages).collect::<Vec<_>>())?,
-            lost: words(batch)?,
+            page_losses: words(batch)?,
             lost_chunk: words(1)?,
             freed: words(memory.pages)?,
             hot_of_prompt: None,
@@ -183,12 +183,12 @@ impl PackedCache {
     /// [`DeviceError`] if the driver fails.
     pub fn set_rows(&mut self, stream: &Stream, hot: &[u32]) -> Result<(), DeviceError> {
         self.hot_table.write(stream, 0, hot)?;
-        self.lost.fill_bytes(stream, 0)
+        self.page_losses.fill_bytes(stream, 0)
     }
 
     /// One word per row of the last steps, not 0 if the row lost a page.
-    pub fn lost(&self) -> &DeviceBuffer<u32> {
-        &self.lost
+    pub fn page_losses(&self) -> &DeviceBuffer<u32> {
+        &self.page_losses
     }
 
     /// Sets the hot page for the last page of the sequence whose prompt runs next, and clears the flag of lost pages.
@@ -222,7 +222,7 @@ impl PackedCache {
     /// [`DeviceError`] if the driver fails.
     pub fn pack_step(&mut self, ctx: &mut ExecContext, tokens: TokenRows<'_>, rows: u32) -> Result<(), DeviceError> {
         let hot = (self.hot.layer(0)?, &self.hot_table);
-        self.kernels.step.step(ctx, hot, self.pages.layers(), tokens, rows, &mut self.lost)
+        self.kernels.step.step(ctx, hot, self.pages.layers(), tokens, rows, &mut self.page_losses)
     }
 
     /// Enqueues the unpacking of the pages of tokens before `start` in layer `index` to staging.

@@ -123,18 +123,21 @@ fn host_bytes(meminfo: &str, cgroup_left: Option<u64>) -> Option<u64> {
 /// A version of control groups: the files with its limit and its usage, and the keys of `memory.stat` for reclaimable
 /// file pages, child groups included.
 struct CgroupVersion {
-    limit: &'static str,
-    used: &'static str,
-    cached: [&'static str; 2],
+    limit_file: &'static str,
+    usage_file: &'static str,
+    cached_keys: [&'static str; 2],
 }
 
 const V1: CgroupVersion = CgroupVersion {
-    limit: "memory.limit_in_bytes",
-    used: "memory.usage_in_bytes",
-    cached: ["total_inactive_file", "total_active_file"],
+    limit_file: "memory.limit_in_bytes",
+    usage_file: "memory.usage_in_bytes",
+    cached_keys: ["total_inactive_file", "total_active_file"],
 };
-const V2: CgroupVersion =
-    CgroupVersion { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+const V2: CgroupVersion = CgroupVersion {
+    limit_file: "memory.max",
+    usage_file: "memory.current",
+    cached_keys: ["inactive_file", "active_file"],
+};
 
 impl CgroupVersion {
     /// Returns the bytes that the group of this folder leaves; `None` if it has no limit.
@@ -142,11 +145,11 @@ impl CgroupVersion {
         let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
         let number = |text: &str| text.trim().parse::<u64>().ok();
         // Without a limit, the file contains `max` or a number above all memory.
-        let limit = number(&read(self.limit)?)?;
-        let used = read(self.used).and_then(|text| number(&text)).unwrap_or(0);
+        let limit = number(&read(self.limit_file)?)?;
+        let used = read(self.usage_file).and_then(|text| number(&text)).unwrap_or(0);
         let stat = read("memory.stat").unwrap_or_default();
         let cached = stat.lines().filter_map(|line| line.split_once(' '));
-        let cached = cached.filter(|(name, _)| self.cached.contains(name)).filter_map(|(_, bytes)| number(bytes));
+        let cached = cached.filter(|(name, _)| self.cached_keys.contains(name)).filter_map(|(_, bytes)| number(bytes));
         Some(limit.saturating_sub(used.saturating_sub(cached.fold(0, u64::saturating_add))))
     }
 }
@@ -241,23 +244,24 @@ pub fn context_size(
 /// Bytes of the memory that an engine's kernels share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shared {
-    /// All bytes, including `slot`.
+    /// All bytes, including `expansion_bytes`.
     pub bytes: u64,
-    /// Bytes of the buffer that weights are expanded into.
-    pub slot: u64,
+    /// Bytes of the buffer that weights are expanded into before their product.
+    pub expansion_bytes: u64,
 }
 
 impl Shared {
     /// Returns what an engine's kernels share, before the engine exists: as much as it will report, or more. For MLPs
     /// in their stored encodings, the slots of their step graphs are not included.
     pub fn planned(config: &ModelConfig, options: &EngineOptions, ctx: ContextSize) -> Self {
-        let slot = ctx.slot_bytes;
+        let expansion_bytes = ctx.slot_bytes;
         if !options.placement.unwrap_or_default().has_pipelines() {
-            return Self { bytes: ctx.bytes(), slot };
+            return Self { bytes: ctx.bytes(), expansion_bytes };
         }
         // The second stream that multiplies has an execution context, too.
         let contexts = ctx.with_cublas().bytes().saturating_mul(2);
-        Self { bytes: contexts.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
+        let products = Products::Stored.bytes(config.intermediate, rows(options));
+        Self { bytes: contexts.saturating_add(products), expansion_bytes }
     }
 }
 
@@ -328,17 +332,18 @@ impl EngineOptions {
 /// the hot pages of 16 sequences, the default of [`EngineOptions::max_batch`].
 pub fn tokens_of(config: &ModelConfig, kv_cache: KvCache, bytes: u64) -> (u64, u64) {
     let cache = CacheBytes::of(config, &EngineOptions::default().kv_cache(kv_cache));
-    let pages =
-        bytes.checked_sub(cache.fixed).map(|available| available / cache.page.max(1) + u64::from(cache.hot_pages));
-    (pages.unwrap_or(0) * u64::from(PAGE_TOKENS), cache.token())
+    let pages = bytes
+        .checked_sub(cache.fixed_bytes)
+        .map(|available| available / cache.page_bytes.max(1) + u64::from(cache.hot_pages));
+    (pages.unwrap_or(0) * u64::from(PAGE_TOKENS), cache.token_bytes())
 }
 
 /// Sizes of a KV cache, in bytes.
 struct CacheBytes {
     /// Bytes of a page with its share of the pool of BF16 units.
-    page: u64,
+    page_bytes: u64,
     /// Bytes that do not depend on the number of pages.
-    fixed: u64,
+    fixed_bytes: u64,
     kv_cache: KvCache,
     /// BF16 units of a page over all layers.
     page_units: u64,
@@ -353,7 +358,7 @@ impl CacheBytes {
         let bf16_page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
         let kv_cache = options.chosen_kv_cache();
         if kv_cache == KvCache::Bf16 {
-            return Self { page: bf16_page, fixed: 0, kv_cache, page_units: 0, hot_pages: 0 };
+            return Self { page_bytes: bf16_page, fixed_bytes: 0, kv_cache, page_units: 0, hot_pages: 0 };
         }
         let layers = u64::from(config.layers);
         let page_units = 2 * layers * u64::from(config.kv_heads);
@@ -361,8 +366,8 @@ impl CacheBytes {
         // Includes the page's entry in the list of freed pages.
         let page = layers * PackedShape::page_bytes(config.kv_heads, config.head_dim) + ID;
         let share = (page_units * unit).div_ceil(Self::PAGES_PER_UNIT);
-        let fixed = (page_units + 1) * unit + bf16_page * u64::from(hot_pages);
-        Self { page: page + share, fixed, kv_cache, page_units, hot_pages }
+        let fixed_bytes = (page_units + 1) * unit + bf16_page * u64::from(hot_pages);
+        Self { page_bytes: page + share, fixed_bytes, kv_cache, page_units, hot_pages }
     }
 
     /// The number of BF16 units of a cache of `pages` pages.
@@ -372,13 +377,13 @@ impl CacheBytes {
     }
 
     /// Bytes of a cache of `pages` pages.
-    fn total(&self, pages: u32) -> u64 {
-        self.page * u64::from(pages) + self.fixed
+    fn total_bytes(&self, pages: u32) -> u64 {
+        self.page_bytes * u64::from(pages) + self.fixed_bytes
     }
 
     /// Bytes per token of a page.
-    fn token(&self) -> u64 {
-        self.page.div_ceil(PAGE_TOKENS.into())
+    fn token_bytes(&self) -> u64 {
+        self.page_bytes.div_ceil(PAGE_TOKENS.into())
     }
 }
 
@@ -399,14 +404,14 @@ pub fn plan(
     // Returns the working memory of a context and the pages that fit next to it; `None` if not a single sequence fits.
     let of = |context: u32| {
         let working = working(config, options, context).saturating_add(shared.bytes);
-        let available = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed)?;
-        let pages = u32::try_from(available / cache.page.max(1)).unwrap_or(u32::MAX);
+        let available = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed_bytes)?;
+        let pages = u32::try_from(available / cache.page_bytes.max(1)).unwrap_or(u32::MAX);
         (pages >= pages_of(context)).then_some((context, working, pages))
     };
     let minimum = if options.context.is_some() { requested } else { PAGE_TOKENS.min(requested) };
     let Some(mut best) = of(requested).or_else(|| of(minimum)) else {
         let working = working(config, options, minimum).saturating_add(shared.bytes);
-        let cache = cache.total(pages_of(minimum));
+        let cache = cache.total_bytes(pages_of(minimum));
         let needed = weights.saturating_add(working).saturating_add(cache);
         return Err(NoMemory { need: needed, have, weights, working, cache, context: minimum });
     };
@@ -424,14 +429,14 @@ pub fn plan(
     let pages = u64::from(pages).min(u64::from(pages_of(context)) * u64::from(options.max_batch)) as u32;
     Ok(Memory {
         weights,
-        cache: cache.total(pages),
+        cache: cache.total_bytes(pages),
         working,
-        slot: shared.slot,
+        slot: shared.expansion_bytes,
         kv_cache: cache.kv_cache,
         pages,
         hot_pages: cache.hot_pages,
         units: cache.units(pages),
-        token: cache.token(),
+        token: cache.token_bytes(),
         context,
         host: 0,
     })
@@ -451,7 +456,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let row_words = 12 + SAMPLING_WORDS + u64::from(pages_for(context));
     let state = (rows + batch * row_words) * ID;
     let (vocab, mask) = (u64::from(config.vocab.next_multiple_of(2)), u64::from(config.vocab.div_ceil(32)) * ID);
-    let slots = u64::from(adjusted_rows(options)) * (vocab * TOKEN_STATE + mask);
+    let token_states = u64::from(adjusted_rows(options)) * (vocab * TOKEN_STATE + mask);
     // Packed pages of one layer and sequence are unpacked for later chunks of its prompt.
     let staging = match options.chosen_kv_cache() {
         KvCache::Packed => {
@@ -460,7 +465,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
         }
         KvCache::Bf16 => 0,
     };
-    (rows * row + logits + angles) * BF16 + state + slots + staging + attention::parts_bytes(config)
+    (rows * row + logits + angles) * BF16 + state + token_states + staging + attention::split_workspace_bytes(config)
 }
 
 #[cfg(test)]
@@ -533,7 +538,7 @@ mod tests {
             assert!((1.28..4.0 / 3.0).contains(&share), "{context}: {share}");
             // One sequence, its hot page included.
             let pages = u64::from(sequence_pages(KvCache::Packed, context));
-            let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page
+            let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page_bytes
                 + u64::from(PAGE_TOKENS) * 131_072;
             let bits_per_element = bytes as f64 * 8.0 / (f64::from(context) * 65_536.0);
             assert!(bits_per_element < bits && bits_per_element > 12.0, "{context}: {bits_per_element} bits");
@@ -743,7 +748,8 @@ mod tests {
     fn slot_is_counted_in_the_working_memory() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let options = EngineOptions::default().context(4096);
-        let with = |bytes, slot| plan(&config, &options, (10 * gb, Shared { bytes, slot }), 40 * gb).unwrap();
+        let with =
+            |bytes, slot| plan(&config, &options, (10 * gb, Shared { bytes, expansion_bytes: slot }), 40 * gb).unwrap();
         let (without, with) = (with(0, 0), with(200_000_000, 176_000_000));
         assert_eq!((with.working - without.working, with.slot), (200_000_000, 176_000_000));
         assert!(

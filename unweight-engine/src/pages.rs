@@ -27,41 +27,41 @@ pub fn step_pages(cache: KvCache, position: u32) -> u32 {
     }
 }
 
-/// The free pages of the KV cache.
+/// The free ones of a fixed number of indices: of pages of the KV cache, of hot pages, or of state slots.
 #[derive(Debug)]
-pub struct PagePool {
+pub struct IndexPool {
     total: u32,
-    /// Taken from the end, so that a fresh pool hands out its lowest pages first.
+    /// Taken from the end, so that a fresh pool hands out its lowest indices first.
     free: Vec<u32>,
 }
 
-impl PagePool {
-    /// A pool of pages `0..total`, all free.
+impl IndexPool {
+    /// A pool of the indices `0..total`, all free.
     pub fn new(total: u32) -> Self {
         Self { total, free: (0..total).rev().collect() }
     }
 
-    /// The number of pages, free or taken.
+    /// The number of indices, free or taken.
     pub fn total(&self) -> u32 {
         self.total
     }
 
-    /// The number of free pages.
+    /// The number of free indices.
     pub fn free(&self) -> u32 {
         // At most `total`.
         self.free.len() as u32
     }
 
-    /// Takes `count` pages. Returns `None`, and takes no page, if fewer are free.
+    /// Takes `count` indices. Returns `None`, and takes none, if fewer are free.
     pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
         let remaining = self.free.len().checked_sub(count as usize)?;
         Some(self.free.split_off(remaining))
     }
 
-    /// Returns pages to the pool.
-    pub fn give(&mut self, pages: Vec<u32>) {
-        debug_assert!(pages.iter().all(|page| *page < self.total && !self.free.contains(page)), "{pages:?}");
-        self.free.extend(pages);
+    /// Returns indices to the pool.
+    pub fn give(&mut self, indices: Vec<u32>) {
+        debug_assert!(indices.iter().all(|index| *index < self.total && !self.free.contains(index)), "{indices:?}");
+        self.free.extend(indices);
     }
 }
 
@@ -70,10 +70,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_handed_out_once_and_returned() {
-        let mut pool = PagePool::new(5);
+    fn indices_are_handed_out_once_and_returned() {
+        let mut pool = IndexPool::new(5);
         let one = pool.take(3).unwrap();
-        assert_eq!((pool.take(3), pool.free()), (None, 2), "all pages or none");
+        assert_eq!((pool.take(3), pool.free()), (None, 2), "all or none");
         let two = pool.take(2).unwrap();
         let mut all = [one.clone(), two.clone()].concat();
         all.sort_unstable();

@@ -29,14 +29,14 @@ impl Cut {
         self.chunk
     }
 
-    /// The number of tokens of a chunk divided by `of`, rounded up to whole pages.
-    pub fn part(self, of: u32) -> u32 {
-        (self.chunk / of).next_multiple_of(PAGE_TOKENS)
+    /// The number of tokens of a chunk divided by `divisor`, rounded up to whole pages.
+    pub fn fraction(self, divisor: u32) -> u32 {
+        (self.chunk / divisor).next_multiple_of(PAGE_TOKENS)
     }
 
     /// Returns the tokens to run next, of the remaining tokens `start..len`.
     pub fn next(self, start: u32, len: u32) -> Range<u32> {
-        let tokens = if len - start >= self.chunk { self.chunk } else { self.part(2) };
+        let tokens = if len - start >= self.chunk { self.chunk } else { self.fraction(2) };
         start..len.min(start + tokens)
     }
 
@@ -44,7 +44,7 @@ impl Cut {
     fn nodes(self, len: u32) -> impl Iterator<Item = Range<u32>> {
         let following = move |before: &Range<u32>| Some(self.next(before.end, len));
         let all = std::iter::successors(Some(self.next(0, len)), following).take_while(|next| !next.is_empty());
-        all.filter(move |next| next.len() as u32 >= self.part(2))
+        all.filter(move |next| next.len() as u32 >= self.fraction(2))
     }
 }
 
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(all(1024, 512), [512]);
         assert_eq!(all(64, 130), [64, 128, 130]);
         assert_eq!(all(192, 191), [128, 191]);
-        assert_eq!([1, 2, 3, 4].map(|of| Cut::new(192).part(of)), [192, 128, 64, 64]);
+        assert_eq!([1, 2, 3, 4].map(|divisor| Cut::new(192).fraction(divisor)), [192, 128, 64, 64]);
     }
 
     #[test]
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(insert(&mut cache, &[one.clone(), two.clone()], &[20, 21, 22, 23]), held, "once");
         let other = insert(&mut cache, &[one.clone(), three.clone()], &[10, 11, 30, 31]);
         assert_eq!((other[0], cache.pages(&other)), (held[0], vec![10, 11, 30]));
-        let find = |parts: &[&[u32]]| cache.find(&parts.concat());
+        let find = |texts: &[&[u32]]| cache.find(&texts.concat());
         assert_eq!(find(&[&one, &two, &[9]]), held);
         assert_eq!(find(&[&one, &two]), held[..1], "the last token must be computed");
         assert_eq!(find(&[&one, &[9]]), held[..1]);

@@ -45,7 +45,7 @@ impl RowSampling {
     pub fn of(running: &Running) -> Self {
         let base = Self::new(&running.params);
         let adjustments = &running.adjustments;
-        let adjust = running.slot.map_or(AdjustRow::NONE, |slot| AdjustRow {
+        let adjust = running.state_slot.map_or(AdjustRow::NONE, |slot| AdjustRow {
             slot,
             repetition: adjustments.repetition_penalty,
             frequency: adjustments.frequency_penalty,
@@ -104,18 +104,18 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Allocates buffers for `rows` rows, of which up to `slots` have adjustments.
+    /// Allocates buffers for `rows` rows, of which up to `state_slots` have adjustments.
     ///
     /// # Errors
     /// [`DeviceError`] if the allocation fails.
-    pub fn new(stream: &Stream, rows: u32, slots: u32, vocab: u32) -> Result<Self, DeviceError> {
+    pub fn new(stream: &Stream, rows: u32, state_slots: u32, vocab: u32) -> Result<Self, DeviceError> {
         let (rows, token_pitch) = (rows as usize, vocab.next_multiple_of(2));
         Ok(Self {
             samples: DeviceBuffer::zeroed(stream, rows)?,
             adjusts: DeviceBuffer::zeroed(stream, rows)?,
-            tokens: DeviceBuffer::zeroed(stream, slots as usize * token_pitch as usize)?,
+            tokens: DeviceBuffer::zeroed(stream, state_slots as usize * token_pitch as usize)?,
             token_pitch,
-            masks: DeviceBuffer::zeroed(stream, slots as usize * vocab.div_ceil(32) as usize)?,
+            masks: DeviceBuffer::zeroed(stream, state_slots as usize * vocab.div_ceil(32) as usize)?,
             logprob_counts: DeviceBuffer::zeroed(stream, rows)?,
             logprobs: DeviceBuffer::zeroed(stream, rows * ROW_WORDS)?,
             extras: Extras::default(),
@@ -154,11 +154,11 @@ impl Sampling {
         Ok(())
     }
 
-    /// Sets the token states of a slot. Waits for the copy.
+    /// Sets the token states of a state slot. Waits for the copy.
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn set_slot(&mut self, stream: &Stream, slot: u32, states: &[TokenState]) -> Result<(), DeviceError> {
+    pub fn set_state_slot(&mut self, stream: &Stream, slot: u32, states: &[TokenState]) -> Result<(), DeviceError> {
         self.tokens.write(stream, slot as usize * self.token_pitch as usize, states)
     }
 

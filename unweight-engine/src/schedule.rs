@@ -29,9 +29,9 @@ use self::chunks::{ChunkStart, time_of};
 pub use self::speculate::{DraftCounts, Speculation};
 use crate::{
     constraint::{self, ConstraintState},
-    draft::NgramDrafter,
+    draft::{NgramDrafter, TokenKind},
     options::KvCache,
-    pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
+    pages::{IndexPool, PAGE_TOKENS, sequence_pages, step_pages},
     prefix::{Cut, NodeId, PrefixCache},
     request::{AdmissionError, Event, Finish, Request, SeqId},
 };
@@ -45,12 +45,12 @@ struct Waiting {
     constraint: Option<Box<dyn ConstraintState>>,
     /// The number of tokens that were reported before the sequence was preempted; they are the end of the prompt.
     produced: u32,
-    /// The sequence is tried again once this many sequences have ended, or if nothing runs.
-    after: u64,
+    /// The sequence is tried again once [`Schedule::ended`] has reached this number, or if nothing runs.
+    retry_at_ended: u64,
 }
 
 impl Waiting {
-    /// Whether the sequence needs a slot of token states.
+    /// Whether the sequence needs a state slot.
     fn is_adjusted(&self) -> bool {
         !self.request.adjustments.is_none() || self.constraint.is_some()
     }
@@ -69,8 +69,8 @@ pub struct Running {
     pub logprobs: Option<u32>,
     /// The state of the constraint after the reported tokens.
     constraint: Option<Box<dyn ConstraintState>>,
-    /// The slot of the sequence's token states, if its logits are adjusted or it has a constraint.
-    pub slot: Option<u32>,
+    /// The index of the sequence's token states on the device, if its logits are adjusted or it has a constraint.
+    pub state_slot: Option<u32>,
     /// The pages of the keys and values, in the order of the tokens; in a packed cache without the last page.
     pub pages: Vec<u32>,
     /// Prompt chunks that other sequences may read; their pages are the first of `pages`.
@@ -93,8 +93,8 @@ pub struct Running {
     /// The number of tokens that were reported or are in flight.
     launched: u32,
     done: bool,
-    /// Whether a page is lost, so that results in flight are wrong.
-    lost: bool,
+    /// Whether a page is lost, so that results in flight are wrong and the sequence must be computed again.
+    must_recompute: bool,
 }
 
 impl Running {
@@ -112,21 +112,21 @@ impl Running {
     /// The mask of the tokens that may be sampled next; empty without a constraint.
     fn mask(&mut self, vocab: u32) -> Vec<u32> {
         // Tokens of a sequence that has ended are not read.
-        let runs = !self.done && !self.lost;
+        let runs = !self.done && !self.must_recompute;
         self.constraint.as_deref_mut().map_or_else(Vec::new, |constraint| constraint::mask(constraint, vocab, runs))
     }
 
     /// Whether another step may be launched before the steps in flight are read.
     fn may_run(&self) -> bool {
-        !self.done && !self.lost && self.launched < self.max_new_tokens
+        !self.done && !self.must_recompute && self.launched < self.max_new_tokens
     }
 
-    /// The number of pages needed before another step is launched, or for `ahead` tokens if that is more.
-    fn need(&self, cache: KvCache, ahead: u32) -> u32 {
+    /// The number of pages needed before another step is launched, or for `tokens_ahead` tokens if that is more.
+    fn need(&self, cache: KvCache, tokens_ahead: u32) -> u32 {
         let in_flight = self.launched - self.produced;
         // The last token is sampled, but no step reads it.
         let steps_left = (self.max_new_tokens - self.produced).saturating_sub(1);
-        step_pages(cache, self.position + in_flight.max(ahead).min(steps_left))
+        step_pages(cache, self.position + in_flight.max(tokens_ahead).min(steps_left))
     }
 
     /// Records a token and returns its event.
@@ -135,7 +135,7 @@ impl Running {
         self.last = token;
         self.tokens.push(token);
         if let Some(drafter) = &mut self.drafter {
-            drafter.read(&self.tokens, true);
+            drafter.observe(&self.tokens, TokenKind::Answer);
         }
         let finish = if token == NO_TOKEN {
             Some(if self.is_constrained() { Finish::Constraint } else { Finish::NotANumber })
@@ -181,9 +181,9 @@ pub struct Limits {
     /// The vocabulary size of the model.
     pub vocab: u32,
     /// The maximum number of steps in flight.
-    pub ahead: u32,
+    pub steps_ahead_max: u32,
     /// The maximum number of waiting sequences.
-    pub waiting: usize,
+    pub waiting_max: usize,
     /// How the pages of the cache are stored.
     pub kv_cache: KvCache,
     /// The number of prompt tokens of a chunk, a multiple of [`PAGE_TOKENS`].
@@ -191,7 +191,7 @@ pub struct Limits {
     /// Whether sequences share the pages of equal prompt prefixes.
     pub shares_prefixes: bool,
     /// The maximum number of running sequences with adjusted logits.
-    pub adjusted: u32,
+    pub adjusted_max: u32,
     /// Drafts of sequences without adjusted logits.
     pub speculation: Speculation,
 }
@@ -204,11 +204,11 @@ const TOKENS_AHEAD: u32 = PAGE_TOKENS;
 #[derive(Debug)]
 pub struct Schedule {
     limits: Limits,
-    pool: PagePool,
+    pages: IndexPool,
     /// Hot pages of a packed cache, one per row.
-    hot: PagePool,
-    /// Slots of sequences with adjusted logits.
-    slots: PagePool,
+    hot_pages: IndexPool,
+    /// State slots of sequences with adjusted logits.
+    state_slots: IndexPool,
     /// Packed pages that were given back since [`Schedule::take_freed`].
     freed: Vec<u32>,
     next_id: u64,
@@ -224,12 +224,29 @@ pub struct Schedule {
     shared_prompt_tokens: u64,
     draft_counts: DraftCounts,
     rows: Vec<Running>,
-    /// The steps in flight; per step, whether at its launch only its single row held pages, and so BF16 units.
-    in_flight: VecDeque<bool>,
+    /// The steps in flight, the oldest first.
+    in_flight: VecDeque<StepInFlight>,
     /// The time of prompt tokens since the last launched step, by [`time_of`].
     spent: u32,
     /// Whether the rows differ from those on the device.
     changed: bool,
+}
+
+/// A step that was launched and not read.
+#[derive(Debug)]
+struct StepInFlight {
+    /// At its launch, nothing but its single row held BF16 units, so preemption cannot free any.
+    sole_holder: bool,
+}
+
+/// What a sequence takes from the pools to run.
+#[derive(Debug)]
+struct Holding {
+    /// Nodes of the prefix cache; their pages are the first of `pages`.
+    shared: Vec<NodeId>,
+    pages: Vec<u32>,
+    hot: u32,
+    state_slot: Option<u32>,
 }
 
 /// A sequence during its prefill.
@@ -237,8 +254,8 @@ pub struct Schedule {
 struct Prefill {
     /// The number of tokens before the next chunk.
     start: u32,
-    /// Whether other sequences held pages, and so BF16 units, when a chunk was run.
-    shared_units: bool,
+    /// No other sequence held BF16 units when a chunk was run, so preemption cannot free any.
+    sole_holder: bool,
     /// The state of the sequence after its first token.
     running: Running,
 }
@@ -263,9 +280,9 @@ impl Schedule {
     pub fn new(limits: Limits, pages: u32) -> Self {
         Self {
             limits,
-            pool: PagePool::new(pages),
-            hot: PagePool::new(limits.max_batch),
-            slots: PagePool::new(limits.adjusted),
+            pages: IndexPool::new(pages),
+            hot_pages: IndexPool::new(limits.max_batch),
+            state_slots: IndexPool::new(limits.adjusted_max),
             freed: Vec::new(),
             next_id: 0,
             ended: 0,
@@ -289,14 +306,14 @@ impl Schedule {
     /// [`AdmissionError`] if the request cannot run; the schedule is unchanged.
     pub fn add(&mut self, mut request: Request) -> Result<SeqId, AdmissionError> {
         self.check(&request)?;
-        if self.waiting.len() >= self.limits.waiting {
+        if self.waiting.len() >= self.limits.waiting_max {
             return Err(AdmissionError::Busy { waiting: self.waiting.len() });
         }
         let id = SeqId(self.next_id);
         self.next_id += 1;
         if request.max_new_tokens > 0 {
             let constraint = request.constraint.take().map(|constraint| constraint.start());
-            self.waiting.push_back(Waiting { id, request, constraint, produced: 0, after: 0 });
+            self.waiting.push_back(Waiting { id, request, constraint, produced: 0, retry_at_ended: 0 });
         }
         Ok(id)
     }
@@ -319,7 +336,7 @@ impl Schedule {
         let Some(tokens) = tokens.filter(|tokens| *tokens <= context) else {
             return Err(AdmissionError::TooLong { prompt, max_new_tokens, context });
         };
-        let (pages, total) = (self.pages_of(tokens), self.pool.total());
+        let (pages, total) = (self.pages_of(tokens), self.pages.total());
         if pages > total {
             return Err(AdmissionError::NoRoom { pages, tokens: PAGE_TOKENS, total });
         }
@@ -354,16 +371,16 @@ impl Schedule {
         if count > self.free_pages() {
             return None;
         }
-        let evicted = self.prefixes.evict(count.saturating_sub(self.pool.free()));
+        let evicted = self.prefixes.evict(count.saturating_sub(self.pages.free()));
         self.give_pages(evicted);
-        self.pool.take(count)
+        self.pages.take(count)
     }
 
     fn give_pages(&mut self, pages: Vec<u32>) {
         if self.limits.kv_cache == KvCache::Packed {
             self.freed.extend(&pages);
         }
-        self.pool.give(pages);
+        self.pages.give(pages);
     }
 
     /// Returns the packed pages that were returned to the pool since the last call. Their BF16 units must be released
@@ -384,12 +401,12 @@ impl Schedule {
             return true;
         }
         if let Some(prefill) = self.prefill.take_if(|prefill| prefill.running.id == id) {
-            self.leave(prefill.running);
+            self.retire(prefill.running);
             return true;
         }
         match self.rows.iter_mut().find(|running| running.id == id && !running.done) {
             Some(running) => {
-                (running.done, running.lost) = (true, false);
+                (running.done, running.must_recompute) = (true, false);
                 true
             }
             None => false,
@@ -397,14 +414,14 @@ impl Schedule {
     }
 
     /// Returns the next action. Releases finished sequences and hands out pages if no step is in flight.
-    pub fn due(&mut self) -> Next {
+    pub fn next_action(&mut self) -> Next {
         if self.in_flight.is_empty() {
             self.compact();
             self.grow();
         }
         let chunk = self.chunk_is_due();
-        // Enqueueing a chunk may wait for the device, so tokens that are ready by then are read first.
-        let may_launch = self.in_flight.len() < self.limits.ahead as usize;
+        // If the queue is full, a step is read before a chunk is enqueued, because enqueueing may block.
+        let may_launch = self.in_flight.len() < self.limits.steps_ahead_max as usize;
         let after_steps = chunk == Some(ChunkStart::AfterSteps) && may_launch;
         if after_steps || chunk.is_some() && self.in_flight.is_empty() {
             return Next::Prefill;
@@ -424,10 +441,10 @@ impl Schedule {
         self.prefixes.pages_of(nodes) * PAGE_TOKENS
     }
 
-    /// Returns the index of the waiting sequence that runs next. While no slot is free, others pass a sequence that
-    /// needs one.
+    /// Returns the index of the waiting sequence that runs next. While no state slot is free, others pass a sequence
+    /// that needs one.
     fn next_waiting(&self) -> Option<usize> {
-        let has_slot = |waiting: &Waiting| self.slots.free() > 0 || !waiting.is_adjusted();
+        let has_slot = |waiting: &Waiting| self.state_slots.free() > 0 || !waiting.is_adjusted();
         self.waiting.iter().position(has_slot)
     }
 
@@ -435,7 +452,9 @@ impl Schedule {
     /// addition. `None` if no row is free, or too few pages. One page is left for every running sequence that may need
     /// another one.
     fn room_for(&self, waiting: &Waiting) -> Option<(Vec<NodeId>, u32)> {
-        if self.rows.len() as u32 >= self.limits.max_batch || !self.rows.is_empty() && self.ended < waiting.after {
+        // There are as many hot pages as rows.
+        let is_too_early = !self.rows.is_empty() && self.ended < waiting.retry_at_ended;
+        if self.hot_pages.free() == 0 || is_too_early {
             return None;
         }
         let cache = self.limits.kv_cache;
@@ -458,18 +477,19 @@ impl Schedule {
     /// sequence while too few pages are free.
     fn grow(&mut self) {
         let cache = self.limits.kv_cache;
-        let lacks = |row: &Running, ahead: u32| row.need(cache, ahead).saturating_sub(row.pages.len() as u32);
+        let lacks =
+            |row: &Running, tokens_ahead: u32| row.need(cache, tokens_ahead).saturating_sub(row.pages.len() as u32);
         if !self.changed && self.rows.iter().all(|row| lacks(row, 0) == 0) {
             return;
         }
         while self.rows.iter().map(|row| lacks(row, 0)).sum::<u32>() > self.free_pages() {
             self.preempt_youngest();
         }
-        for ahead in [0, TOKENS_AHEAD] {
+        for tokens_ahead in [0, TOKENS_AHEAD] {
             for at in 0..self.rows.len() {
-                let count = lacks(&self.rows[at], ahead);
+                let count = lacks(&self.rows[at], tokens_ahead);
                 // Pages that are not needed yet are not taken from the prefix cache.
-                let count = if ahead == 0 { count } else { count.min(self.pool.free()) };
+                let count = if tokens_ahead == 0 { count } else { count.min(self.pages.free()) };
                 if let Some(pages) = self.take_pages(count).filter(|pages| !pages.is_empty()) {
                     self.rows[at].pages.extend(pages);
                     self.changed = true;
@@ -490,38 +510,39 @@ impl Schedule {
             }
             (None, None) => return,
         };
-        self.leave(Running { lost: true, ..sequence });
+        self.retire(Running { must_recompute: true, ..sequence });
     }
 
-    /// Removes rows that have ended or are lost. The last row moves to the index of a removed one.
+    /// Removes rows that have ended or must be computed again. The last row moves to the index of a removed one.
     fn compact(&mut self) {
         let mut at = 0;
         while at < self.rows.len() {
-            if self.rows[at].done || self.rows[at].lost {
+            if self.rows[at].done || self.rows[at].must_recompute {
                 let sequence = self.rows.swap_remove(at);
                 self.changed = true;
-                self.leave(sequence);
+                self.retire(sequence);
             } else {
                 at += 1;
             }
         }
     }
 
-    /// Takes back the pages of a sequence. A lost sequence waits to be computed again.
-    fn leave(&mut self, mut sequence: Running) {
+    /// Takes back what a sequence holds. A sequence that must be computed again is queued.
+    fn retire(&mut self, mut sequence: Running) {
         self.ended += 1;
         let private_pages = sequence.pages.split_off(self.prefixes.pages_of(&sequence.shared) as usize);
         self.give_pages(private_pages);
         self.prefixes.release(&sequence.shared);
-        self.hot.give(vec![sequence.hot]);
-        self.slots.give(sequence.slot.into_iter().collect());
-        if sequence.lost {
+        self.hot_pages.give(vec![sequence.hot]);
+        self.state_slots.give(sequence.state_slot.into_iter().collect());
+        if sequence.must_recompute {
             let Running { id, params, adjustments, logprobs, tokens, max_new_tokens, stop, produced, .. } = sequence;
             let constraint = sequence.constraint;
             let request =
                 Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs, constraint: None };
             self.preempted += 1;
-            self.waiting.push_front(Waiting { id, request, constraint, produced, after: self.ended + 1 });
+            let retry_at_ended = self.ended + 1;
+            self.waiting.push_front(Waiting { id, request, constraint, produced, retry_at_ended });
         }
     }
 
@@ -533,12 +554,67 @@ impl Schedule {
         any
     }
 
-    /// Starts the prefill of the next waiting sequence, if [`Schedule::due`] returned [`Next::Prefill`] and no prompt
-    /// runs. It may free pages ([`Schedule::take_freed`]).
+    /// Starts the prefill of the next waiting sequence, if [`Schedule::next_action`] returned [`Next::Prefill`] and no
+    /// prompt runs. It may free pages ([`Schedule::take_freed`]).
     pub fn begin_prefill(&mut self) {
-        if self.prefill.is_none() {
-            self.begin();
+        if self.prefill.is_some() {
+            return;
         }
+        let Some(next) = self.next_waiting() else { return };
+        let Some((shared, need)) = self.room_for(&self.waiting[next]) else { return };
+        let Some(waiting) = self.waiting.remove(next) else { return };
+        match self.take_holding(shared, need, waiting.is_adjusted()) {
+            Some(holding) => self.begin(waiting, holding),
+            None => self.waiting.insert(next, waiting),
+        }
+    }
+
+    /// Takes `need` pages, a hot page and, for adjusted logits, a state slot: all of them or none.
+    fn take_holding(&mut self, shared: Vec<NodeId>, need: u32, is_adjusted: bool) -> Option<Holding> {
+        // Held before pages are taken, because that may evict nodes that no sequence reads.
+        self.prefixes.hold(&shared);
+        let (own, hot) = (self.take_pages(need), self.hot_pages.take(1));
+        let state_slot = self.state_slots.take(u32::from(is_adjusted));
+        if let (Some(own), Some([hot]), Some(state_slot)) = (&own, hot.as_deref(), &state_slot) {
+            let pages = [&self.prefixes.pages(&shared)[..], own].concat();
+            return Some(Holding { shared, pages, hot: *hot, state_slot: state_slot.first().copied() });
+        }
+        self.prefixes.release(&shared);
+        self.give_pages(own.unwrap_or_default());
+        self.hot_pages.give(hot.unwrap_or_default());
+        self.state_slots.give(state_slot.unwrap_or_default());
+        None
+    }
+
+    fn begin(&mut self, waiting: Waiting, holding: Holding) {
+        let is_adjusted = waiting.is_adjusted();
+        let Waiting { id, request, constraint, produced, .. } = waiting;
+        let Holding { shared, pages, hot, state_slot } = holding;
+        let start = self.tokens_of(&shared);
+        self.shared_prompt_tokens += u64::from(start);
+        let running = Running {
+            id,
+            params: request.params,
+            adjustments: request.adjustments,
+            logprobs: request.logprobs,
+            constraint,
+            state_slot,
+            pages,
+            shared,
+            hot,
+            last: 0,
+            position: request.prompt.len() as u32,
+            draft: Vec::new(),
+            drafter: (self.limits.speculation.tokens > 0 && !is_adjusted).then(NgramDrafter::new),
+            max_new_tokens: request.max_new_tokens,
+            stop: request.stop,
+            tokens: request.prompt,
+            produced,
+            launched: produced + 1,
+            done: false,
+            must_recompute: false,
+        };
+        self.prefill = Some(Prefill { start, sole_holder: true, running });
     }
 
     /// The next chunk of the current prompt.
@@ -555,55 +631,16 @@ impl Schedule {
         })
     }
 
-    fn begin(&mut self) -> Option<()> {
-        let next = self.next_waiting()?;
-        let (shared, need) = self.room_for(&self.waiting[next])?;
-        // Held before pages are taken, because that may evict nodes that no sequence reads.
-        self.prefixes.hold(&shared);
-        let own = self.take_pages(need)?;
-        // There are as many hot pages as rows, and a row is free.
-        let hot = self.hot.take(1)?.pop()?;
-        let is_adjusted = self.waiting[next].is_adjusted();
-        let slot = if is_adjusted { self.slots.take(1)?.pop() } else { None };
-        let Waiting { id, request, constraint, produced, .. } = self.waiting.remove(next)?;
-        let start = self.tokens_of(&shared);
-        self.shared_prompt_tokens += u64::from(start);
-        let running = Running {
-            id,
-            params: request.params,
-            adjustments: request.adjustments,
-            logprobs: request.logprobs,
-            constraint,
-            slot,
-            pages: [self.prefixes.pages(&shared), own].concat(),
-            shared,
-            hot,
-            last: 0,
-            position: request.prompt.len() as u32,
-            draft: Vec::new(),
-            drafter: (self.limits.speculation.tokens > 0 && !is_adjusted).then(NgramDrafter::new),
-            max_new_tokens: request.max_new_tokens,
-            stop: request.stop,
-            tokens: request.prompt,
-            produced,
-            launched: produced + 1,
-            done: false,
-            lost: false,
-        };
-        self.prefill = Some(Prefill { start, shared_units: false, running });
-        Some(())
-    }
-
     /// Records that the chunk of [`Schedule::next_chunk`] was enqueued.
-    pub fn chunk_launched(&mut self) {
+    pub fn note_chunk_launched(&mut self) {
         if let Some(mut prefill) = self.prefill.take() {
-            prefill.shared_units |= !self.rows.is_empty();
+            prefill.sole_holder &= self.rows.is_empty();
             let Range { start, end } = self.chunk_of(&prefill);
             // Without rows, no sequence waits for the chunk.
             self.spent = if self.rows.is_empty() { 0 } else { self.spent + time_of(end - start) };
             let Running { drafter, tokens, .. } = &mut prefill.running;
             if let Some(drafter) = drafter {
-                drafter.read(&tokens[..end as usize], false);
+                drafter.observe(&tokens[..end as usize], TokenKind::Prompt);
             }
             self.prefill = Some(Prefill { start: end, ..prefill });
         }
@@ -614,8 +651,8 @@ impl Schedule {
         self.prefill.is_some()
     }
 
-    /// Records the first token of the sequence whose prefill is complete.
-    pub fn begun(&mut self, token: u32) -> Option<Event> {
+    /// Ends the current prefill, which is complete: records the sequence's first token and gives it a row.
+    pub fn finish_prefill(&mut self, token: u32) -> Option<Event> {
         let Prefill { mut running, .. } = self.prefill.take()?;
         if self.limits.shares_prefixes {
             // Before the first token is appended to the tokens.
@@ -629,21 +666,21 @@ impl Schedule {
 
     /// Preempts the sequence whose prefill is complete, because a page was lost. If nothing else holds BF16 units, ends
     /// it instead.
-    pub fn lost(&mut self) -> Option<Event> {
-        let Prefill { mut running, shared_units, .. } = self.prefill.take()?;
+    pub fn abort_prefill(&mut self) -> Option<Event> {
+        let Prefill { mut running, sole_holder, .. } = self.prefill.take()?;
         // Sampling of its token has overwritten the first row.
         self.changed = true;
         let dropped = self.drop_idle();
-        let (id, alone) = (running.id, !shared_units && !dropped);
-        running.lost = !alone;
-        self.leave(running);
-        alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull), logprobs: None })
+        let (id, ends) = (running.id, sole_holder && !dropped);
+        running.must_recompute = !ends;
+        self.retire(running);
+        ends.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull), logprobs: None })
     }
 
     /// Records the launch of a step of all rows.
-    pub fn launched(&mut self) {
-        let alone = self.rows.len() == 1 && self.prefill.is_none() && self.prefixes.idle_pages() == 0;
-        self.in_flight.push_back(alone);
+    pub fn note_step_launched(&mut self) {
+        let sole_holder = self.rows.len() == 1 && self.prefill.is_none() && self.prefixes.idle_pages() == 0;
+        self.in_flight.push_back(StepInFlight { sole_holder });
         self.changed = false;
         self.spent = 0;
         for running in &mut self.rows {
@@ -659,13 +696,13 @@ impl Schedule {
     }
 
     /// Records the tokens of the oldest step in flight, one per row of the step, and appends their events to `events`:
-    /// the accepted tokens of a draft, and the token after them. `lost` has a word per row, which is not 0 if a page
-    /// that the step filled is lost; if `lost` is empty, none is. The token of that step is right, those of later steps
-    /// in flight are not.
-    pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
+    /// the accepted tokens of a draft, and the token after them. `page_losses` has a word per row, which is not 0 if a
+    /// page that the step filled is lost; if it is empty, none is. The token of that step is right, those of later
+    /// steps in flight are not.
+    pub fn record_step(&mut self, tokens: &[u32], page_losses: &[u32], events: &mut Vec<Event>) {
         debug_assert!(!self.in_flight.is_empty() && tokens.len() as u32 == self.step_rows());
-        let alone = self.in_flight.pop_front().unwrap_or_default();
-        if lost.iter().any(|flag| *flag != 0) {
+        let sole_holder = self.in_flight.pop_front().is_some_and(|step| step.sole_holder);
+        if page_losses.iter().any(|flag| *flag != 0) {
             self.drop_idle();
         }
         let mut first = 0;
@@ -674,7 +711,7 @@ impl Schedule {
             let (at, step_rows) = (first, first..first + 1 + draft.len());
             first = step_rows.end;
             // A sequence that had already ended was still part of the step.
-            if running.done || running.lost {
+            if running.done || running.must_recompute {
                 continue;
             }
             for (&token, guess) in tokens[step_rows].iter().zip(draft.iter().map(Some).chain([None])) {
@@ -690,13 +727,13 @@ impl Schedule {
                 running.launched = running.produced;
             }
             // In a packed cache, a step that fills a page of a sequence verifies no draft of that sequence.
-            if !running.done && lost.get(at).is_some_and(|flag| *flag != 0) {
-                if alone {
+            if !running.done && page_losses.get(at).is_some_and(|flag| *flag != 0) {
+                if sole_holder {
                     // Nothing else holds units: computing the sequence again would end here, too.
                     running.done = true;
                     events.last_mut().into_iter().for_each(|event| event.finish = Some(Finish::CacheFull));
                 } else {
-                    running.lost = true;
+                    running.must_recompute = true;
                 }
             }
         }
@@ -707,10 +744,10 @@ impl Schedule {
         self.in_flight.clear();
         self.waiting.clear();
         if let Some(prefill) = self.prefill.take() {
-            self.leave(prefill.running);
+            self.retire(prefill.running);
         }
         for running in &mut self.rows {
-            (running.done, running.lost) = (true, false);
+            (running.done, running.must_recompute) = (true, false);
         }
         self.compact();
     }
@@ -740,7 +777,7 @@ impl Schedule {
 
     /// The number of pages that no sequence reads; the prefix cache may hold some of them.
     pub fn free_pages(&self) -> u32 {
-        self.pool.free() + self.prefixes.idle_pages()
+        self.pages.free() + self.prefixes.idle_pages()
     }
 
     /// Prompt tokens so far whose keys and values another sequence had computed.

@@ -502,8 +502,8 @@ impl<'a> Case<'a> {
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
-        let reserved = contexts.shared(!coded_kinds.is_empty(), slot);
-        let (slots, shared) = (slots.saturating_add(reserved.slot), reserved.bytes.saturating_sub(reserved.slot));
+        let Shared { bytes, expansion_bytes } = contexts.shared(!coded_kinds.is_empty(), slot);
+        let (slots, shared) = (slots.saturating_add(expansion_bytes), bytes.saturating_sub(expansion_bytes));
         Self { slots, shared, allowed, choices, units }
     }
 

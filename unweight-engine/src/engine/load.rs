@@ -384,7 +384,7 @@ impl LoadPlan {
         {
             shared += Fetcher::bytes(shape, memory::rows(&options), mixture.top_k);
         }
-        let shared = Shared { bytes: shared, slot };
+        let shared = Shared { bytes: shared, expansion_bytes: slot };
         let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
         let memory = Memory { host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(), ..memory? };
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
@@ -404,9 +404,9 @@ impl LoadPlan {
             for shape in plain.chain(verified) {
                 // Drivers load kernels lazily at their first launch, which a capture does not allow.
                 forward.set_rows(&[], shape.rows)?;
-                stepper.step(&mut forward, &weights, shape)?;
+                stepper.enqueue_step(&mut forward, &weights, shape)?;
                 stream.synchronize()?;
-                let recorded = stream.capture(|| stepper.step(&mut forward, &weights, shape));
+                let recorded = stream.capture(|| stepper.enqueue_step(&mut forward, &weights, shape));
                 graphs.push((shape, recorded?));
             }
         }
@@ -416,12 +416,12 @@ impl LoadPlan {
             max_batch: options.max_batch,
             context: memory.context,
             vocab: config.vocab,
-            ahead: STEPS_AHEAD_MAX,
-            waiting: options.waiting,
+            steps_ahead_max: STEPS_AHEAD_MAX,
+            waiting_max: options.waiting,
             kv_cache: memory.kv_cache,
             chunk: forward.chunk_rows(),
             shares_prefixes: options.prefix_cache,
-            adjusted: memory::adjusted_rows(&options),
+            adjusted_max: memory::adjusted_rows(&options),
             speculation: Speculation::of(&options, config.mixture.is_some(), weight_tokens),
         };
         let schedule = Schedule::new(limits, memory.pages);

@@ -95,10 +95,10 @@ impl Engine {
             });
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count, false)?;
-            let bits = self.forward.logits(count)?;
+            let bits = self.forward.read_logits(count)?;
             wait_for_steps(&mut self.forward, &mut self.stepper)?;
             if let Some(cache) = self.forward.packed_cache()
-                && cache.lost().to_host(&stream)?.iter().any(|flag| *flag != 0)
+                && cache.page_losses().to_host(&stream)?.iter().any(|flag| *flag != 0)
             {
                 return Ok(None);
             }
@@ -123,13 +123,13 @@ fn text_logits(
     let (mut start, mut all) = (0, Vec::new());
     forward.set_pages(pages, None)?;
     for chunk in tokens.chunks(forward.chunk_rows() as usize) {
-        stepper.chunk(forward, weights, chunk, start)?;
+        stepper.enqueue_chunk(forward, weights, chunk, start)?;
         let rows = chunk.len() as u32;
         let mut first = 0;
         while first < rows {
             let count = (rows - first).min(forward.logit_rows());
-            forward.chunk_logits(weights, first, count)?;
-            all.extend(forward.logits(count)?);
+            forward.enqueue_chunk_logits(weights, first, count)?;
+            all.extend(forward.read_logits(count)?);
             first += count;
         }
         start += rows;

@@ -7,7 +7,7 @@ use unweight_rt::{DeviceError, DeviceMatrix, Graph, MatrixMut, Stream};
 use super::Engine;
 use crate::{
     error::EngineError,
-    forward::{Forward, Part, RowState},
+    forward::{Forward, RowState, StepPhase},
     options::bucket,
     request::AdmissionError,
     sampling::RowSampling,
@@ -71,16 +71,16 @@ impl Measure<'_> {
         self.engine.fail_on_error(kernel_result.and(stepper_result))
     }
 
-    /// Records one part of a step, over all layers, as a CUDA graph.
+    /// Records one phase of a step, over all layers, as a CUDA graph.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails.
-    pub fn record_part(&mut self, batch: u32, part: Part) -> Result<Graph, EngineError> {
+    pub fn record_phase(&mut self, batch: u32, phase: StepPhase) -> Result<Graph, EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
         let rows = bucket(batch);
         let stream = engine.forward.stream().clone();
-        let recorded = stream.capture(|| engine.forward.step(&engine.weights, rows, Some(part)));
+        let recorded = stream.capture(|| engine.forward.enqueue_phase(&engine.weights, rows, phase));
         engine.fail_on_error(recorded)
     }
 
@@ -107,7 +107,7 @@ impl Measure<'_> {
 pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceError> {
     let Engine { forward, stepper, weights, graphs, .. } = engine;
     for (shape, graph) in graphs.iter_mut().filter(|(shape, _)| shape.rows == rows) {
-        *graph = forward.stream().clone().capture(|| stepper.step(forward, weights, *shape))?;
+        *graph = forward.stream().clone().capture(|| stepper.enqueue_step(forward, weights, *shape))?;
     }
     Ok(())
 }

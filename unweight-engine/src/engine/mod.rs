@@ -87,7 +87,7 @@ struct Sampled {
     /// The token of each row.
     ids: Transfer<u32>,
     /// For a packed KV cache: which rows lost a page.
-    lost: Option<Transfer<u32>>,
+    page_losses: Option<Transfer<u32>>,
     /// Log probabilities of each row, if a row requests them.
     logprobs: Option<Transfer<u32>>,
 }
@@ -252,7 +252,7 @@ impl Engine {
 
     fn try_step(&mut self) -> Result<Vec<Event>, DeviceError> {
         loop {
-            let next = self.schedule.due();
+            let next = self.schedule.next_action();
             self.forward.release(&self.schedule.take_freed())?;
             match next {
                 Next::Idle => {
@@ -279,9 +279,9 @@ impl Engine {
                         self.forward.set_rows(&states, bucket(count))?;
                     }
                     self.launch(count, verifies)?;
-                    self.schedule.launched();
+                    self.schedule.note_step_launched();
                     let events = self.constrain()?;
-                    self.forward.sample_extras()?;
+                    self.forward.enqueue_sampling_extras()?;
                     let sampled = self.read_later()?;
                     self.in_flight.push_back(sampled);
                     if !events.is_empty() {
@@ -292,7 +292,7 @@ impl Engine {
                     if self.in_flight.is_empty() {
                         return Ok(Vec::new());
                     }
-                    let events = self.read()?;
+                    let events = self.wait_oldest_step()?;
                     if !events.is_empty() {
                         return Ok(events);
                     }
@@ -301,17 +301,17 @@ impl Engine {
         }
     }
 
-    /// Waits for the tokens of the oldest unread step.
-    fn read(&mut self) -> Result<Vec<Event>, DeviceError> {
-        let Some(Sampled { ids, lost, logprobs }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
-        let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
+    /// Waits for the results of the oldest step in flight, records them and returns their events.
+    fn wait_oldest_step(&mut self) -> Result<Vec<Event>, DeviceError> {
+        let Some(Sampled { ids, page_losses, logprobs }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
+        let (ids, page_losses) = (ids.wait()?, page_losses.map(Transfer::wait).transpose()?);
         let logprobs = logprobs.map(Transfer::wait).transpose()?;
         let mut events = Vec::new();
         let rows = self.schedule.step_rows() as usize;
         let owners = logprobs.as_ref().map_or_else(Vec::new, |_| owners(&self.schedule));
-        let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
-        self.schedule.read(&ids[..rows], flags, &mut events);
-        self.spare.extend(lost.into_iter().chain([ids]));
+        let flags = page_losses.as_ref().map_or(&[][..], |losses| &losses[..rows]);
+        self.schedule.record_step(&ids[..rows], flags, &mut events);
+        self.spare.extend(page_losses.into_iter().chain([ids]));
         if let Some(words) = logprobs {
             note_logprobs(&owners, &words, &mut events);
             self.spare_logprobs.push(words);
@@ -325,7 +325,7 @@ impl Engine {
         let mut events = Vec::new();
         if self.schedule.rows().iter().any(Running::is_constrained) {
             while !self.in_flight.is_empty() {
-                events.extend(self.read()?);
+                events.extend(self.wait_oldest_step()?);
             }
             let masks = self.schedule.masks();
             let (stream, sampling) = self.forward.sampling();
@@ -343,27 +343,27 @@ impl Engine {
         if is_first {
             forward.set_pages(&running.pages, Some(running.hot))?;
         }
-        stepper.chunk(forward, weights, tokens, start)?;
+        stepper.enqueue_chunk(forward, weights, tokens, start)?;
         // `tokens` has at most a chunk.
         let (rows, row) = (tokens.len() as u32, RowSampling::of(running));
-        if let (true, Some(slot)) = (is_last, running.slot) {
-            // No step is in flight, and no other sequence uses the slot.
+        if let (true, Some(slot)) = (is_last, running.state_slot) {
+            // No step is in flight, and no other sequence uses the state slot.
             let states = token_states(running, config.vocab);
             let (stream, sampling) = forward.sampling();
-            sampling.set_slot(stream, slot, &states)?;
+            sampling.set_state_slot(stream, slot, &states)?;
         }
-        schedule.chunk_launched();
+        schedule.note_chunk_launched();
         if !is_last {
             return Ok(None);
         }
-        forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
+        forward.enqueue_chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
         let mask = schedule.prefill_mask();
         let (stream, sampling) = forward.sampling();
         sampling.set_masks(stream, &mask)?;
-        forward.choose((start + rows).saturating_sub(1), row)?;
+        forward.enqueue_first_token((start + rows).saturating_sub(1), row)?;
         wait_for_steps(forward, stepper)?;
         if forward.prompt_is_lost()? {
-            return Ok(schedule.lost());
+            return Ok(schedule.abort_prefill());
         }
         let token = forward.ids().read(forward.stream(), 0, 1)?;
         let token = token.first().copied().ok_or(LaunchError::Range { at: 0, len: 1, have: 0 })?;
@@ -373,7 +373,7 @@ impl Engine {
             }
             _ => None,
         };
-        let event = schedule.begun(token);
+        let event = schedule.finish_prefill(token);
         Ok(event.map(|event| {
             let logprobs = logprobs.map(|words| Box::new(read_logprobs(&words, row.logprobs - 1)));
             Event { logprobs, ..event }
@@ -387,8 +387,8 @@ impl Engine {
         let Self { spare, spare_logprobs, forward, .. } = self;
         let mut pinned = || spare.pop().map_or_else(|| Pinned::zeroed(stream.device(), len), Ok);
         let ids = forward.ids().read_later(&stream, 0, pinned()?)?;
-        let lost = match forward.packed_cache() {
-            Some(cache) => Some(cache.lost().read_later(&stream, 0, pinned()?)?),
+        let page_losses = match forward.packed_cache() {
+            Some(cache) => Some(cache.page_losses().read_later(&stream, 0, pinned()?)?),
             None => None,
         };
         let logprobs = match forward.sampling().1.logprobs() {
@@ -398,7 +398,7 @@ impl Engine {
             }
             None => None,
         };
-        Ok(Sampled { ids, lost, logprobs })
+        Ok(Sampled { ids, page_losses, logprobs })
     }
 
     /// Launches a step of the first `rows` rows. If it verifies drafts, several rows may be tokens of one sequence.
@@ -409,10 +409,11 @@ impl Engine {
             // runs on one stream.
             Some((_, graph)) => unsafe { graph.launch() },
             None => {
-                // The kernels of a step may read positions before the preceding kernel has ended, which must not be the
-                // sampler of the previous step.
+                // The kernels of a step may read positions before the preceding kernel on the stream has ended, and the
+                // sampler of the previous step writes these. A graph starts after all earlier work; single launches do
+                // not, so they wait.
                 self.forward.stream().synchronize()?;
-                self.stepper.step(&mut self.forward, &self.weights, shape)
+                self.stepper.enqueue_step(&mut self.forward, &self.weights, shape)
             }
         }
     }

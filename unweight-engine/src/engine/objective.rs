@@ -108,7 +108,7 @@ impl PipelineTuner<'_> {
         }
         if options.graphs {
             forward.set_rows(&[], rows)?;
-            stepper.step(forward, weights, StepShape::plain(rows))?;
+            stepper.enqueue_step(forward, weights, StepShape::plain(rows))?;
             forward.stream().synchronize()?;
         }
         record_step(self.engine, rows)
@@ -145,7 +145,7 @@ impl PipelineTuner<'_> {
 
     /// Logits of the first rows of the last step. Waits for the device.
     fn logits(&mut self, rows: u32) -> Result<Vec<bf16>, EngineError> {
-        let bits = self.engine.forward.logits(rows);
+        let bits = self.engine.forward.read_logits(rows);
         Ok(self.engine.fail_on_error(bits)?.into_iter().map(bf16::from_bits).collect())
     }
 }

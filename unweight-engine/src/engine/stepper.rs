@@ -36,13 +36,18 @@ impl Stepper {
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, shape: StepShape) -> Result<(), DeviceError> {
+    pub fn enqueue_step(
+        &mut self,
+        forward: &mut Forward,
+        weights: &Weights,
+        shape: StepShape,
+    ) -> Result<(), DeviceError> {
         let rows = shape.rows;
         forward.set_verifies(shape.verifies);
         let enqueued = match self {
-            Self::Chain => forward.step(weights, rows, None),
+            Self::Chain => forward.enqueue_step(weights, rows),
             #[cfg(feature = "pipelines")]
-            Self::Pipelines(pipelines) => pipelines.step(forward, weights, rows),
+            Self::Pipelines(pipelines) => pipelines.enqueue_step(forward, weights, rows),
         };
         forward.set_verifies(false);
         enqueued
@@ -51,8 +56,8 @@ impl Stepper {
     /// Enqueues the next tokens of a prompt, from position `start` on.
     ///
     /// # Errors
-    /// As for [`Forward::chunk`].
-    pub fn chunk(
+    /// As for [`Forward::enqueue_chunk`].
+    pub fn enqueue_chunk(
         &mut self,
         forward: &mut Forward,
         weights: &Weights,
@@ -60,9 +65,9 @@ impl Stepper {
         start: u32,
     ) -> Result<(), DeviceError> {
         match self {
-            Self::Chain => forward.chunk(weights, ids, start),
+            Self::Chain => forward.enqueue_chunk(weights, ids, start),
             #[cfg(feature = "pipelines")]
-            Self::Pipelines(pipelines) => pipelines.chunk(forward, weights, ids, start),
+            Self::Pipelines(pipelines) => pipelines.enqueue_chunk(forward, weights, ids, start),
         }
     }
 

@@ -24,10 +24,12 @@ impl Forward {
         if qk_norm == QkNorm::Head { [layer.q_norm.as_ref(), layer.k_norm.as_ref()] } else { [None; 2] }
     }
 
-    pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, attended, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } = self.shape;
-        let decode =
-            self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
+    /// Enqueues the attention of a step in layer `index`.
+    pub(crate) fn enqueue_attention(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv_cols, attended_cols, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } =
+            self.shape;
+        let attention = self.kernels.decode_attention(rows);
+        let attention = attention.ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = self.angles.of(index).rotary();
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
         let mut options = AttentionOptions::new(rotary)
@@ -36,39 +38,40 @@ impl Forward {
             .softcap(self.shape.soft_caps.attention)
             .bias(layer.qkv_bias.as_ref())
             .norms(q_norm, k_norm, eps)
-            .parts(decode.parts);
+            .parts(attention.splits);
         if let Some(factor) = self.shape.factors.attention {
             options = options.scale(factor);
         }
         let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
-        let x = view(&self.qkv, rows, qkv)?;
-        let mut out = view_mut(&mut self.attended, rows, attended)?;
+        let x = view(&self.qkv, rows, qkv_cols)?;
+        let mut out = view_mut(&mut self.attended, rows, attended_cols)?;
         let mode = self.ctx.stream().mode();
         if self.verifies {
             // Stores the keys and values of all rows: with a window of one token, each row attends only to itself. The
             // next launch starts after this one has ended, and stores the same bits again.
             let (cache, self_only) = (self.cache.decode(index as u32)?, options.window(Some(1)));
-            decode.kernel.decode(&mut self.ctx, x, cache, tokens, self_only, out.reborrow())?;
-            self.ctx.set_mode(LaunchMode { ordinary: true, ..mode });
+            attention.kernel.decode(&mut self.ctx, x, cache, tokens, self_only, out.reborrow())?;
+            self.ctx.set_mode(LaunchMode { serialized: true, ..mode });
         }
         let cache = self.cache.decode(index as u32)?;
-        let attended = decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out);
+        let launched = attention.kernel.decode(&mut self.ctx, x, cache, tokens, options, out);
         self.ctx.set_mode(mode);
-        attended?;
+        launched?;
         match self.cache.packed() {
             Some(cache) if index + 1 == layers as usize => cache.pack_step(&mut self.ctx, tokens, rows),
             _ => Ok(()),
         }
     }
 
-    pub(crate) fn rotate_and_store(
+    /// Enqueues the rotation of a chunk's queries and keys in layer `index`, and stores its keys and values.
+    pub(crate) fn enqueue_rope_and_store(
         &mut self,
         layer: &Layer,
         index: usize,
         start: u32,
         rows: u32,
     ) -> Result<(), DeviceError> {
-        let Shape { qkv, heads, eps, qk_norm, ref rotated, .. } = self.shape;
+        let Shape { qkv_cols, heads, eps, qk_norm, ref rotated, .. } = self.shape;
         let table = self.angles.of(index).table()?;
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
         let options = HeadOptions::new(heads, table)
@@ -76,24 +79,25 @@ impl Forward {
             .bias(layer.qkv_bias.as_ref())
             .norms(q_norm, k_norm, eps);
         let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
-        let x = view_mut(&mut self.qkv, rows, qkv)?;
+        let x = view_mut(&mut self.qkv, rows, qkv_cols)?;
         self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, start)
     }
 
-    pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, attended, table_pages, ref windows, .. } = self.shape;
+    /// Enqueues the attention of a chunk in layer `index`.
+    pub(crate) fn enqueue_chunk_attention(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv_cols, attended_cols, table_pages, ref windows, .. } = self.shape;
         let (window, layer) = (windows.get(index).copied().flatten(), index as u32);
         if let Some(cache) = self.cache.packed() {
             cache.unpack(&mut self.ctx, layer, (&self.prompt_pages, start))?;
         }
-        let x = view(&self.qkv, rows, qkv)?;
+        let x = view(&self.qkv, rows, qkv_cols)?;
         let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
         let mut tokens =
             ChunkRows::new(start, pages, table_pages).window(window).softcap(self.shape.soft_caps.attention);
         if let Some(factor) = self.shape.factors.attention {
             tokens = tokens.scale(factor);
         }
-        let out = view_mut(&mut self.attended, rows, attended)?;
+        let out = view_mut(&mut self.attended, rows, attended_cols)?;
         self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
         match self.cache.packed() {
             Some(cache) => cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (start, start + rows)),

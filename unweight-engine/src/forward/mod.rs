@@ -18,7 +18,7 @@
 
 mod angles;
 mod attend;
-mod part;
+mod phase;
 
 use unweight_codegen::spec::Epilogue;
 use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, SoftCaps};
@@ -29,7 +29,8 @@ use unweight_rt::{
 };
 
 use angles::LayerAngles;
-pub use part::Part;
+pub use phase::StepPhase;
+pub(crate) use phase::{AllPhases, Only, PhaseFilter};
 
 use crate::{
     kernels::Kernels,
@@ -44,28 +45,44 @@ use crate::{
 /// Sizes and constants of the model and of the buffers.
 #[derive(Clone, Debug)]
 struct Shape {
+    /// Elements of a row of the residual stream.
     hidden: u32,
+    /// Elements of a row between the products of an MLP.
     intermediate: u32,
-    qkv: u32,
-    attended: u32,
+    /// Elements of the queries, keys and values of a row together.
+    qkv_cols: u32,
+    /// Elements of the queries of a row, and of the output of attention.
+    attended_cols: u32,
+    /// Elements of the keys of a row.
+    kv_cols: u32,
+    /// The number of query heads.
     heads: u32,
     vocab: u32,
     /// Elements from one row of logits to the next.
     logit_pitch: u32,
+    /// The number of rows of the logits buffer.
     logit_rows: u32,
+    /// The number of rows of the activations: the maximum number of tokens of a chunk.
     rows: u32,
+    /// The constant that norms add to the mean square.
     eps: f32,
+    /// The number of layers.
     layers: u32,
     /// The number of pages of the longest sequence.
     table_pages: u32,
+    /// The window of each layer in tokens; `None` for full attention.
     windows: Vec<Option<u32>>,
     /// Whether each layer has rotary embedding.
     rotated: Vec<bool>,
+    /// The soft caps of scores and of logits.
     soft_caps: SoftCaps,
+    /// The experts of a mixture model; `None` for a dense one.
     mixture: Option<Mixture>,
+    /// How queries and keys are normed.
     qk_norm: QkNorm,
-    kv: u32,
-    parallel: bool,
+    /// Whether attention and MLP read the same normed input.
+    parallel_mlp: bool,
+    /// The factors of embeddings, scores, of what is added to the residual stream, and of logits.
     factors: Factors,
 }
 
@@ -91,6 +108,7 @@ pub struct Forward {
     kernels: Kernels,
     shape: Shape,
     hidden: DeviceBuffer<u16>,
+    /// The normed input of a product; between two kernels also what is normed or scaled before it is added to `hidden`.
     normed: DeviceBuffer<u16>,
     qkv: DeviceBuffer<u16>,
     attended: DeviceBuffer<u16>,
@@ -132,6 +150,10 @@ fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Matr
     MatrixMut::new(buffer, rows, cols, cols.into())
 }
 
+/// Whether a product is added to its output, or overwrites it.
+const ADDS: bool = true;
+const STORES: bool = false;
+
 /// Elements from one row of a router's logits to the next: rows start at multiples of 16 bytes.
 fn router_pitch(mixture: Mixture) -> u32 {
     mixture.experts.next_multiple_of(8)
@@ -155,8 +177,9 @@ impl Forward {
         let shape = Shape {
             hidden: config.hidden,
             intermediate: config.intermediate,
-            qkv: config.qkv_rows(),
-            attended: config.heads * config.head_dim,
+            qkv_cols: config.qkv_rows(),
+            attended_cols: config.heads * config.head_dim,
+            kv_cols: config.kv_heads * config.head_dim,
             heads: config.heads,
             vocab: config.vocab,
             logit_pitch: config.vocab.next_multiple_of(8),
@@ -170,8 +193,7 @@ impl Forward {
             soft_caps: config.soft_caps,
             mixture: config.mixture,
             qk_norm: config.qk_norm,
-            kv: config.kv_heads * config.head_dim,
-            parallel: config.parallel,
+            parallel_mlp: config.parallel,
             factors: config.factors,
         };
         let (experts, top_k) = shape.mixture.map_or((0, 0), |mixture| (router_pitch(mixture), mixture.top_k));
@@ -181,8 +203,8 @@ impl Forward {
         Ok(Self {
             hidden: zeroed(rows, shape.hidden)?,
             normed: zeroed(rows, shape.hidden)?,
-            qkv: zeroed(rows, shape.qkv)?,
-            attended: zeroed(rows, shape.attended)?,
+            qkv: zeroed(rows, shape.qkv_cols)?,
+            attended: zeroed(rows, shape.attended_cols)?,
             gate_up: zeroed(if products == Products::Activated { 0 } else { rows }, 2 * shape.intermediate)?,
             #[cfg(feature = "pipelines")]
             up: zeroed(if products == Products::Stored { rows } else { 0 }, shape.intermediate)?,
@@ -268,7 +290,7 @@ impl Forward {
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn logits(&self, rows: u32) -> Result<Vec<u16>, DeviceError> {
+    pub fn read_logits(&self, rows: u32) -> Result<Vec<u16>, DeviceError> {
         let pitch = self.shape.logit_pitch as usize;
         let padded = self.logits.read(self.stream(), 0, rows as usize * pitch)?;
         let rows = padded.chunks_exact(pitch).map(|row| &row[..self.shape.vocab as usize]);
@@ -318,30 +340,41 @@ impl Forward {
         self.verifies = verifies;
     }
 
-    /// Enqueues a step of `rows` rows through all layers, or one part of the step.
+    /// Enqueues a step of `rows` rows through all layers.
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn step(&mut self, weights: &Weights, rows: u32, only: Option<Part>) -> Result<(), DeviceError> {
-        let runs = |part: Part| only.is_none_or(|only| only == part);
+    pub fn enqueue_step(&mut self, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
+        self.enqueue_phases(weights, rows, AllPhases)
+    }
+
+    /// Enqueues one phase of a step of `rows` rows, to measure it: its results mean nothing.
+    ///
+    /// # Errors
+    /// [`DeviceError`] if the driver fails.
+    pub fn enqueue_phase(&mut self, weights: &Weights, rows: u32, phase: StepPhase) -> Result<(), DeviceError> {
+        self.enqueue_phases(weights, rows, Only(&[phase]))
+    }
+
+    fn enqueue_phases(&mut self, weights: &Weights, rows: u32, filter: impl PhaseFilter) -> Result<(), DeviceError> {
         self.pass_rows = self.live_rows.min(rows);
-        if runs(Part::Embed) {
-            self.embed(weights, rows, Ids::Step)?;
+        if filter.has(StepPhase::Embed) {
+            self.enqueue_embed(weights, rows, Ids::Step)?;
         }
         for (index, layer) in weights.layers.iter().enumerate() {
-            if runs(Part::Norm) {
-                self.norm_of(&layer.input_norm, rows)?;
+            if filter.has(StepPhase::Norm) {
+                self.enqueue_input_norm(&layer.input_norm, rows)?;
             }
-            if runs(Part::Qkv) {
-                self.qkv(layer, rows)?;
+            if filter.has(StepPhase::Qkv) {
+                self.enqueue_qkv(layer, rows)?;
             }
-            if runs(Part::Attention) {
-                self.attend(layer, index, rows)?;
+            if filter.has(StepPhase::Attention) {
+                self.enqueue_attention(layer, index, rows)?;
             }
-            self.after_attention(layer, rows, runs)?;
+            self.enqueue_after_attention(layer, rows, filter)?;
         }
-        self.head(weights, 0, rows, runs)?;
-        if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
+        self.enqueue_head(weights, 0, rows, filter)?;
+        if filter.has(StepPhase::Sample) { self.enqueue_sample(rows) } else { Ok(()) }
     }
 
     /// Sets the pages of the sequence whose prompt runs next, and its hot page in a packed cache if steps follow. Waits
@@ -384,16 +417,16 @@ impl Forward {
     ///
     /// # Errors
     /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
-    pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
+    pub fn enqueue_chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
         let rows = self.set_prompt(ids)?;
         self.pass_rows = rows;
-        self.embed(weights, rows, Ids::Prompt)?;
+        self.enqueue_embed(weights, rows, Ids::Prompt)?;
         for (index, layer) in weights.layers.iter().enumerate() {
-            self.norm_of(&layer.input_norm, rows)?;
-            self.qkv(layer, rows)?;
-            self.rotate_and_store(layer, index, start, rows)?;
-            self.attend_chunk(index, start, rows)?;
-            self.after_attention(layer, rows, |_| true)?;
+            self.enqueue_input_norm(&layer.input_norm, rows)?;
+            self.enqueue_qkv(layer, rows)?;
+            self.enqueue_rope_and_store(layer, index, start, rows)?;
+            self.enqueue_chunk_attention(index, start, rows)?;
+            self.enqueue_after_attention(layer, rows, AllPhases)?;
         }
         Ok(())
     }
@@ -402,20 +435,20 @@ impl Forward {
     ///
     /// # Errors
     /// [`DeviceError`] if there are more rows than [`Forward::logit_rows`], or if the driver fails.
-    pub fn chunk_logits(&mut self, weights: &Weights, first: u32, rows: u32) -> Result<(), DeviceError> {
-        self.head(weights, first, rows, |_| true)
+    pub fn enqueue_chunk_logits(&mut self, weights: &Weights, first: u32, rows: u32) -> Result<(), DeviceError> {
+        self.enqueue_head(weights, first, rows, AllPhases)
     }
 
     /// Enqueues the sampling of a token from the first row of logits. Overwrites the first row of the steps.
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn choose(&mut self, position: u32, row: RowSampling) -> Result<(), DeviceError> {
+    pub fn enqueue_first_token(&mut self, position: u32, row: RowSampling) -> Result<(), DeviceError> {
         let stream = self.ctx.stream().clone();
         self.positions.write(&stream, 0, &[position])?;
         self.sampling.set_rows(&stream, &[row])?;
-        self.sample(1)?;
-        self.sample_extras()
+        self.enqueue_sample(1)?;
+        self.enqueue_sampling_extras()
     }
 
     /// The stream and the state of sampling.
@@ -427,7 +460,7 @@ impl Forward {
     ///
     /// # Errors
     /// [`DeviceError`] if the driver fails.
-    pub fn sample_extras(&mut self) -> Result<(), DeviceError> {
+    pub fn enqueue_sampling_extras(&mut self) -> Result<(), DeviceError> {
         let rows = self.sampling.extra_rows();
         if rows == 0 {
             return Ok(());
@@ -437,7 +470,7 @@ impl Forward {
         sampling.enqueue_extras(ctx, kernels, logits, positions, ids)
     }
 
-    pub(crate) fn embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
+    pub(crate) fn enqueue_embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
         let Some(table) = weights.embed_table() else { return Ok(()) };
         let ids = match ids {
             Ids::Step => &self.ids,
@@ -448,90 +481,101 @@ impl Forward {
         self.kernels.scale(&mut self.ctx, hidden, self.shape.factors.embedding)
     }
 
-    /// Norms what a layer reads, if `gamma` is given.
-    pub(crate) fn norm_of(&mut self, gamma: &Option<DeviceBuffer<u16>>, rows: u32) -> Result<(), DeviceError> {
-        gamma.as_ref().map_or(Ok(()), |gamma| self.norm(gamma, 0, rows))
+    /// Enqueues the norm of what a layer reads, if `gamma` is given.
+    pub(crate) fn enqueue_input_norm(
+        &mut self,
+        gamma: &Option<DeviceBuffer<u16>>,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
+        gamma.as_ref().map_or(Ok(()), |gamma| self.enqueue_norm(gamma, 0, rows))
     }
 
-    /// Norms `rows` rows of `hidden` from `first` on, to the first rows of `normed`.
-    pub(crate) fn norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
+    /// Enqueues the norm of `rows` rows of `hidden` from `first` on, to the first rows of `normed`.
+    fn enqueue_norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { hidden, eps, .. } = self.shape;
         let x = view(&self.hidden, first + rows, hidden)?.part(first..first + rows, 0..hidden)?;
         let y = view_mut(&mut self.normed, rows, hidden)?;
         self.kernels.norm.enqueue(&mut self.ctx, x, gamma, eps, None, y)
     }
 
-    pub(crate) fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
-        let Shape { hidden, qkv, attended, kv, eps, qk_norm, .. } = self.shape;
+    pub(crate) fn enqueue_qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
+        let Shape { hidden, qkv_cols, attended_cols, kv_cols, eps, qk_norm, .. } = self.shape;
         let x = view(if layer.input_norm.is_some() { &self.normed } else { &self.hidden }, rows, hidden)?;
-        let mut y = view_mut(&mut self.qkv, rows, qkv)?;
+        let mut y = view_mut(&mut self.qkv, rows, qkv_cols)?;
         layer.qkv.enqueue(&mut self.ctx, x, y.reborrow(), Epilogue::Store)?;
         if qk_norm != QkNorm::Whole {
             return Ok(());
         }
-        for (gamma, columns) in [(&layer.q_norm, 0..attended), (&layer.k_norm, attended..attended + kv)] {
+        let keys = attended_cols..attended_cols + kv_cols;
+        for (gamma, columns) in [(&layer.q_norm, 0..attended_cols), (&layer.k_norm, keys)] {
             let Some(gamma) = gamma else { continue };
             self.kernels.norm.enqueue_in_place(&mut self.ctx, y.part(0..rows, columns)?, gamma, eps)?;
         }
         Ok(())
     }
 
-    pub(crate) fn after_attention(
+    /// Enqueues what follows attention in a layer: the output projection and the MLP.
+    pub(crate) fn enqueue_after_attention(
         &mut self,
         layer: &Layer,
         rows: u32,
-        runs: impl Fn(Part) -> bool,
+        filter: impl PhaseFilter,
     ) -> Result<(), DeviceError> {
         let Shape { hidden, intermediate, .. } = self.shape;
-        if runs(Part::Output) {
-            self.add(&layer.o, Added::Attention, layer.attention_norm.as_ref(), rows)?;
+        if filter.has(StepPhase::Output) {
+            self.enqueue_residual_add(&layer.o, Added::Attention, layer.attention_norm.as_ref(), rows)?;
         }
-        if runs(Part::Norm) {
-            self.norm_of(&layer.post_norm, rows)?;
+        if filter.has(StepPhase::Norm) {
+            self.enqueue_input_norm(&layer.post_norm, rows)?;
         }
         if let (Some((router, experts)), Some(mixture)) = (layer.mlp.mixture(), self.shape.mixture) {
-            return if runs(Part::GateUp) { self.mixture(router, experts, mixture, rows) } else { Ok(()) };
+            return match filter.has(StepPhase::GateUp) {
+                true => self.enqueue_mixture(router, experts, mixture, rows),
+                false => Ok(()),
+            };
         }
-        let normed = self.shape.parallel || layer.post_norm.is_some();
+        let normed = self.shape.parallel_mlp || layer.post_norm.is_some();
         let x = view(if normed { &self.normed } else { &self.hidden }, rows, hidden)?;
         // Pipelines multiply weights in their stored encodings.
         let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
         if gated {
-            if runs(Part::GateUp) {
+            if filter.has(StepPhase::GateUp) {
                 let y = view_mut(&mut self.active, rows, intermediate)?;
                 gate_up.enqueue(&mut self.ctx, x, y, Epilogue::SiluMul)?;
             }
         } else {
-            if runs(Part::GateUp) {
+            if filter.has(StepPhase::GateUp) {
                 let y = view_mut(&mut self.gate_up, rows, 2 * intermediate)?;
                 gate_up.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
             }
-            if runs(Part::Activation) {
+            if filter.has(StepPhase::Activation) {
                 let x = view(&self.gate_up, rows, 2 * intermediate)?;
                 let y = view_mut(&mut self.active, rows, intermediate)?;
                 self.kernels.silu_mul.enqueue(&mut self.ctx, x, y)?;
             }
         }
-        match layer.mlp.down().filter(|_| runs(Part::Down)) {
-            Some(down) => self.add(down, Added::Mlp, layer.mlp_norm.as_ref(), rows),
+        match layer.mlp.down().filter(|_| filter.has(StepPhase::Down)) {
+            Some(down) => self.enqueue_residual_add(down, Added::Mlp, layer.mlp_norm.as_ref(), rows),
             None => Ok(()),
         }
     }
 
-    /// Adds a product to the residual stream, normed or scaled if the model requires it.
-    fn add(
+    /// Enqueues a product that is added to the residual stream, normed or scaled if the model requires it.
+    fn enqueue_residual_add(
         &mut self,
         linear: &Linear,
         of: Added,
         norm: Option<&DeviceBuffer<u16>>,
         rows: u32,
     ) -> Result<(), DeviceError> {
-        let Shape { hidden, intermediate, attended, eps, factors, .. } = self.shape;
+        let Shape { hidden, intermediate, attended_cols, eps, factors, .. } = self.shape;
         let x = match of {
-            Added::Attention => view(&self.attended, rows, attended)?,
+            Added::Attention => view(&self.attended, rows, attended_cols)?,
             Added::Mlp => view(&self.active, rows, intermediate)?,
         };
         let is_plain = norm.is_none() && factors.residual == 1.0;
+        // What `normed` held has been multiplied, so until the next norm it can hold this product. A parallel MLP reads
+        // it later, but families with one have plain sums only.
         let (y, epilogue) =
             if is_plain { (&mut self.hidden, Epilogue::StoreAdd) } else { (&mut self.normed, Epilogue::Store) };
         linear.enqueue(&mut self.ctx, x, view_mut(y, rows, hidden)?, epilogue)?;
@@ -546,8 +590,8 @@ impl Forward {
         }
     }
 
-    /// Adds the output of the experts that a router chooses to the residual stream.
-    fn mixture(
+    /// Enqueues the experts that a router chooses; their output is added to the residual stream.
+    fn enqueue_mixture(
         &mut self,
         router: &Linear,
         experts: &MixtureExperts,
@@ -572,11 +616,11 @@ impl Forward {
         match (experts, &mut self.fetcher) {
             (MixtureExperts::OnDevice(experts), _) => {
                 experts.choose(ctx.stream(), logits, choice, ids, shares)?;
-                experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, true)
+                experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, ADDS)
             }
             (MixtureExperts::Offloaded(experts), Some(fetcher)) => {
                 experts.choose(ctx.stream(), logits, choice, ids, shares)?;
-                experts.enqueue(ctx, fetcher, x, Routed { ids, weights: shares, top_k }, y, true)
+                experts.enqueue(ctx, fetcher, x, Routed { ids, weights: shares, top_k }, y, ADDS)
             }
             (MixtureExperts::Offloaded(_), None) => {
                 Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into())
@@ -592,18 +636,19 @@ impl Forward {
         self.fetcher.as_mut().map(Fetcher::traffic).transpose()
     }
 
-    pub(crate) fn head(
+    /// Enqueues the logits of `rows` rows of the residual stream, from `first` on.
+    pub(crate) fn enqueue_head(
         &mut self,
         weights: &Weights,
         first: u32,
         rows: u32,
-        runs: impl Fn(Part) -> bool,
+        filter: impl PhaseFilter,
     ) -> Result<(), DeviceError> {
         let Shape { hidden, vocab, logit_pitch, .. } = self.shape;
-        if runs(Part::Norm) {
-            self.norm(&weights.final_norm, first, rows)?;
+        if filter.has(StepPhase::Norm) {
+            self.enqueue_norm(&weights.final_norm, first, rows)?;
         }
-        if runs(Part::Head) {
+        if filter.has(StepPhase::Head) {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
             weights.head.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
@@ -615,7 +660,7 @@ impl Forward {
         Ok(())
     }
 
-    pub(crate) fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn enqueue_sample(&mut self, rows: u32) -> Result<(), DeviceError> {
         let logits = MatrixRef::new(&self.logits, rows, self.shape.vocab, self.shape.logit_pitch.into())?;
         let (positions, ids) = (&mut self.positions, &mut self.ids);
         self.kernels.sample.enqueue(&mut self.ctx, logits, self.sampling.samples(), positions, ids)
@@ -644,42 +689,31 @@ impl Forward {
     /// # Errors
     /// [`DeviceError`] if the driver or cuBLAS fails.
     pub fn tune(&mut self, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
-        let Shape { hidden, intermediate, qkv, attended, vocab, logit_pitch, .. } = self.shape;
+        let Shape { hidden, intermediate, qkv_cols, attended_cols, vocab, logit_pitch, .. } = self.shape;
         let all = |of: fn(&Layer) -> Option<&Linear>| -> Vec<MatrixRef<'_>> {
             // A few layers are read from memory, not from caches, as surely as all are.
             let whole = weights.layers.iter().take(8).filter_map(|layer| of(layer)?.bf16_weights());
             whole.map(DeviceMatrix::view).collect()
         };
-        let products = [
-            (all(|layer| Some(&layer.qkv)), &self.normed, hidden, &mut self.qkv, qkv, false),
-            (all(|layer| Some(&layer.o)), &self.attended, attended, &mut self.hidden, hidden, true),
-        ];
-        for (weights, x, k, y, n, add) in products {
-            let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
-            self.ctx.cublas()?.tune(x, &weights, y, add)?;
-        }
-        let products = [
-            (
-                all(|layer| layer.mlp.gate_up().map(|(linear, _)| linear)),
-                &self.normed,
-                hidden,
-                &mut self.gate_up,
-                2 * intermediate,
-                false,
-            ),
-            (all(|layer| layer.mlp.down()), &self.active, intermediate, &mut self.hidden, hidden, true),
-        ];
-        for (weights, x, k, y, n, add) in products {
-            if y.is_empty() || weights.is_empty() {
-                continue;
+        let [qkv, o] = [all(|layer| Some(&layer.qkv)), all(|layer| Some(&layer.o))];
+        let [gate_up, down] = [all(|layer| Some(layer.mlp.gate_up()?.0)), all(|layer| layer.mlp.down())];
+        let Self { ctx, normed, qkv: heads, attended, gate_up: gated, active, hidden: residual, .. } = self;
+        type Buffer = DeviceBuffer<u16>;
+        let mut tune = |weights: &[MatrixRef<'_>], (x, k): (&Buffer, u32), (y, n): (&mut Buffer, u32), adds: bool| {
+            // No layer has this product in BF16, or another kernel computes it.
+            if !weights.is_empty() && !y.is_empty() {
+                ctx.cublas()?.tune(view(x, rows, k)?, weights, view_mut(y, rows, n)?, adds)?;
             }
-            let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
-            self.ctx.cublas()?.tune(x, &weights, y, add)?;
-        }
+            Ok::<(), DeviceError>(())
+        };
+        tune(&qkv, (&*normed, hidden), (heads, qkv_cols), STORES)?;
+        tune(&o, (&*attended, attended_cols), (&mut *residual, hidden), ADDS)?;
+        tune(&gate_up, (&*normed, hidden), (gated, 2 * intermediate), STORES)?;
+        tune(&down, (&*active, intermediate), (residual, hidden), ADDS)?;
         if let Some(head) = weights.head.bf16_weights() {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
-            self.ctx.cublas()?.tune(x, &[head.view()], y, false)?;
+            self.ctx.cublas()?.tune(x, &[head.view()], y, STORES)?;
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     error::EngineError,
-    forward::{Forward, Ids, Mlp, Part},
+    forward::{Forward, Ids, Mlp, Only, StepPhase},
     options::{Pipeline, PipelineVariant, Projection, Setting},
     weights::{ProjectionWeights, Weights},
 };
@@ -221,7 +221,7 @@ impl Runner {
                 }
                 Step::Wait { stream, event } => self.stream(forward, stream)?.wait(mark(&self.marks, event)?)?,
                 Step::Run { stream, job, sms, dependent, .. } => {
-                    let mode = LaunchMode { sms: Some(sms), ordinary: !dependent };
+                    let mode = LaunchMode { sms: Some(sms), serialized: !dependent };
                     match stream.checked_sub(1) {
                         None => forward.context().set_mode(mode),
                         Some(at) => self.context(at)?.set_mode(mode),
@@ -314,7 +314,7 @@ impl Runner {
         let have = self.layers.len() as u64;
         let mlp = weights.layers.get(layer as usize).and_then(|layer| layer.mlp.stored());
         let mlp = mlp.ok_or(LaunchError::Range { at: layer.into(), len: 1, have })?;
-        Ok(&mlp.parts[projection as usize])
+        Ok(&mlp.projections[projection as usize])
     }
 
     /// Waits for the runner's own streams, and reports rows that a kernel skipped.
@@ -344,22 +344,22 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
         weights.layers.get(layer as usize).ok_or(LaunchError::Range { at: layer.into(), len: 1, have })
     };
     match (*job, work) {
-        (Job::Embed, Work::Step { .. }) => forward.embed(weights, rows, Ids::Step),
-        (Job::Embed, Work::Chunk { .. }) => forward.embed(weights, rows, Ids::Prompt),
-        (Job::Norm(Some((layer, Place::Attention))), _) => forward.norm_of(&of(layer)?.input_norm, rows),
-        (Job::Norm(Some((layer, Place::Mlp))), _) => forward.norm_of(&of(layer)?.post_norm, rows),
-        (Job::Qkv { layer }, _) => forward.qkv(of(layer)?, rows),
-        (Job::Attention { layer }, Work::Step { .. }) => forward.attend(of(layer)?, layer as usize, rows),
+        (Job::Embed, Work::Step { .. }) => forward.enqueue_embed(weights, rows, Ids::Step),
+        (Job::Embed, Work::Chunk { .. }) => forward.enqueue_embed(weights, rows, Ids::Prompt),
+        (Job::Norm(Some((layer, Place::Attention))), _) => forward.enqueue_input_norm(&of(layer)?.input_norm, rows),
+        (Job::Norm(Some((layer, Place::Mlp))), _) => forward.enqueue_input_norm(&of(layer)?.post_norm, rows),
+        (Job::Qkv { layer }, _) => forward.enqueue_qkv(of(layer)?, rows),
+        (Job::Attention { layer }, Work::Step { .. }) => forward.enqueue_attention(of(layer)?, layer as usize, rows),
         (Job::Attention { layer }, Work::Chunk { start, .. }) => {
-            forward.rotate_and_store(of(layer)?, layer as usize, start, rows)?;
-            forward.attend_chunk(layer as usize, start, rows)
+            forward.enqueue_rope_and_store(of(layer)?, layer as usize, start, rows)?;
+            forward.enqueue_chunk_attention(layer as usize, start, rows)
         }
-        (Job::Output { layer }, _) => forward.after_attention(of(layer)?, rows, |part| part == Part::Output),
+        (Job::Output { layer }, _) => forward.enqueue_after_attention(of(layer)?, rows, Only(&[StepPhase::Output])),
         (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
             Err(LaunchError::Source { takes: "a merged gate and up", got: "weights of another pipeline" }.into())
         }
         (Job::GateUp { layer }, _) => {
-            forward.after_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
+            forward.enqueue_after_attention(of(layer)?, rows, Only(&[StepPhase::GateUp, StepPhase::Activation]))
         }
         (Job::Activate { .. }, _) => {
             let Mlp { ctx, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
@@ -367,9 +367,9 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
         }
         // The logits of a prompt chunk are computed separately, when they are needed.
         (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
-        (Job::Norm(None), Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Norm),
-        (Job::Head, Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Head),
-        (Job::Sample, Work::Step { .. }) => forward.sample(rows),
+        (Job::Norm(None), Work::Step { .. }) => forward.enqueue_head(weights, 0, rows, Only(&[StepPhase::Norm])),
+        (Job::Head, Work::Step { .. }) => forward.enqueue_head(weights, 0, rows, Only(&[StepPhase::Head])),
+        (Job::Sample, Work::Step { .. }) => forward.enqueue_sample(rows),
         (Job::Linear { .. } | Job::Decode { .. }, _) => Ok(()),
     }
 }
@@ -434,7 +434,7 @@ impl Pipelines {
     ///
     /// # Errors
     /// [`DeviceError`] if there is no step graph for `rows` rows, or if the driver fails.
-    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
+    pub fn enqueue_step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
         let largest = self.steps.last().map_or(0, |(rows, _)| *rows);
         let bound = self.steps.iter().find(|(of, _)| *of == rows).map(|(_, bound)| bound);
         let bound = bound.ok_or(LaunchError::Batch { m: rows, max_batch: largest })?;
@@ -444,8 +444,8 @@ impl Pipelines {
     /// Enqueues the next tokens of a prompt, from position `start` on.
     ///
     /// # Errors
-    /// As for [`Forward::chunk`].
-    pub fn chunk(
+    /// As for [`Forward::enqueue_chunk`].
+    pub fn enqueue_chunk(
         &mut self,
         forward: &mut Forward,
         weights: &Weights,
@@ -479,7 +479,7 @@ impl Pipelines {
     /// Enqueues a graph that does not belong to the engine.
     ///
     /// # Errors
-    /// As for [`Pipelines::step`].
+    /// As for [`Pipelines::enqueue_step`].
     pub fn run(
         &mut self,
         bound: &BoundGraph,

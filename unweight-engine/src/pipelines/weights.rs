@@ -201,7 +201,7 @@ impl StoredMlp {
             // Packed or not, a step graph treats gate and up of packed weights as one product.
             pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
         }
-        let mut part = |index: usize| -> Result<ProjectionWeights, LoadError> {
+        let mut projection = |index: usize| -> Result<ProjectionWeights, LoadError> {
             let (name, shape) = (all[index], shapes[index]);
             Ok(match loaded[index] {
                 LoadedAs::Linear if index < 2 && pair.is_some() => ProjectionWeights::Paired,
@@ -215,15 +215,15 @@ impl StoredMlp {
                 LoadedAs::Palette => ProjectionWeights::Palette(source.palette(name, shape)?),
             })
         };
-        let parts = [part(0)?, part(1)?, part(2)?];
-        Ok(Self { pair, parts, shapes })
+        let projections = [projection(0)?, projection(1)?, projection(2)?];
+        Ok(Self { pair, projections, shapes })
     }
 
     /// The properties that the choice of pipelines depends on.
     pub fn loaded(&self) -> LoadedMlp {
         [0, 1, 2].map(|index| {
             let [n, k] = self.shapes[index];
-            let (loaded_as, packed, verbatim_rows) = match &self.parts[index] {
+            let (loaded_as, packed, verbatim_rows) = match &self.projections[index] {
                 ProjectionWeights::Raw(_) => (LoadedAs::Bf16, false, 0),
                 ProjectionWeights::Palette(tensor) => (LoadedAs::Palette, false, tensor.max_verbatim_rows()),
                 ProjectionWeights::Huffman(tensor) => (LoadedAs::Huffman, false, tensor.max_verbatim_rows()),
@@ -236,7 +236,7 @@ impl StoredMlp {
 
     /// The size of the execution context that the layer's products need, whichever stream they run on.
     pub fn context_size(&self) -> ContextSize {
-        let linears = self.parts.iter().filter_map(|part| match part {
+        let linears = self.projections.iter().filter_map(|projection| match projection {
             ProjectionWeights::Linear(linear) => Some(linear),
             _ => None,
         });
@@ -246,7 +246,7 @@ impl StoredMlp {
 
     /// The maximum code length of the layer's Huffman-coded weights, in bits.
     pub fn code_bits(&self) -> Option<u32> {
-        let codes = self.parts.iter().filter_map(|part| match part {
+        let codes = self.projections.iter().filter_map(|projection| match projection {
             ProjectionWeights::Huffman(tensor) => Some(tensor.code_bits()),
             _ => None,
         });

@@ -36,7 +36,7 @@ impl Schedule {
         let Range { end, .. } = self.next_cut(start, len, backlog);
         // Twice the backlog above a chunk, so that the backlog shrinks.
         let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
-        let budget = budget.max(self.cut.part(4)).min(self.cut.chunk());
+        let budget = budget.max(self.cut.fraction(4)).min(self.cut.chunk());
         let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
         fits.then_some(if end == len { ChunkStart::Alone } else { ChunkStart::AfterSteps })
     }
@@ -52,7 +52,7 @@ impl Schedule {
     /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
     fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
         let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
-        if steps_first { start..len.min(start + self.cut.part(4)) } else { self.cut.next(start, len) }
+        if steps_first { start..len.min(start + self.cut.fraction(4)) } else { self.cut.next(start, len) }
     }
 
     /// Returns the next tokens to run of the current prompt.

@@ -13,12 +13,12 @@ const LIMITS: Limits = Limits {
     max_batch: 3,
     context: 1000,
     vocab: 100,
-    ahead: 2,
-    waiting: 100,
+    steps_ahead_max: 2,
+    waiting_max: 100,
     kv_cache: KvCache::Bf16,
     chunk: CHUNK,
     shares_prefixes: false,
-    adjusted: 2,
+    adjusted_max: 2,
     speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1 },
 };
 /// Drafts of up to `tokens` tokens, as cheap as for a large model.
@@ -46,10 +46,10 @@ fn rejected_requests_change_nothing() {
     assert_eq!(schedule.add(request(999, 2)), Err(long));
     assert!(matches!(schedule.add(request(1, u32::MAX)), Err(AdmissionError::TooLong { .. })));
     assert_eq!(schedule.add(request(200, 57)), Err(AdmissionError::NoRoom { pages: 5, tokens: 64, total: 4 }));
-    assert_eq!(schedule.due(), Next::Idle);
+    assert_eq!(schedule.next_action(), Next::Idle);
     schedule.add(request(200, 0)).unwrap();
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 4));
-    let mut small_queue = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 4));
+    let mut small_queue = Schedule::new(Limits { waiting_max: 1, ..LIMITS }, 4);
     small_queue.add(request(1, 1)).unwrap();
     assert_eq!(small_queue.add(request(1, 1)), Err(AdmissionError::Busy { waiting: 1 }));
 }
@@ -58,28 +58,28 @@ fn rejected_requests_change_nothing() {
 fn steps_run_ahead_until_a_row_ends() {
     let mut schedule = Schedule::new(LIMITS, 100);
     let id = schedule.add(request(5, 4)).unwrap();
-    assert_eq!(schedule.due(), Next::Prefill);
+    assert_eq!(schedule.next_action(), Next::Prefill);
     schedule.begin_prefill();
     let chunk = schedule.next_chunk().unwrap();
     assert_eq!((chunk.running.position, chunk.tokens, chunk.start, chunk.is_last), (5, &[7; 5][..], 0, true));
-    schedule.chunk_launched();
-    assert_eq!(schedule.begun(9), Some(event(id, 9, None)));
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
-    schedule.launched();
-    assert_eq!(schedule.due(), Next::Launch { changed: false });
-    schedule.launched();
-    assert_eq!(schedule.due(), Next::Read, "two steps are in flight");
+    schedule.note_chunk_launched();
+    assert_eq!(schedule.finish_prefill(9), Some(event(id, 9, None)));
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
+    assert_eq!(schedule.next_action(), Next::Launch { changed: false });
+    schedule.note_step_launched();
+    assert_eq!(schedule.next_action(), Next::Read, "two steps are in flight");
     let mut events = Vec::new();
-    schedule.read(&[10], &[], &mut events);
+    schedule.record_step(&[10], &[], &mut events);
     assert_eq!((schedule.rows()[0].position, schedule.rows()[0].last), (6, 10));
-    assert_eq!(schedule.due(), Next::Launch { changed: false });
-    schedule.launched();
-    schedule.read(&[11], &[], &mut events);
-    assert_eq!(schedule.due(), Next::Read, "the fourth token is in flight");
-    schedule.read(&[12], &[], &mut events);
+    assert_eq!(schedule.next_action(), Next::Launch { changed: false });
+    schedule.note_step_launched();
+    schedule.record_step(&[11], &[], &mut events);
+    assert_eq!(schedule.next_action(), Next::Read, "the fourth token is in flight");
+    schedule.record_step(&[12], &[], &mut events);
     let last = event(id, 12, Some(Finish::Length));
     assert_eq!((events.len(), &events[2]), (3, &last));
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 100));
 }
 
 #[test]
@@ -88,38 +88,42 @@ fn tokens_after_a_stop_are_not_reported() {
     schedule.add(request(5, 50).stop(vec![3])).unwrap();
     join(&mut schedule, 9);
     let mut events = Vec::new();
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
-    schedule.launched();
-    schedule.launched();
-    schedule.read(&[3], &[], &mut events);
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
+    schedule.note_step_launched();
+    schedule.record_step(&[3], &[], &mut events);
     assert_eq!(events.last().and_then(|event| event.finish), Some(Finish::Stop));
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "a step in flight still writes its page");
-    schedule.read(&[4], &[], &mut events);
-    assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
+    assert_eq!(
+        (schedule.next_action(), schedule.free_pages()),
+        (Next::Read, 99),
+        "a step in flight still writes its page"
+    );
+    schedule.record_step(&[4], &[], &mut events);
+    assert_eq!((events.len(), schedule.next_action(), schedule.free_pages()), (1, Next::Idle, 100));
 }
 
 /// Runs a chunk, whether or not a step is due before it. Returns whether it was the last one of its prompt.
 fn chunk(schedule: &mut Schedule) -> bool {
     schedule.spent = 0;
-    assert_eq!(schedule.due(), Next::Prefill);
+    assert_eq!(schedule.next_action(), Next::Prefill);
     schedule.begin_prefill();
     let is_last = schedule.next_chunk().unwrap().is_last;
-    schedule.chunk_launched();
+    schedule.note_chunk_launched();
     is_last
 }
 
 /// Prefills the next sequence, whose first token is `token`.
 fn join(schedule: &mut Schedule, token: u32) -> SeqId {
     while !chunk(schedule) {}
-    schedule.begun(token).unwrap().seq
+    schedule.finish_prefill(token).unwrap().seq
 }
 
 /// Launches a step and reads it.
 fn step(schedule: &mut Schedule, tokens: &[u32], lost: &[u32]) -> Vec<Event> {
-    assert!(matches!(schedule.due(), Next::Launch { .. }));
-    schedule.launched();
+    assert!(matches!(schedule.next_action(), Next::Launch { .. }));
+    schedule.note_step_launched();
     let mut events = Vec::new();
-    schedule.read(tokens, lost, &mut events);
+    schedule.record_step(tokens, lost, &mut events);
     events
 }
 
@@ -133,46 +137,46 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (1, 1));
     assert_eq!(events[0], event(first, 11, None), "the token of that step is right");
     assert!(schedule.take_freed().is_empty(), "pages are kept while a step may write them");
-    assert_eq!((schedule.due(), schedule.preempted()), (Next::Launch { changed: true }, 1));
+    assert_eq!((schedule.next_action(), schedule.preempted()), (Next::Launch { changed: true }, 1));
     assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (1, 1, 1));
     step(&mut schedule, &[22], &[0]);
-    assert_eq!(schedule.due(), Next::Launch { changed: false }, "the second still holds its units");
+    assert_eq!(schedule.next_action(), Next::Launch { changed: false }, "the second still holds its units");
     let last = step(&mut schedule, &[23], &[0]);
     assert_eq!(last, [event(second, 23, Some(Finish::Length))]);
-    assert_eq!(schedule.due(), Next::Prefill);
+    assert_eq!(schedule.next_action(), Next::Prefill);
     schedule.begin_prefill();
     let again = schedule.next_chunk().unwrap();
     assert_eq!(again.tokens, [vec![7; 60], vec![10, 11]].concat());
     assert_eq!((again.running.position, again.running.pages.len()), (62, 0));
-    schedule.chunk_launched();
-    assert_eq!(schedule.begun(12), Some(event(first, 12, None)));
+    schedule.note_chunk_launched();
+    assert_eq!(schedule.finish_prefill(12), Some(event(first, 12, None)));
     // 97 more tokens make 100.
     let ended = (0..97).map(|_| step(&mut schedule, &[13], &[0])[0].finish).collect::<Vec<_>>();
     assert_eq!(ended.iter().position(Option::is_some), Some(96));
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 20));
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 20));
 }
 
 /// Returns the sizes of the chunks that run, with `s` for each step, until `rows` rows run.
 fn order(schedule: &mut Schedule, rows: usize) -> String {
     let mut order = Vec::new();
     while schedule.rows().len() < rows {
-        match schedule.due() {
+        match schedule.next_action() {
             Next::Prefill => {
                 schedule.begin_prefill();
                 let chunk = schedule.next_chunk().unwrap();
                 let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
                 order.push(tokens.to_string());
-                schedule.chunk_launched();
+                schedule.note_chunk_launched();
                 if is_last {
                     assert!(schedule.in_flight.is_empty());
-                    schedule.begun(20);
+                    schedule.finish_prefill(20);
                 }
             }
             Next::Launch { .. } => {
                 order.push("s".into());
-                schedule.launched();
+                schedule.note_step_launched();
             }
-            Next::Read => schedule.read(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
+            Next::Read => schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
             Next::Idle => panic!("{order:?}"),
         }
     }
@@ -212,9 +216,9 @@ fn youngest_sequence_is_preempted() {
     let ids = [join(&mut schedule, 10), join(&mut schedule, 20), join(&mut schedule, 30)];
     let mut used_max = 0;
     while schedule.preempted() == 0 {
-        match schedule.due() {
-            Next::Launch { .. } => schedule.launched(),
-            Next::Read => schedule.read(&[40; 3], &[], &mut Vec::new()),
+        match schedule.next_action() {
+            Next::Launch { .. } => schedule.note_step_launched(),
+            Next::Read => schedule.record_step(&[40; 3], &[], &mut Vec::new()),
             next => panic!("{next:?}"),
         }
         used_max = used_max.max(schedule.rows().iter().map(|row| row.pages.len()).sum());
@@ -232,7 +236,7 @@ fn equal_prefixes_are_computed_once() {
     let first = join(&mut schedule, 10);
     step(&mut schedule, &[11], &[]);
     schedule.add(request(2)).unwrap();
-    assert_eq!(schedule.due(), Next::Prefill);
+    assert_eq!(schedule.next_action(), Next::Prefill);
     schedule.begin_prefill();
     let chunk = schedule.next_chunk().unwrap();
     assert_eq!((chunk.start, chunk.tokens.len(), chunk.is_last), (192, 128, true));
@@ -241,10 +245,10 @@ fn equal_prefixes_are_computed_once() {
     assert_eq!(schedule.shared_prompt_tokens(), 192);
     assert!(schedule.cancel(first) && schedule.cancel(SeqId(1)));
     // The prefix stays cached until its pages are needed.
-    assert_eq!((schedule.due(), schedule.free_pages(), schedule.pool.free()), (Next::Idle, 17, 12));
+    assert_eq!((schedule.next_action(), schedule.free_pages(), schedule.pages.free()), (Next::Idle, 17, 12));
     schedule.add(Request::new(vec![9; 940]).max_new_tokens(50)).unwrap();
     join(&mut schedule, 10);
-    assert_eq!((schedule.pool.free(), schedule.free_pages()), (2, 2));
+    assert_eq!((schedule.pages.free(), schedule.free_pages()), (2, 2));
 }
 
 #[test]
@@ -254,13 +258,13 @@ fn lost_page_ends_a_single_sequence() {
     join(&mut schedule, 10);
     let full = event(id, 11, Some(Finish::CacheFull));
     assert_eq!(step(&mut schedule, &[11], &[1]), [full]);
-    assert_eq!((schedule.due(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
+    assert_eq!((schedule.next_action(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
     // The page is lost during the prompt.
     let id = schedule.add(request(130, 100)).unwrap();
     while !chunk(&mut schedule) {}
     let full = event(id, NO_TOKEN, Some(Finish::CacheFull));
-    assert_eq!(schedule.lost(), Some(full));
-    assert_eq!((schedule.due(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
+    assert_eq!(schedule.abort_prefill(), Some(full));
+    assert_eq!((schedule.next_action(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
     // A sequence that ends with that token is complete.
     schedule.add(request(60, 2)).unwrap();
     join(&mut schedule, 10);
@@ -268,13 +272,13 @@ fn lost_page_ends_a_single_sequence() {
 }
 
 #[test]
-fn adjusted_sequences_wait_for_a_slot() {
-    let mut schedule = Schedule::new(Limits { adjusted: 1, ..LIMITS }, 100);
+fn adjusted_sequences_wait_for_a_state_slot() {
+    let mut schedule = Schedule::new(Limits { adjusted_max: 1, ..LIMITS }, 100);
     let adjusted = || request(5, 2).adjustments(Adjustments::default().min_new_tokens(1));
     let first = schedule.add(adjusted()).unwrap();
     assert_eq!(join(&mut schedule, 9), first);
     let second = schedule.add(adjusted()).unwrap();
-    assert_eq!((schedule.due(), schedule.waiting()), (Next::Launch { changed: true }, 1));
+    assert_eq!((schedule.next_action(), schedule.waiting()), (Next::Launch { changed: true }, 1));
     let plain = schedule.add(request(5, 3)).unwrap();
     assert_eq!(join(&mut schedule, 20), plain, "it needs no slot and passes");
     step(&mut schedule, &[10, 21], &[]);
@@ -283,6 +287,42 @@ fn adjusted_sequences_wait_for_a_slot() {
     assert!(matches!(schedule.add(wrong), Err(AdmissionError::Params(why)) if why.contains("token 100")));
     let many = schedule.add(request(5, 2).logprobs(Some(21)));
     assert!(matches!(many, Err(AdmissionError::Params(why)) if why.contains("21")));
+}
+
+/// A prefill that lacks one of its resources takes none of the others.
+#[test]
+fn prefill_takes_all_of_its_resources_or_none() {
+    let limits = Limits { shares_prefixes: true, ..PACKED };
+    let adjusted = || request(300, 2).adjustments(Adjustments::default().min_new_tokens(1));
+    let lacks: [fn(&mut Schedule); 3] = [
+        |schedule| _ = schedule.pages.take(7).unwrap(),
+        |schedule| _ = schedule.hot_pages.take(3).unwrap(),
+        |schedule| _ = schedule.state_slots.take(2).unwrap(),
+    ];
+    for lack in lacks {
+        let mut schedule = Schedule::new(limits, 10);
+        // Leaves a prefix that the next prompt shares.
+        let id = schedule.add(request(300, 2)).unwrap();
+        join(&mut schedule, 10);
+        assert!(schedule.cancel(id));
+        assert_eq!(schedule.next_action(), Next::Idle);
+        lack(&mut schedule);
+        schedule.add(adjusted()).unwrap();
+        let resources = |schedule: &Schedule| {
+            let pools = [&schedule.pages, &schedule.hot_pages, &schedule.state_slots].map(IndexPool::free);
+            (pools, schedule.free_pages(), schedule.waiting())
+        };
+        let before = resources(&schedule);
+        assert_eq!(schedule.next_action(), Next::Idle);
+        schedule.begin_prefill();
+        assert_eq!(resources(&schedule), before);
+        // Nor if the decision to begin was wrong.
+        let shared = schedule.prefixes.find(&[7; 300]);
+        assert!(!shared.is_empty() && schedule.take_holding(shared, 5, true).is_none());
+        // Prefix pages may have been evicted to the pool, so both are counted together.
+        let after = resources(&schedule);
+        assert_eq!((&after.0[1..], after.1, after.2), (&before.0[1..], before.1, before.2));
+    }
 }
 
 #[test]
@@ -300,7 +340,7 @@ fn pages_stay_free_only_for_sequences_that_may_need_one() {
     schedule.add(request(63, 4)).unwrap();
     schedule.add(request(127, 1)).unwrap();
     join(&mut schedule, 10);
-    assert!(matches!(schedule.due(), Next::Launch { .. }), "one of two free pages is kept");
+    assert!(matches!(schedule.next_action(), Next::Launch { .. }), "one of two free pages is kept");
 }
 
 #[test]
@@ -314,11 +354,11 @@ fn preempted_sequences_can_be_cancelled() {
     assert_eq!(events.len(), 3);
     // One is cancelled before its pages are taken back, the other while it waits.
     assert!(schedule.cancel(ids[0]) && !schedule.cancel(ids[0]));
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
     assert_eq!((schedule.preempted(), schedule.waiting(), schedule.rows().len()), (1, 1, 1));
     assert!(schedule.cancel(ids[1]) && !schedule.cancel(ids[1]));
     assert!(schedule.cancel(ids[2]));
-    assert_eq!((schedule.due(), schedule.free_pages(), schedule.waiting()), (Next::Idle, 20, 0));
+    assert_eq!((schedule.next_action(), schedule.free_pages(), schedule.waiting()), (Next::Idle, 20, 0));
 }
 
 /// Sequences that fit alone but never together end one after the other, each with all its tokens.
@@ -398,7 +438,7 @@ struct Row {
     draft: Vec<u32>,
     pages: Vec<u32>,
     hot: u32,
-    slot: Option<u32>,
+    state_slot: Option<u32>,
     /// A page is lost: the row's tokens are wrong until the sequence is computed again.
     is_lost: bool,
 }
@@ -486,9 +526,9 @@ impl Clients {
     fn row(&self, row: &Running) -> Row {
         let nth = row.position - self.requested[&row.id].prompt as u32;
         assert_eq!(row.last, token_of(row.id, nth), "the input of the step");
-        let &Running { id, position, hot, slot, .. } = row;
-        assert!(row.draft.is_empty() || slot.is_none(), "a sequence with adjusted logits has a draft");
-        Row { id, position, draft: row.draft.clone(), pages: row.pages.clone(), hot, slot, is_lost: false }
+        let &Running { id, position, hot, state_slot, .. } = row;
+        assert!(row.draft.is_empty() || state_slot.is_none(), "a sequence with adjusted logits has a draft");
+        Row { id, position, draft: row.draft.clone(), pages: row.pages.clone(), hot, state_slot, is_lost: false }
     }
 }
 
@@ -503,7 +543,7 @@ struct Simulation {
     rows: Vec<Row>,
     /// Keys by page and token; hot pages follow the others.
     memory: Vec<u64>,
-    /// The tokens of an answer that the device has counted, by slot.
+    /// The tokens of an answer that the device has counted, by state slot.
     counted: BTreeMap<u32, Vec<u32>>,
     /// Whether the sampling of a first token has overwritten the first row.
     is_overwritten: bool,
@@ -565,7 +605,7 @@ impl Simulation {
                     self.clients.cancelled.insert(id);
                 }
             }
-            let next = self.schedule.due();
+            let next = self.schedule.next_action();
             self.release();
             let events = match next {
                 Next::Idle if self.clients.requested.len() >= count => return,
@@ -578,7 +618,7 @@ impl Simulation {
                 Next::Read => {
                     let (tokens, lost) = self.in_flight.pop_front().unwrap();
                     let mut events = Vec::new();
-                    self.schedule.read(&tokens, &lost, &mut events);
+                    self.schedule.record_step(&tokens, &lost, &mut events);
                     events
                 }
             };
@@ -602,7 +642,7 @@ impl Simulation {
         assert!(all.clone().all(|row| row.pages[..shared_pages(row)].iter().all(|page| shared.contains(page))));
         self.held_units.retain(|page, _| !given.contains(page));
         assert!(self.held_units.keys().all(|page| used.contains(page)), "unused pages hold units");
-        let free = self.schedule.pool.free();
+        let free = self.schedule.pages.free();
         assert_eq!((used.len(), used.len() as u32 + free), (private.len() + shared.len(), Self::PAGES));
         let hot: BTreeSet<u32> = all.clone().map(|row| row.hot).collect();
         assert!(hot.len() == all.count() && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
@@ -685,15 +725,15 @@ impl Simulation {
                 self.prompt_is_lost |= !self.pack(id, index, pages[index as usize]);
             }
         }
-        self.schedule.chunk_launched();
+        self.schedule.note_chunk_launched();
         if !is_last {
             return Vec::new();
         }
         self.is_overwritten = true;
-        let slot = self.schedule.next_chunk().unwrap().running.slot;
+        let slot = self.schedule.next_chunk().unwrap().running.state_slot;
         assert_eq!(slot.is_none(), adjustments_of(id).is_none());
         if let Some(slot) = slot {
-            assert!(self.schedule.rows().iter().all(|row| row.slot != Some(slot)), "two sequences share a slot");
+            assert!(self.schedule.rows().iter().all(|row| row.state_slot != Some(slot)), "two sequences share a slot");
             let history = self.schedule.next_chunk().unwrap().running.history();
             assert_eq!(
                 (history.prompt.len(), history.answer),
@@ -702,9 +742,9 @@ impl Simulation {
             self.counted.insert(slot, [history.answer, &[token_of(id, nth)]].concat());
         }
         if std::mem::take(&mut self.prompt_is_lost) {
-            return self.schedule.lost().into_iter().collect();
+            return self.schedule.abort_prefill().into_iter().collect();
         }
-        self.schedule.begun(token_of(id, nth)).into_iter().collect()
+        self.schedule.finish_prefill(token_of(id, nth)).into_iter().collect()
     }
 
     fn launch(&mut self, changed: bool) {
@@ -724,7 +764,7 @@ impl Simulation {
             let mut all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(received).collect();
             if !row.is_lost {
                 self.attend(&all, (&row.pages, row.hot), (row.position, row.position + 1), row.position);
-                if let Some(slot) = row.slot {
+                if let Some(slot) = row.state_slot {
                     let counted = self.counted.get_mut(&slot).unwrap();
                     assert_eq!(counted, &all[prompt..], "penalties count the tokens so far");
                     counted.push(token_of(row.id, nth));
@@ -752,7 +792,7 @@ impl Simulation {
         self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
-        self.schedule.launched();
+        self.schedule.note_step_launched();
     }
 
     fn receive(&mut self, event: Event) {
@@ -771,8 +811,8 @@ impl Simulation {
     /// Checks at the end what every sequence received.
     fn check(&self, what: &str) {
         assert_eq!((self.schedule.free_pages(), self.schedule.waiting()), (Self::PAGES, 0), "{what}");
-        assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
-        assert_eq!(self.schedule.slots.free(), LIMITS.adjusted, "{what}");
+        assert_eq!(self.schedule.hot_pages.free(), LIMITS.max_batch, "{what}");
+        assert_eq!(self.schedule.state_slots.free(), LIMITS.adjusted_max, "{what}");
         // A prefill is the first of its sequence, or follows a lost page.
         assert!(self.prefills <= self.clients.requested.len() as u64 + self.losses, "{what}");
         self.clients.check(self.loss != Loss::None, what);
@@ -812,12 +852,12 @@ fn mask(token: u32) -> Vec<u32> {
 fn begin(schedule: &mut Schedule, request: Request, free: u32) -> SeqId {
     let id = schedule.add(request).unwrap();
     // It does not matter here whether a step is due first.
-    schedule.due();
+    schedule.next_action();
     schedule.begin_prefill();
     let mask = schedule.prefill_mask();
-    schedule.chunk_launched();
+    schedule.note_chunk_launched();
     let token = mask.iter().position(|word| *word != 0).map(|at| at as u32 * 32 + mask[at].trailing_zeros());
-    schedule.begun(token.unwrap_or(free)).unwrap();
+    schedule.finish_prefill(token.unwrap_or(free)).unwrap();
     id
 }
 
@@ -826,40 +866,40 @@ fn masks_follow_the_tokens_that_were_read() {
     let mut schedule = Schedule::new(LIMITS, 100);
     let ids = [scripted(&[40, 41, 99]), request(5, 50), scripted(&[3, 2])];
     let ids = ids.map(|request| begin(&mut schedule, request, 7));
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
-    schedule.launched();
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
     assert_eq!(schedule.masks(), [mask(41), mask(2)].concat(), "one mask per constrained row, in order");
     let mut events = Vec::new();
-    schedule.read(&[41, 8, 2], &[], &mut events);
+    schedule.record_step(&[41, 8, 2], &[], &mut events);
     let complete = Some(Finish::Complete);
     assert_eq!(events, [event(ids[0], 41, None), event(ids[1], 8, None), event(ids[2], 2, complete)]);
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
-    schedule.launched();
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
     assert_eq!(schedule.masks(), mask(99));
     events.clear();
-    schedule.read(&[NO_TOKEN, NO_TOKEN], &[], &mut events);
+    schedule.record_step(&[NO_TOKEN, NO_TOKEN], &[], &mut events);
     let why: Vec<_> = events.iter().map(|event| event.finish.unwrap()).collect();
     assert_eq!(why, [Finish::Constraint, Finish::NotANumber]);
 }
 
 #[test]
 fn preempted_sequences_keep_the_state_of_their_constraint() {
-    let mut schedule = Schedule::new(Limits { adjusted: 1, ..LIMITS }, 100);
+    let mut schedule = Schedule::new(Limits { adjusted_max: 1, ..LIMITS }, 100);
     let id = begin(&mut schedule, scripted(&[10, 11, 12, 13]), 0);
     let other = begin(&mut schedule, request(5, 50), 7);
     // Only one slot exists, so the second sequence waits.
     schedule.add(scripted(&[1, 2])).unwrap();
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
-    schedule.launched();
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
     let mut events = Vec::new();
-    schedule.read(&[11, 8], &[1, 0], &mut events);
+    schedule.record_step(&[11, 8], &[1, 0], &mut events);
     assert_eq!(events, [event(id, 11, None), event(other, 8, None)]);
     // The sequence has lost a page: it waits, and continues with the third token.
-    schedule.due();
+    schedule.next_action();
     assert!(schedule.cancel(other));
-    assert_eq!((schedule.due(), schedule.preempted()), (Next::Prefill, 1));
+    assert_eq!((schedule.next_action(), schedule.preempted()), (Next::Prefill, 1));
     schedule.begin_prefill();
     assert_eq!(schedule.prefill_mask(), mask(12));
-    schedule.chunk_launched();
-    assert_eq!(schedule.begun(12), Some(event(id, 12, None)));
+    schedule.note_chunk_launched();
+    assert_eq!(schedule.finish_prefill(12), Some(event(id, 12, None)));
 }

@@ -33,7 +33,7 @@ pub struct StoredMlp {
     /// Gate and up, if they are one product of the loader, and whether its epilogue activates it.
     pub pair: Option<(Linear, bool)>,
     /// Gate, up and down.
-    pub parts: [ProjectionWeights; 3],
+    pub projections: [ProjectionWeights; 3],
     /// The shapes `[n, k]` of gate, up and down.
     pub shapes: [[u32; 2]; 3],
 }
@@ -41,14 +41,14 @@ pub struct StoredMlp {
 impl StoredMlp {
     /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
-        let parts = self.parts.iter().map(|part| match part {
+        let bytes = self.projections.iter().map(|projection| match projection {
             ProjectionWeights::Raw(matrix) => matrix.bytes() as u64,
             ProjectionWeights::Palette(tensor) => tensor.bytes(),
             ProjectionWeights::Huffman(tensor) => tensor.bytes(),
             ProjectionWeights::Linear(linear) => linear.bytes(),
             ProjectionWeights::Paired => 0,
         });
-        parts.sum::<u64>() + self.pair.as_ref().map_or(0, |(linear, _)| linear.bytes())
+        bytes.sum::<u64>() + self.pair.as_ref().map_or(0, |(linear, _)| linear.bytes())
     }
 }
 

@@ -275,7 +275,7 @@ impl Attack {
     /// Like `Engine::step`.
     fn step(&mut self) -> Vec<Event> {
         loop {
-            let next = self.schedule.due();
+            let next = self.schedule.next_action();
             self.release();
             match next {
                 Next::Idle => return Vec::new(),
@@ -288,7 +288,7 @@ impl Attack {
                 Next::Read => {
                     let Some((tokens, lost)) = self.in_flight.pop_front() else { panic!("nothing to read") };
                     let mut events = Vec::new();
-                    self.schedule.read(&tokens, &lost, &mut events);
+                    self.schedule.record_step(&tokens, &lost, &mut events);
                     if !events.is_empty() {
                         return events;
                     }
@@ -315,13 +315,17 @@ impl Attack {
         assert_eq!(is_last, end as usize == all.len());
         let (pages, hot) = self.prompt.clone();
         self.prompt_is_lost |= self.chunk(id, &all, (&pages, hot), (start, end), self.prompt_is_lost);
-        self.schedule.chunk_launched();
+        self.schedule.note_chunk_launched();
         if !is_last {
             return None;
         }
         assert!(self.in_flight.is_empty());
         self.is_overwritten = true;
-        if self.prompt_is_lost { self.schedule.lost() } else { self.schedule.begun(token_of(id, received as u32)) }
+        if self.prompt_is_lost {
+            self.schedule.abort_prefill()
+        } else {
+            self.schedule.finish_prefill(token_of(id, received as u32))
+        }
     }
 
     fn launch(&mut self, changed: bool) {
@@ -369,7 +373,7 @@ impl Attack {
         self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
-        self.schedule.launched();
+        self.schedule.note_step_launched();
     }
 
     fn receive(&mut self, event: Event) {
@@ -386,8 +390,8 @@ impl Attack {
     fn check(&mut self) {
         while self.schedule.drop_idle() {}
         self.release();
-        assert_eq!((self.schedule.pool.free(), self.schedule.waiting()), (self.plan.pages, 0));
-        assert_eq!(self.schedule.hot.free(), self.plan.limits.max_batch);
+        assert_eq!((self.schedule.pages.free(), self.schedule.waiting()), (self.plan.pages, 0));
+        assert_eq!(self.schedule.hot_pages.free(), self.plan.limits.max_batch);
         assert_eq!(self.units.free.len() as u32, self.plan.units, "units are missing: {:?}", self.units.owned);
         self.clients.check(true, "");
     }
@@ -403,7 +407,7 @@ fn plan(random: &mut Random) -> Plan {
             chunk,
             kv_cache,
             shares_prefixes: random.below(4) != 0,
-            ahead: 1 + random.below(3) as u32,
+            steps_ahead_max: 1 + random.below(3) as u32,
             speculation: speculation([0, 1, 4, 15][random.below(4) as usize]),
             ..LIMITS
         },
@@ -477,17 +481,17 @@ fn sequence_is_computed_again_after_a_prompt_was_cancelled() {
     }
     let prompt = schedule.add(request(600, 5)).unwrap();
     assert!(!chunk(&mut schedule));
-    assert_eq!(schedule.due(), Next::Launch { changed: false });
-    schedule.launched();
+    assert_eq!(schedule.next_action(), Next::Launch { changed: false });
+    schedule.note_step_launched();
     assert!(!chunk(&mut schedule), "the chunk runs after a step");
     // This step fills the page.
-    assert_eq!(schedule.due(), Next::Launch { changed: false });
-    schedule.launched();
-    assert_eq!(schedule.due(), Next::Read);
+    assert_eq!(schedule.next_action(), Next::Launch { changed: false });
+    schedule.note_step_launched();
+    assert_eq!(schedule.next_action(), Next::Read);
     let mut events = Vec::new();
-    schedule.read(&[12], &[0], &mut events);
+    schedule.record_step(&[12], &[0], &mut events);
     assert!(schedule.cancel(prompt));
-    schedule.read(&[13], &[1], &mut events);
+    schedule.record_step(&[13], &[1], &mut events);
     assert_eq!(events[1], Event { seq: id, token: 13, finish: None, logprobs: None }, "the units are free again");
 }
 
@@ -498,7 +502,7 @@ fn lent_pages_are_freed_once() {
     let id = schedule.add(request(300, 3)).unwrap();
     join(&mut schedule, 10);
     assert!(schedule.cancel(id));
-    assert_eq!(schedule.due(), Next::Idle);
+    assert_eq!(schedule.next_action(), Next::Idle);
     schedule.take_freed();
     let pages = schedule.lend(&[6]).unwrap();
     let evicted = schedule.take_freed();

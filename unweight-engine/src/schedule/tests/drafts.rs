@@ -23,15 +23,15 @@ fn draft(row: &Running) -> Vec<u32> {
 
 /// Runs a step in which all sequences continue `abab...`. Returns its number of rows.
 fn right(schedule: &mut Schedule) -> u32 {
-    assert!(matches!(schedule.due(), Next::Launch { .. }));
+    assert!(matches!(schedule.next_action(), Next::Launch { .. }));
     let other = |token: u32| if token == 10 { 11 } else { 10 };
     let tokens: Vec<u32> = schedule
         .rows()
         .iter()
         .flat_map(|row| row.inputs().map(|(token, _)| other(token)).collect::<Vec<_>>())
         .collect();
-    schedule.launched();
-    schedule.read(&tokens, &[], &mut Vec::new());
+    schedule.note_step_launched();
+    schedule.record_step(&tokens, &[], &mut Vec::new());
     tokens.len() as u32
 }
 
@@ -39,21 +39,21 @@ fn right(schedule: &mut Schedule) -> u32 {
 fn accepted_drafts_yield_several_tokens() {
     let mut schedule = drafting(LIMITS, 3);
     let id = repeating(&mut schedule, 200);
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
     let row = &schedule.rows()[0];
     let (position, last) = (row.position, row.last);
     let expected = if last == 10 { [10, 11, 10, 11] } else { [11, 10, 11, 10] };
     assert!(row.inputs().eq(expected.into_iter().zip(position..)), "{row:?}");
-    schedule.launched();
-    assert_eq!((schedule.step_rows(), schedule.due()), (4, Next::Read), "no step runs after a draft");
+    schedule.note_step_launched();
+    assert_eq!((schedule.step_rows(), schedule.next_action()), (4, Next::Read), "no step runs after a draft");
     let mut events = Vec::new();
     // The second guess is wrong: the token sampled for it is right, and later ones are dropped.
     let [_, first, second, _] = expected;
-    schedule.read(&[first, 50, second, 60], &[], &mut events);
+    schedule.record_step(&[first, 50, second, 60], &[], &mut events);
     assert_eq!(events, [event(id, first, None), event(id, 50, None)]);
     let row = &schedule.rows()[0];
     assert_eq!((row.position, row.last, row.launched), (position + 2, 50, row.produced));
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
     assert!(draft(&schedule.rows()[0]).is_empty(), "50 did not occur before");
     // All guesses are right.
     let before = schedule.draft_counts();
@@ -72,7 +72,7 @@ fn drafts_end_with_the_sequence_or_a_stop_token() {
     let mut schedule = drafting(LIMITS, 8);
     repeating(&mut schedule, 60);
     let mut rows_max = 0;
-    while schedule.due() != Next::Idle {
+    while schedule.next_action() != Next::Idle {
         let row = &schedule.rows()[0];
         rows_max = rows_max.max(row.step_rows());
         // The last token is sampled, but never the input of a row.
@@ -84,13 +84,13 @@ fn drafts_end_with_the_sequence_or_a_stop_token() {
     let id = schedule.add(request(5, 200).stop(vec![77])).unwrap();
     join(&mut schedule, 10);
     (0..6).for_each(|_| _ = right(&mut schedule));
-    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
     let guesses = draft(&schedule.rows()[0]);
-    schedule.launched();
+    schedule.note_step_launched();
     let mut events = Vec::new();
-    schedule.read(&[guesses[0], 77, guesses[2], guesses[3], 5], &[], &mut events);
+    schedule.record_step(&[guesses[0], 77, guesses[2], guesses[3], 5], &[], &mut events);
     assert_eq!(events, [event(id, guesses[0], None), event(id, 77, Some(Finish::Stop))]);
-    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 100));
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn drafts_do_not_fill_a_packed_page() {
         let mut schedule = drafting(limits, 15);
         repeating(&mut schedule, 300);
         let mut crossed = false;
-        while schedule.due() != Next::Idle {
+        while schedule.next_action() != Next::Idle {
             let row = &schedule.rows()[0];
             let end = row.position + row.step_rows() - 1;
             let crosses = row.step_rows() > 1 && (end + 1) / PAGE_TOKENS > row.position / PAGE_TOKENS;
@@ -125,13 +125,13 @@ fn wrong_guesses_end_drafts() {
         let (before, mut token) = (schedule.draft_counts(), 99);
         assert_eq!(before.accepted > 0, repeats > 0);
         loop {
-            match schedule.due() {
-                Next::Launch { .. } => schedule.launched(),
+            match schedule.next_action() {
+                Next::Launch { .. } => schedule.note_step_launched(),
                 Next::Idle => break,
                 _ => {
                     token += 1;
                     let tokens = [vec![token], vec![9000; schedule.step_rows() as usize - 1]].concat();
-                    schedule.read(&tokens, &[], &mut Vec::new());
+                    schedule.record_step(&tokens, &[], &mut Vec::new());
                 }
             }
         }
