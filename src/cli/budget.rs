@@ -28,7 +28,7 @@ use super::{
     arch::{ArchArg, local_arch},
     common::Threads,
     failure::{Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     pipelines::{KvCacheArg, sequences},
     scratch, size,
     source::{LocatedModel, Source, quoted},
@@ -124,16 +124,16 @@ struct Group {
 
 impl Budget {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         if let Some(plan) = &self.plan {
             check_can_write(plan)?;
         }
-        let model = self.source.find(None, output)?;
+        let model = self.source.find(None, console)?;
         let config = config(&model.root)?;
         let mut tensors = self.tensors(&model, &config)?;
         let context = self.context.unwrap_or_else(|| {
             if config.max_positions < CONTEXT {
-                output.note(format_args!("using a context of {}, the maximum of the model", config.max_positions));
+                console.note(format_args!("using a context of {}, the maximum of the model", config.max_positions));
             }
             CONTEXT.min(config.max_positions)
         });
@@ -153,13 +153,13 @@ impl Budget {
             write_plan(plan, &fitted.plan)?;
         }
         if has(&fitted, EncodingId::HUFFMAN) {
-            output.note(
+            console.note(
                 "remark: Huffman-coded weights are decoded in every step of `--placement stored`; without this option, \
                  `generate` and `serve` pack them and need more memory",
             );
         }
         if has(&fitted, EncodingId::COMPACT) {
-            output.note(
+            console.note(
                 "remark: compact weights stay compact with `--placement compact`, or with `auto` if memory is short",
             );
         }
@@ -192,7 +192,7 @@ impl Budget {
             groups: groups.collect(),
             plan: self.plan.clone(),
         };
-        output.result("budget", &report, |out| write_text(&fitted, &report, &self.source.quoted(), out))
+        console.result("budget", &report, |out| write_text(&fitted, &report, &self.source.quoted(), out))
     }
 
     /// Returns every tensor that an engine loads, with the bytes per encoding, predicted from samples as in `plan`.
@@ -201,7 +201,7 @@ impl Budget {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
             let options =
-                CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads.threads);
+                CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads.count);
             bundle::plan(&model.root, &options)
         };
         let (packed, coded, compact) = (of(Profile::Packed)?, of(Profile::Distribution)?, of(Profile::Compact)?);

@@ -11,7 +11,7 @@ use unweight::rt::{
 
 use super::{
     failure::{Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     size,
 };
 
@@ -121,7 +121,7 @@ impl Cache {
     }
 
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let dir = env.cache_dir.as_ref().ok_or_else(|| {
             Failure::new(
@@ -132,7 +132,7 @@ impl Cache {
         })?;
         if matches!(self, Self::Dir) {
             let report = Dir { dir, exists: dir.is_dir() };
-            return output.result(self.name(), &report, |out| writeln!(out, "{}", dir.display()));
+            return console.result(self.name(), &report, |out| writeln!(out, "{}", dir.display()));
         }
         // A read-only command must not create the directory.
         let store = match dir.metadata() {
@@ -149,14 +149,14 @@ impl Cache {
             Self::Dir => Ok(()),
             Self::Ls => {
                 let report = ls(store.as_ref()).map_err(failed())?;
-                output.result(self.name(), &report, |out| report.write(out))
+                console.result(self.name(), &report, |out| report.write(out))
             }
             Self::Verify(arguments) => {
                 let found = store.map(|store| store.verify(arguments.evict)).transpose().map_err(failed())?;
                 let found = found.unwrap_or_default();
                 let damaged = found.damaged.into_iter().map(|(folder, reason)| Damaged { folder, reason }).collect();
                 let report = Verified { good: found.good, damaged, evicted: found.evicted };
-                output.summary(self.name(), &report, |out| {
+                console.summary(self.name(), &report, |out| {
                     for entry in &report.damaged {
                         writeln!(out, "{}: {}", entry.folder, entry.reason)?;
                     }
@@ -176,11 +176,11 @@ impl Cache {
             Self::Prune(arguments) => {
                 let max = arguments.max.unwrap_or(env.cache_max_bytes);
                 let removed = store.map(|store| store.prune(max)).transpose().map_err(failed())?;
-                report_removed(self.name(), removed.unwrap_or_default(), dir, output)
+                report_removed(self.name(), removed.unwrap_or_default(), dir, console)
             }
             Self::Clear => {
                 let removed = store.map(|store| store.clear()).transpose().map_err(failed())?;
-                report_removed(self.name(), removed.unwrap_or_default(), dir, output)
+                report_removed(self.name(), removed.unwrap_or_default(), dir, console)
             }
         }
     }
@@ -235,10 +235,10 @@ fn ago(seconds: u64) -> String {
     }
 }
 
-fn report_removed(command: &str, removed: Removed, dir: &std::path::Path, output: Output) -> Result<()> {
+fn report_removed(command: &str, removed: Removed, dir: &std::path::Path, console: Console) -> Result<()> {
     let Removed { entries, bytes, leftovers, failed } = removed;
     let report = RemovedReport { entries, bytes, leftovers, failed };
-    output.summary(command, &report, |out| {
+    console.summary(command, &report, |out| {
         writeln!(out, "{entries} kernels removed, {}; {leftovers} leftovers removed", output::bytes(bytes))
     })?;
     match failed {

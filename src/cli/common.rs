@@ -8,32 +8,32 @@ use super::size;
 #[derive(Args)]
 pub struct Ram {
     /// Memory for tensors being processed, such as 4G; a larger tensor is processed alone [default: 1G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub ram: Option<u64>,
+    #[arg(id = "ram", long = "ram", value_name = "SIZE", value_parser = size::parse)]
+    pub bytes: Option<u64>,
 }
 
 /// The number of threads of the CPU codec.
 #[derive(Args)]
 pub struct Threads {
     /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    pub threads: Option<usize>,
+    #[arg(id = "threads", long = "threads", value_name = "N", value_parser = threads)]
+    pub count: Option<usize>,
 }
 
 /// Whether to continue from unfinished output.
 #[derive(Args)]
 pub struct Resume {
     /// Resume an interrupted run; start over if its options differ
-    #[arg(long)]
-    pub resume: bool,
+    #[arg(id = "resume", long = "resume")]
+    pub is_set: bool,
 }
 
 /// Whether to replace existing output.
 #[derive(Args)]
 pub struct Force {
     /// Replace an existing output when the new one is complete
-    #[arg(long)]
-    pub force: bool,
+    #[arg(id = "force", long = "force")]
+    pub is_set: bool,
 }
 
 /// The GPU that a command uses.
@@ -50,8 +50,8 @@ pub struct Gpu {
 #[derive(Args)]
 pub struct Memory {
     /// GPU memory for weights, KV cache and activations, such as 40G (GiB) [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::memory)]
-    pub memory: Option<u64>,
+    #[arg(id = "memory", long = "memory", value_name = "SIZE", value_parser = size::memory)]
+    pub bytes: Option<u64>,
 }
 
 /// Parses a thread count.

@@ -19,7 +19,7 @@ use super::arch::{arch_in, local_arch};
 use super::{
     Cli,
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
 };
 
 /// The environment variable that a shell sets to request completions.
@@ -34,7 +34,7 @@ pub struct Completions {
 
 impl Completions {
     /// Prints the script. `--json` does not change it.
-    pub fn run(&self, _: Output) -> Result<()> {
+    pub fn run(&self, _: Console) -> Result<()> {
         let shells = Shells::builtins();
         let name = self.shell.to_string();
         let shell = shells.completer(&name);

@@ -15,10 +15,11 @@ use super::{
     archive,
     common::{Force, Ram, Resume},
     failure::{Failure, Result},
-    output::{self, Output},
+    output::{self, Console, Remark},
     progress::Bar,
+    report,
     scratch::Scratch,
-    select::{self, Select},
+    select::Select,
     sign,
     source::{self, Source},
 };
@@ -53,7 +54,7 @@ pub struct Compress {
     password_file: Option<PathBuf>,
     /// Compress part I of N; `merge` joins the parts
     #[arg(long, value_name = "I/N", conflicts_with = "sign")]
-    shard: Option<Part>,
+    part: Option<Part>,
     /// Processor that encodes; does not change the bundle
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
@@ -90,38 +91,39 @@ fn gpu_encoder(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
 
 impl Compress {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && (output.json || self.resume.resume || self.force.force || self.shard.is_some()) {
+        if to_stdout && (console.json || self.resume.is_set || self.force.is_set || self.part.is_some()) {
             return Err(Failure::new(
                 "usage",
-                "-o - cannot be combined with --json, --resume, --force or --shard",
+                "-o - cannot be combined with --json, --resume, --force or --part",
                 "with -o -, the bundle goes to stdout; use -o DIR with these options",
             ));
         }
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         // Checked before an archive of several GiB is read.
-        if !self.force.force && self.output.symlink_metadata().is_ok() {
+        if !self.force.is_set && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
         // Fails before any work if stdout cannot receive the bundle.
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
-        let model = self.source.find((!to_stdout).then_some(&self.output), output)?;
+        let scratch_near = (!to_stdout).then_some(self.output.as_path());
+        let model = self.source.find(scratch_near, console)?;
         let scratch = to_stdout.then(|| Scratch::new(&env::temp_dir(), source::SCRATCH_PREFIX)).transpose();
         let scratch = scratch.map_err(Failure::io(env::temp_dir().display()))?;
         let bundle = scratch.as_ref().map_or_else(|| self.output.clone(), |scratch| scratch.path().join("bundle"));
         let options = self
             .select
             .options_for(&model)
-            .ram_bytes(self.ram.ram)
-            .resume(self.resume.resume)
-            .force(self.force.force)
+            .ram_bytes(self.ram.bytes)
+            .resume(self.resume.is_set)
+            .force(self.force.is_set)
             .verify(self.verify)
             .sha256(self.sha256)
             .sign(signer)
-            .part(self.shard);
+            .part(self.part);
         let encoder = self.device.encoder(&options)?;
-        let bar = Bar::new(output, "compressing")?;
+        let bar = Bar::new(console, "compressing")?;
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
         let report = compressed.map_err(|error: BundleError| -> Failure {
             match error {
@@ -136,28 +138,29 @@ impl Compress {
         })?;
         bar.finish();
         if !report.resumed_files.is_empty() {
-            output.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
+            console.note(format_args!("reused from the interrupted run: {}", report.resumed_files.join(", ")));
         }
         if report.resumed_tensors > 0 {
             let tensors = report.resumed_tensors;
-            output.note(format_args!("reused from an unfinished file of the interrupted run: {tensors} tensors"));
+            console.note(format_args!("reused from an unfinished file of the interrupted run: {tensors} tensors"));
         }
         // A part without weights has nothing to compress.
         let empty = report.part.is_some() && report.tensors.is_empty();
         if let Some(part) = report.part.as_ref().filter(|_| empty) {
-            output.note(format_args!(
-                "remark: part {part} has no weights: a file is never split, and the model has fewer files than parts"
-            ));
+            console.remark(&Remark {
+                text: format!("remark: part {part} has no weights: a file is never split, and the model has fewer"),
+                help: "merge it with the other parts, or compress the model in fewer parts".to_owned(),
+            });
         }
         let remarks = [
-            select::nothing_compressed(&report.tensors, "was"),
-            select::large_copies(&report.large_copies),
-            select::unmarked_configs(&report.unmarked_configs),
+            report::nothing_compressed(&report.tensors, "was"),
+            report::large_copies(&report.large_copies),
+            report::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| output.remark(&remark));
+        remarks.into_iter().flatten().for_each(|remark| console.remark(&remark));
         if let Some(stdout) = &mut stdout {
             archive::pack_bundle(&bundle, stdout).map_err(Failure::of_stream)?;
-            output.note(format_args!(
+            console.note(format_args!(
                 "{} files, {} of {}",
                 report.files,
                 output::bytes(report.stored_bytes),
@@ -165,8 +168,8 @@ impl Compress {
             ));
             return Ok(());
         }
-        output.summary("compress", &report, |out| {
-            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
+        console.summary("compress", &report, |out| {
+            report::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
                 "{}: {} files, {} ({}), {} tensors checked again",

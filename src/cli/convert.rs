@@ -9,7 +9,7 @@ use unweight::rivals::dfloat11::{self, ConvertOptions};
 use super::{
     common::Resume,
     failure::Result,
-    output::{self, Output},
+    output::{self, Console},
     progress::Bar,
     source,
 };
@@ -50,21 +50,21 @@ struct Converted<T> {
 
 impl Convert {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let root = source::find(std::slice::from_ref(&self.source))?.root;
-        let bar = Bar::new(output, "converting")?;
+        let bar = Bar::new(console, "converting")?;
         let started = Instant::now();
         let seconds = || started.elapsed().as_secs_f64();
         match self.to {
             Format::Dfloat11 => {
-                let options = ConvertOptions::default().resume(self.resume.resume);
+                let options = ConvertOptions::default().resume(self.resume.is_set);
                 let report = dfloat11::convert(&root, &self.output, options, &bar)?;
                 bar.finish();
                 for kept in &report.kept {
-                    output.note(format_args!("remark: {} stays BF16: {}", kept.unit, kept.reason));
+                    console.note(format_args!("remark: {} stays BF16: {}", kept.unit, kept.reason));
                 }
                 let converted = Converted { to: "dfloat11", report, seconds: seconds() };
-                output.summary("convert", &converted, |out| {
+                console.summary("convert", &converted, |out| {
                     let report = &converted.report;
                     writeln!(
                         out,
@@ -80,10 +80,10 @@ impl Convert {
                 })
             }
             Format::Bf16 => {
-                let report = dfloat11::restore(&root, &self.output, self.resume.resume, &bar)?;
+                let report = dfloat11::restore(&root, &self.output, self.resume.is_set, &bar)?;
                 bar.finish();
                 let converted = Converted { to: "bf16", report, seconds: seconds() };
-                output.summary("convert", &converted, |out| {
+                console.summary("convert", &converted, |out| {
                     let report = &converted.report;
                     writeln!(
                         out,

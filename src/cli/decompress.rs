@@ -12,7 +12,7 @@ use super::{
     archive,
     common::{Force, Ram, Resume, Threads},
     failure::{Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     progress::Bar,
     source,
 };
@@ -37,9 +37,9 @@ pub struct Decompress {
 
 impl Decompress {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && (output.json || self.resume.resume || self.force.force) {
+        if to_stdout && (console.json || self.resume.is_set || self.force.is_set) {
             return Err(Failure::new(
                 "usage",
                 "-o - cannot be combined with --json, --resume or --force",
@@ -47,34 +47,34 @@ impl Decompress {
             ));
         }
         // Checked before an archive of several GiB is read.
-        if !self.force.force && self.output.symlink_metadata().is_ok() {
+        if !self.force.is_set && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
         let unpacked = archive::is_stream(&self.bundle)
-            .then(|| source::unpacked((!to_stdout).then_some(&self.output), output))
+            .then(|| source::unpacked((!to_stdout).then_some(&self.output), console))
             .transpose()?;
         let bundle = unpacked.as_ref().map_or(&self.bundle, |(_, root)| root);
         let options = DecompressOptions::default()
-            .threads(self.threads.threads)
-            .ram_bytes(self.ram.ram)
-            .resume(self.resume.resume)
-            .force(self.force.force);
-        let bar = Bar::new(output, "decompressing")?;
+            .threads(self.threads.count)
+            .ram_bytes(self.ram.bytes)
+            .resume(self.resume.is_set)
+            .force(self.force.is_set);
+        let bar = Bar::new(console, "decompressing")?;
         if let Some(stdout) = &mut stdout {
             let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;
             bar.finish();
-            output.note(format_args!("{files} files, {}, all digests match", output::bytes(bytes)));
+            console.note(format_args!("{files} files, {}, all digests match", output::bytes(bytes)));
             return Ok(());
         }
         let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
             // A damaged archive cannot be resumed. If the partial output cannot be removed, the next run replaces it.
-            if unpacked.is_some() && !self.resume.resume && error.class() == ErrorClass::Mismatch {
+            if unpacked.is_some() && !self.resume.is_set && error.class() == ErrorClass::Mismatch {
                 let _ = discard_partial(&self.output);
             }
         })?;
         bar.finish();
-        output.summary("decompress", &report, |out| {
+        console.summary("decompress", &report, |out| {
             let mut table = Table::new(&["file", ">bytes", "digest"]);
             for file in &report.files {
                 let digest =

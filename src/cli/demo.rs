@@ -17,10 +17,11 @@ use unweight::format::{
 use super::{
     common::Ram,
     failure::{Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     progress::Bar,
+    report,
     scratch::Scratch,
-    select::{self, Select},
+    select::Select,
     size,
 };
 
@@ -66,7 +67,7 @@ struct Report {
 
 impl Demo {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let temporary;
         check_free_space(self.dir.as_deref(), self.size)?;
         let home = match &self.dir {
@@ -87,8 +88,8 @@ impl Demo {
                 temporary.path()
             }
         };
-        let report = self.steps(home, output)?;
-        output.result("demo", &report, |out| {
+        let report = self.steps(home, console)?;
+        console.result("demo", &report, |out| {
             let mut table = Table::new(&["step", ">bytes", ">time", ">speed", "result"]);
             let mut row = |step: &str, bytes: u64, seconds: f64, result: String| {
                 table.row([
@@ -105,7 +106,7 @@ impl Demo {
             let smaller = format!(
                 "{}, {} of the original",
                 output::bytes(compress.stored_bytes),
-                select::percent(compress.stored_bytes, compress.original_bytes)
+                report::percent(compress.stored_bytes, compress.original_bytes)
             );
             row("compress", compress.original_bytes, compress.seconds, smaller);
             row("verify", verify.original_bytes, verify.seconds, format!("{} tensors, sound", verify.tensors));
@@ -113,7 +114,7 @@ impl Demo {
             row("compare", report.compared_bytes, report.compare_seconds, "identical, byte for byte".to_owned());
             table.write(out)?;
             writeln!(out)?;
-            select::totals(&compress.encodings, compress.original_bytes, compress.stored_bytes).write(out)?;
+            report::totals(&compress.encodings, compress.original_bytes, compress.stored_bytes).write(out)?;
             if let Some(peak) = decompress.peak_rss_bytes {
                 writeln!(out, "\npeak memory: {}", output::bytes(peak))?;
             }
@@ -124,19 +125,19 @@ impl Demo {
         })
     }
 
-    fn steps(&self, home: &Path, output: Output) -> Result<Report> {
+    fn steps(&self, home: &Path, console: Console) -> Result<Report> {
         let [model_dir, bundle_dir, restored_dir] = ["model", "bundle", "restored"].map(|name| home.join(name));
         let start = Instant::now();
-        output.note(format_args!("writing a model of about {} ...", output::bytes(self.size)));
+        console.note(format_args!("writing a model of about {} ...", output::bytes(self.size)));
         let model = demo_model::write(&model_dir, &shape(self.size, self.seed))?;
         let write_seconds = start.elapsed().as_secs_f64();
 
-        let options = self.select.options().ram_bytes(self.ram.ram).verify(VerifyAfter::None);
-        let bar = Bar::new(output, "compressing")?;
+        let options = self.select.options().ram_bytes(self.ram.bytes).verify(VerifyAfter::None);
+        let bar = Bar::new(console, "compressing")?;
         let compress = bundle::compress(&model_dir, &bundle_dir, &options, &bar)?;
         bar.finish();
 
-        let bar = Bar::new(output, "verifying")?;
+        let bar = Bar::new(console, "verifying")?;
         let verify = bundle::verify(&bundle_dir, None, &bar)?;
         bar.finish();
         if let Some(problem) = verify.problems.first() {
@@ -147,8 +148,8 @@ impl Demo {
             ));
         }
 
-        let bar = Bar::new(output, "decompressing")?;
-        let options = DecompressOptions::default().threads(options.threads).ram_bytes(self.ram.ram);
+        let bar = Bar::new(console, "decompressing")?;
+        let options = DecompressOptions::default().threads(options.threads).ram_bytes(self.ram.bytes);
         let decompress = bundle::decompress(&bundle_dir, &restored_dir, &options, &bar)?;
         bar.finish();
 

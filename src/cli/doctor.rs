@@ -31,7 +31,7 @@ use unweight::{
 use super::{
     API_KEY,
     failure::{Failure, Result},
-    output::{self, Output},
+    output::{self, Console},
 };
 
 /// Arguments of `doctor`.
@@ -148,7 +148,7 @@ struct CacheReport {
 
 impl Doctor {
     /// Reports drivers and libraries. A missing library is not a failure.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let probed = toolchain::report(env);
         let mut warnings = probed.warnings;
@@ -175,7 +175,7 @@ impl Doctor {
             jit: env.jit.name(),
             warnings,
         };
-        output.result("doctor", &report, |out| report.write(out, output.verbose > 0))
+        console.result("doctor", &report, |out| report.write(out, console.verbose > 0))
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     common::{Ram, Threads},
     completions,
     failure::{Failure, Result},
-    output::{self, Output},
+    output::{self, Console},
     progress::Bar,
     scratch,
 };
@@ -70,9 +70,9 @@ struct FileJson<'a> {
 
 impl Extract {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && output.json {
+        if to_stdout && console.json {
             return Err(Failure::new(
                 "usage",
                 "-o - cannot be combined with --json",
@@ -81,15 +81,15 @@ impl Extract {
         }
         let bundle = Bundle::open(&self.bundle)?;
         match (&self.tensor, &self.file) {
-            (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), output),
+            (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), console),
             // clap requires one of both arguments.
-            (None, file) => self.file(&bundle, file.as_deref().unwrap_or_default(), output),
+            (None, file) => self.file(&bundle, file.as_deref().unwrap_or_default(), console),
         }
     }
 
-    fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, output: Output) -> Result<()> {
+    fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, console: Console) -> Result<()> {
         // From here on a signal stops the work between two pieces, and unfinished output is removed.
-        let bar = Bar::new(output, "extracting")?;
+        let bar = Bar::new(console, "extracting")?;
         let tensor = match file {
             None => bundle.tensor(tensor)?,
             Some(file) => bundle.tensor_in(file, tensor)?,
@@ -118,20 +118,20 @@ impl Extract {
             bytes: bytes.len() as u64,
             digest: tensor.entry().digest,
         };
-        output.summary("extract", &report, |out| {
+        console.summary("extract", &report, |out| {
             let (size, shape) = (output::bytes(report.bytes), output::shape(report.shape));
             writeln!(out, "{}: {} {} {shape}, {size}", self.output.display(), report.tensor, report.dtype)
         })
     }
 
-    fn file(&self, bundle: &Bundle, name: &str, output: Output) -> Result<()> {
-        let bar = Bar::new(output, "extracting")?;
+    fn file(&self, bundle: &Bundle, name: &str, console: Console) -> Result<()> {
+        let bar = Bar::new(console, "extracting")?;
         bar.start(bundle.manifest().files.iter().find(|file| file.name() == name).map_or(0, |file| file.size()));
-        let options = DecompressOptions::default().ram_bytes(self.ram.ram).threads(self.threads.threads);
+        let options = DecompressOptions::default().ram_bytes(self.ram.bytes).threads(self.threads.count);
         let Some(file) = self.write(|out| Ok(bundle.write_file(name, out, &options, &bar)?))? else { return Ok(()) };
         bar.finish();
         let report = FileJson { file: name, bytes: file.bytes, digest: file.digest, sha256: file.sha256 };
-        output.summary("extract", &report, |out| {
+        console.summary("extract", &report, |out| {
             writeln!(out, "{}: {}, {}, digest matches", self.output.display(), report.file, output::bytes(report.bytes))
         })
     }

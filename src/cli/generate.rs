@@ -26,7 +26,7 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
     pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     printable::printable,
     progress, scratch, text_process,
@@ -199,7 +199,7 @@ impl SequenceState {
 
 impl Generate {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
         let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
         let texts = self.texts()?;
@@ -209,13 +209,13 @@ impl Generate {
             Err(_) => None,
         };
         let prompts = self.prompts(&texts, text.as_ref())?;
-        let params = self.params(&config, output);
+        let params = self.params(&config, console);
         params.check().map_err(|error| {
             Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
         })?;
         let mut options = self.options(prompts.len());
         if self.engine.placement_args.placement.has_pipelines() {
-            options = options.plan(saved_plan(&bundle, output));
+            options = options.plan(saved_plan(&bundle, console));
         }
         options.check().map_err(|error| {
             Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
@@ -226,36 +226,36 @@ impl Generate {
         }
 
         let start = Instant::now();
-        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
-        note_unused(&options.plan, self.engine.placement_args.placement, &bundle, kernels.device().info(), output);
-        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
+        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), console)?;
+        note_unused(&options.plan, self.engine.placement_args.placement, &bundle, kernels.device().info(), console);
+        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(console, loaded))?;
         // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;
-        if output.verbose > 0 {
-            output.note(format_args!("loaded in {:.1} s: {}", load_ms / 1e3, engine.memory()));
+        if console.verbose > 0 {
+            console.note(format_args!("loaded in {:.1} s: {}", load_ms / 1e3, engine.memory()));
         }
         if let Some(file) = &self.dump_logits {
             self.dump(&mut engine, &prompts, file)?;
-            output.note(format_args!("wrote {}", file.display()));
+            console.note(format_args!("wrote {}", file.display()));
         }
-        let mut report = self.generate(&mut engine, &prompts, params, text.as_ref(), output, &cancelled)?;
+        let mut report = self.generate(&mut engine, &prompts, params, text.as_ref(), console, &cancelled)?;
         report.load_ms = load_ms;
-        if output.verbose > 0
+        if console.verbose > 0
             && let Some(rate) = report.tokens_per_s
         {
-            output.note(format_args!("prompt {:.1} ms, then {rate:.1} tokens/s", report.prefill_ms));
+            console.note(format_args!("prompt {:.1} ms, then {rate:.1} tokens/s", report.prefill_ms));
         }
-        if output.verbose > 0 && report.drafted_tokens > 0 {
+        if console.verbose > 0 && report.drafted_tokens > 0 {
             let (drafted, accepted) = (report.drafted_tokens, report.accepted_tokens);
-            output.note(format_args!("{accepted} of {drafted} drafted tokens accepted"));
+            console.note(format_args!("{accepted} of {drafted} drafted tokens accepted"));
         }
-        if output.verbose > 0
+        if console.verbose > 0
             && let Some(traffic) = &report.experts
         {
-            output.note(traffic);
+            console.note(traffic);
         }
-        if output.json { output.result("generate", &report, |_| Ok(())) } else { Ok(()) }
+        if console.json { console.result("generate", &report, |_| Ok(())) } else { Ok(()) }
     }
 
     /// Whether the arguments need a tokenizer.
@@ -297,7 +297,7 @@ impl Generate {
         Ok(prompts)
     }
 
-    fn params(&self, config: &ModelConfig, output: Output) -> SampleParams {
+    fn params(&self, config: &ModelConfig, console: Console) -> SampleParams {
         let mut params = SampleParams::default().seed(self.seed);
         if self.model_defaults {
             let defaults = &config.generation;
@@ -306,7 +306,7 @@ impl Generate {
                 params = params.top_p(defaults.top_p).min_p(defaults.min_p);
             }
             for ignored in &defaults.ignored {
-                output.note(format_args!("generation_config.json: {ignored} is not supported and is ignored"));
+                console.note(format_args!("generation_config.json: {ignored} is not supported and is ignored"));
             }
         }
         let samples = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
@@ -401,7 +401,7 @@ impl Generate {
         prompts: &[Vec<u32>],
         params: SampleParams,
         text: Option<&Text>,
-        output: Output,
+        console: Console,
         cancelled: &Arc<AtomicBool>,
     ) -> Result<Report> {
         let stop = if self.ignore_eos { Vec::new() } else { engine.config().eos.clone() };
@@ -419,7 +419,7 @@ impl Generate {
             states.insert(sequence, SequenceState { report, stream, stops, stopped: false });
         }
         // A single sequence is shown while it grows; several are shown at the end.
-        let is_streamed = states.len() == 1 && !output.json;
+        let is_streamed = states.len() == 1 && !console.json;
         let as_ids = !self.tokens.is_empty();
         let show = |piece: &str| -> Result<()> {
             let mut out = io::stdout().lock();
@@ -455,7 +455,7 @@ impl Generate {
                     engine.cancel(event.seq);
                     shown += &sequence.finish("stop")?;
                 } else if let Some(finish) = event.finish {
-                    note_end(finish, &sequence.report, output);
+                    note_end(finish, &sequence.report, console);
                     shown += &sequence.finish(finish.name())?;
                 }
                 if is_streamed {
@@ -472,7 +472,7 @@ impl Generate {
             show("\n")?;
         }
         let sequences: Vec<Sequence> = states.into_values().map(|sequence| sequence.report).collect();
-        if !is_streamed && !output.json {
+        if !is_streamed && !console.json {
             for sequence in &sequences {
                 let ids = || sequence.tokens.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
                 let text = sequence.text.clone().filter(|_| !as_ids);
@@ -504,14 +504,14 @@ impl Generate {
 }
 
 /// Prints a note if a text ended for a reason other than the model's or the limit's.
-fn note_end(finish: Finish, report: &Sequence, output: Output) {
+fn note_end(finish: Finish, report: &Sequence, console: Console) {
     let tokens = report.prompt_tokens + report.tokens.len();
     match finish {
         Finish::NotANumber => {
-            output.note(format_args!("all logits are NaN after {tokens} tokens: the text ends there"));
+            console.note(format_args!("all logits are NaN after {tokens} tokens: the text ends there"));
         }
         Finish::CacheFull => {
-            output.note(format_args!(
+            console.note(format_args!(
                 "the packed KV cache has no free BF16 unit after {tokens} tokens: the text ends there; use --kv-cache \
                  bf16"
             ));

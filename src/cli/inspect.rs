@@ -14,11 +14,11 @@ use unweight::format::{
 use super::{
     completions,
     failure::{Failure, Result},
-    output::{self, Output},
+    output::{self, Console},
     plot::{self, Drawing},
     printable::one_line,
     progress::Bar,
-    select,
+    report,
 };
 
 /// Arguments of `inspect`.
@@ -76,7 +76,7 @@ struct Report<'a> {
 
 impl Inspect {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         plot::check_can_save(self.svg.as_deref())?;
         let bundle = Bundle::open(&self.bundle)?;
         let manifest = bundle.manifest();
@@ -92,7 +92,7 @@ impl Inspect {
             ));
         }
         let attached = bundle.attached().unwrap_or_else(|error| {
-            output.note(format_args!("{error}"));
+            console.note(format_args!("{error}"));
             None
         });
         let mut report = Report {
@@ -110,7 +110,7 @@ impl Inspect {
         };
         if let Some(plot) = self.plot {
             let histogram = match plot {
-                Plot::Exponents => Some(exponents(&bundle, &report.tensors, output)?),
+                Plot::Exponents => Some(exponents(&bundle, &report.tensors, console)?),
                 Plot::Ratio => None,
             };
             if let Some(histogram) = &histogram {
@@ -120,21 +120,21 @@ impl Inspect {
             if let Some(file) = &self.svg {
                 let drawing = histogram.as_ref().map_or(Drawing::Tensors(&report.tensors), Drawing::Exponents);
                 plot::save(file, &drawing)?;
-                output.note(format_args!("wrote {}", file.display()));
-            } else if !output.json && !self.csv {
+                console.note(format_args!("wrote {}", file.display()));
+            } else if !console.json && !self.csv {
                 let mut drawing = Vec::new();
                 match &histogram {
                     Some(histogram) => plot::exponents_text(histogram, &mut drawing)?,
                     None => plot::ratio_text(&report.tensors, &mut drawing)?,
                 }
-                return output.result("inspect", &report, |out| out.write_all(&drawing));
+                return console.result("inspect", &report, |out| out.write_all(&drawing));
             }
             // The plot was requested; the table is printed only with --json or --csv.
-            if !output.json && !self.csv {
+            if !console.json && !self.csv {
                 return Ok(());
             }
         }
-        output.result("inspect", &report, |out| if self.csv { csv(&report.tensors, out) } else { report.write(out) })
+        console.result("inspect", &report, |out| if self.csv { csv(&report.tensors, out) } else { report.write(out) })
     }
 }
 
@@ -148,9 +148,9 @@ impl Report<'_> {
             one_line(self.creator),
             self.manifest_digest
         )?;
-        select::tensors(&self.tensors).write(out)?;
+        report::tensors(&self.tensors).write(out)?;
         let totals =
-            format!("\n{} tensors: {}", self.tensors.len(), select::percent(self.stored_bytes, self.original_bytes));
+            format!("\n{} tensors: {}", self.tensors.len(), report::percent(self.stored_bytes, self.original_bytes));
         writeln!(out, "{totals} of {} bytes", self.original_bytes)?;
         if self.attached_plan {
             writeln!(out, "a plan of `tune` is attached")?;
@@ -174,9 +174,9 @@ impl Report<'_> {
 }
 
 /// Returns the exponent histogram of the BF16 tensors among `tensors`.
-fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Result<Histogram> {
+fn exponents(bundle: &Bundle, tensors: &[TensorReport], console: Console) -> Result<Histogram> {
     let tensors: Vec<_> = tensors.iter().filter(|tensor| tensor.dtype == "BF16").collect();
-    let bar = Bar::new(output, "reading")?;
+    let bar = Bar::new(console, "reading")?;
     bar.start(tensors.iter().map(|tensor| tensor.original_bytes).sum());
     let mut sum = Histogram::default();
     for tensor in tensors {

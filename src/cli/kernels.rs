@@ -42,7 +42,7 @@ use super::{
     arch::{ArchArg, arch_in, arch_parser, local_arch},
     common, completions,
     failure::{Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     pipelines::{KvCacheArg, PlacementArg},
     trust::note_table,
 };
@@ -259,20 +259,20 @@ impl Kernels {
     }
 
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         match self {
-            Self::List(names) => list(names, output),
-            Self::Emit(arguments) => emit(arguments, output),
-            Self::Compile(arguments) => compile(arguments, output),
-            Self::Attach(arguments) => attach(arguments, output),
-            Self::Detach(arguments) => detach(arguments, output),
-            Self::Check(names) => check(names, output),
+            Self::List(names) => list(names, console),
+            Self::Emit(arguments) => emit(arguments, console),
+            Self::Compile(arguments) => compile(arguments, console),
+            Self::Attach(arguments) => attach(arguments, console),
+            Self::Detach(arguments) => detach(arguments, console),
+            Self::Check(names) => check(names, console),
         }
     }
 }
 
 impl Names {
-    fn specs(&self, output: Output) -> Result<Vec<VariantSpec>> {
+    fn specs(&self, console: Console) -> Result<Vec<VariantSpec>> {
         let is_pattern = |name: &str| name.contains(['*', '?']);
         let by_arch = self.names.is_empty() || self.names.iter().any(|name| is_pattern(name));
         // Query the GPU only if the architecture matters.
@@ -281,7 +281,7 @@ impl Names {
         let names_arch =
             !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
         if by_arch && arch.is_none() && !names_arch {
-            output.note("no GPU found: using kernels for sm_90a; --arch selects another architecture");
+            console.note("no GPU found: using kernels for sm_90a; --arch selects another architecture");
         }
         let arch = arch.unwrap_or(Arch::Sm90a);
         let shipped = catalog::all(arch);
@@ -314,7 +314,7 @@ fn plan(spec: &VariantSpec) -> Result<Plan> {
     Plan::new(spec).map_err(Failure::other)
 }
 
-fn list(names: &Names, output: Output) -> Result<()> {
+fn list(names: &Names, console: Console) -> Result<()> {
     let listed = |spec: VariantSpec| {
         let plan = plan(&spec)?;
         Ok(Listed {
@@ -325,8 +325,8 @@ fn list(names: &Names, output: Output) -> Result<()> {
             stages: plan.pipeline.map(|pipeline| pipeline.stages),
         })
     };
-    let report = Of { kernels: names.specs(output)?.into_iter().map(listed).collect::<Result<Vec<_>>>()? };
-    output.result("kernels list", &report, |out| {
+    let report = Of { kernels: names.specs(console)?.into_iter().map(listed).collect::<Result<Vec<_>>>()? };
+    console.result("kernels list", &report, |out| {
         let mut table = Table::new(&["kernel", "family", ">shared memory, B", ">threads", ">stages"]);
         for kernel in &report.kernels {
             table.row([
@@ -341,9 +341,9 @@ fn list(names: &Names, output: Output) -> Result<()> {
     })
 }
 
-fn emit(arguments: &Emit, output: Output) -> Result<()> {
-    let specs = arguments.names.specs(output)?;
-    if arguments.output.is_none() && specs.len() != 1 && !output.json {
+fn emit(arguments: &Emit, console: Console) -> Result<()> {
+    let specs = arguments.names.specs(console)?;
+    if arguments.output.is_none() && specs.len() != 1 && !console.json {
         return Err(Failure::new(
             "usage",
             format!("{} kernels match, but stdout is for a single one", specs.len()),
@@ -364,10 +364,10 @@ fn emit(arguments: &Emit, output: Output) -> Result<()> {
         kernels.push(Emitted { name: source.name, text: source.text, options: source.options, headers });
     }
     match &arguments.output {
-        None => output
+        None => console
             .result("kernels emit", &Of { kernels }, |_| Ok(()))
-            .and_then(|()| if output.json { Ok(()) } else { print_one(&specs) }),
-        Some(folder) => output.summary("kernels emit", &Of { kernels }, |out| {
+            .and_then(|()| if console.json { Ok(()) } else { print_one(&specs) }),
+        Some(folder) => console.summary("kernels emit", &Of { kernels }, |out| {
             writeln!(
                 out,
                 "{}: {} kernels; compile with -I {}",
@@ -404,16 +404,16 @@ enum TargetGpus {
 impl TargetGpus {
     /// Returns all GPUs of a given architecture. Without one: this machine's GPU, with the kernels that it would
     /// choose, or an H200 if there is no GPU, as in an image build.
-    fn of(arch: Option<Arch>, env: &Env, output: Output) -> Self {
+    fn of(arch: Option<Arch>, env: &Env, console: Console) -> Self {
         match (arch, Device::open(0)) {
             (Some(arch), _) => Self::All(arch),
             (None, Ok(device)) => {
                 let kernels = KernelSet::open(&device, env);
-                note_table(&kernels, output);
+                note_table(&kernels, console);
                 Self::One(kernels.chooser().clone())
             }
             (None, Err(_)) => {
-                output.note(
+                console.note(
                     "no GPU found: using kernels for an H200; --arch selects those for all GPUs of an architecture",
                 );
                 Self::One(PackedChooser::h200())
@@ -432,7 +432,7 @@ impl Usage {
 }
 
 /// Returns the kernels that loading a bundle and running its model can request.
-fn bundle_kernels(bundle: &Bundle, usage: &Usage, targets: TargetGpus, output: Output) -> Result<Vec<VariantSpec>> {
+fn bundle_kernels(bundle: &Bundle, usage: &Usage, targets: TargetGpus, console: Console) -> Result<Vec<VariantSpec>> {
     // A model that the engine cannot run is reported below.
     let fused_gate = ModelConfig::of_bundle(bundle).map_or(true, |config| config.act == Activation::Silu);
     let options = usage.load_options().fused_gate(fused_gate);
@@ -452,7 +452,7 @@ fn bundle_kernels(bundle: &Bundle, usage: &Usage, targets: TargetGpus, output: O
         Ok(more) => specs.extend(more),
         // Linear layers of any bundle can be loaded; pipelines need a model.
         Err(error) if !usage.placement.has_pipelines() => {
-            output.note(format_args!("only kernels of linear layers: {error}"))
+            console.note(format_args!("only kernels of linear layers: {error}"))
         }
         Err(error) => return Err(error.into()),
     }
@@ -464,9 +464,9 @@ fn render(specs: &[VariantSpec]) -> Result<Vec<CompileRequest>> {
 }
 
 /// Prints a note that a kernel is ready.
-fn note_ready(output: Output, progress: &Progress<'_>) {
+fn note_ready(console: Console, progress: &Progress<'_>) {
     let artifact = progress.artifact;
-    output.note(format_args!(
+    console.note(format_args!(
         "[{:>3}/{}] {} {:.0} ms{}",
         progress.done,
         progress.total,
@@ -481,7 +481,7 @@ fn state_name(state: &CacheState) -> &'static str {
 }
 
 /// Attaches kernels from the user's own cache and compiler, never those that were attached before.
-fn attach(arguments: &Attach, output: Output) -> Result<()> {
+fn attach(arguments: &Attach, console: Console) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let bundle = Bundle::open(&arguments.bundle)?;
     // Checked before compiling takes minutes. A saved plan stays.
@@ -492,12 +492,12 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     }
     format::may_attach(&arguments.bundle)?;
     let targets = match arguments.arch.as_slice() {
-        [] => vec![TargetGpus::of(None, env, output)],
-        archs => archs.iter().map(|arch| TargetGpus::of(Some(*arch), env, output)).collect(),
+        [] => vec![TargetGpus::of(None, env, console)],
+        archs => archs.iter().map(|arch| TargetGpus::of(Some(*arch), env, console)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for targets in targets {
-        let more = bundle_kernels(&bundle, &arguments.usage, targets, output)?;
+        let more = bundle_kernels(&bundle, &arguments.usage, targets, console)?;
         specs.extend(more);
     }
     specs.sort();
@@ -505,7 +505,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     let requests = render(&specs)?;
     let cache = KernelCache::open(env);
     let threads = arguments.jobs.threads.unwrap_or(env.jit_threads);
-    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
+    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(console, progress))?;
     let entries: Vec<_> = requests
         .iter()
         .zip(&artifacts)
@@ -518,7 +518,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
             true => "the plan of `tune` was undamaged and is kept",
             false => "a plan of `tune`, if there was one, is lost; `unweight tune --save` measures a new one",
         };
-        output.note(format_args!("the damaged attached kernels are replaced ({error}); {plan}"));
+        console.note(format_args!("the damaged attached kernels are replaced ({error}); {plan}"));
     }
     let kernels = entries.iter().zip(&artifacts).map(|((entry, _), artifact)| OneAttached {
         name: entry.name.clone(),
@@ -528,20 +528,20 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
         compiler: artifact.compiler.to_string(),
     });
     let report = WasAttached { kernels: kernels.collect(), bytes };
-    output.summary("kernels attach", &report, |out| {
+    console.summary("kernels attach", &report, |out| {
         let (count, bytes) = (report.kernels.len(), output::bytes(report.bytes));
         writeln!(out, "{}: {count} kernels, {bytes}; --trust-attached-kernels runs them", path.display())
     })
 }
 
-fn detach(arguments: &Detach, output: Output) -> Result<()> {
+fn detach(arguments: &Detach, console: Console) -> Result<()> {
     let removed = format::detach(&arguments.bundle)?;
     let report = Detached {
         detached: removed.is_some(),
         plan: removed.is_some_and(|removed| removed.had_plan),
         bytes: removed.map_or(0, |removed| removed.bytes),
     };
-    output.summary("kernels detach", &report, |out| {
+    console.summary("kernels detach", &report, |out| {
         let path = arguments.bundle.join(ATTACHED_NAME);
         match report.detached {
             true => {
@@ -553,7 +553,7 @@ fn detach(arguments: &Detach, output: Output) -> Result<()> {
     })
 }
 
-fn compile(arguments: &Compile, output: Output) -> Result<()> {
+fn compile(arguments: &Compile, console: Console) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     if env.jit == JitMode::Off {
         return Err(Failure::new(
@@ -563,17 +563,17 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         ));
     }
     let specs = match &arguments.bundle {
-        None => arguments.names.specs(output)?,
+        None => arguments.names.specs(console)?,
         Some(folder) => {
-            let targets = TargetGpus::of(arguments.names.arch.arch, env, output);
-            bundle_kernels(&Bundle::open(folder)?, &arguments.usage, targets, output)?
+            let targets = TargetGpus::of(arguments.names.arch.arch, env, console);
+            bundle_kernels(&Bundle::open(folder)?, &arguments.usage, targets, console)?
         }
     };
     let requests = render(&specs)?;
     let cache = KernelCache::open(env);
     cache.store().map_err(|unusable| Failure::other(unusable.clone()))?;
     let threads = arguments.jobs.threads.unwrap_or(env.jit_threads);
-    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
+    let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(console, progress))?;
     let kernels: Vec<_> = artifacts
         .into_iter()
         .map(|artifact| Compiled {
@@ -593,7 +593,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let bytes: usize = kernels.iter().map(|kernel| kernel.cubin_bytes).sum();
     let not_kept: Vec<String> = kernels.iter().filter_map(|kernel: &Compiled| kernel.not_kept.clone()).collect();
     let report = Of { kernels };
-    output.summary("kernels compile", &report, |out| {
+    console.summary("kernels compile", &report, |out| {
         let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
         writeln!(
             out,
@@ -614,12 +614,12 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     }
 }
 
-fn check(names: &Names, output: Output) -> Result<()> {
+fn check(names: &Names, console: Console) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let compiler = NvrtcCompiler::new(env);
     compiler.identity()?;
     let mut kernels = Vec::new();
-    for spec in names.specs(output)? {
+    for spec in names.specs(console)? {
         let request = CompileRequest::render(&spec).map_err(Failure::other)?;
         let compiled = compiler.compile(&request)?;
         let info = cubin::read(&compiled.cubin).map_err(Failure::other)?;
@@ -639,12 +639,12 @@ fn check(names: &Names, output: Output) -> Result<()> {
             problems,
         };
         for problem in &checked.problems {
-            output.note(format_args!("{}: {problem}", checked.name));
+            console.note(format_args!("{}: {problem}", checked.name));
         }
         kernels.push(checked);
     }
     let report = Of { kernels };
-    output.summary("kernels check", &report, |out| {
+    console.summary("kernels check", &report, |out| {
         let mut table =
             Table::new(&["kernel", ">registers", ">stack, B", ">instructions", ">wgmma", ">TMA loads", "result"]);
         for kernel in &report.kernels {

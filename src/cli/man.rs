@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{
     Cli,
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
     reference::markdown,
 };
 
@@ -30,11 +30,11 @@ struct Report {
 
 impl Man {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         fs::create_dir_all(&self.dir).map_err(Failure::io(self.dir.display()))?;
         let pages = if self.markdown { self.write_markdown() } else { self.write_manual() };
         let report = Report { pages: pages.map_err(Failure::io(self.dir.display()))? };
-        output.summary("man", &report, |out| writeln!(out, "{}: {} pages", self.dir.display(), report.pages.len()))
+        console.summary("man", &report, |out| writeln!(out, "{}: {} pages", self.dir.display(), report.pages.len()))
     }
 
     fn write_manual(&self) -> io::Result<Vec<String>> {

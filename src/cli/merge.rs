@@ -9,15 +9,15 @@ use super::{
     common::{Force, Ram, Threads},
     compress::verify_after,
     failure::Result,
-    output::{self, Output},
+    output::{self, Console},
     progress::Bar,
-    select, sign,
+    report, sign,
 };
 
 /// Arguments of `merge`.
 #[derive(Args)]
 pub struct Merge {
-    /// Directories of all parts that `compress --shard` wrote
+    /// Directories of all parts that `compress --part` wrote
     #[arg(required = true)]
     parts: Vec<PathBuf>,
     /// Bundle directory to write
@@ -42,19 +42,19 @@ pub struct Merge {
 
 impl Merge {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         let options = MergeOptions::default()
-            .threads(self.threads.threads)
-            .ram_bytes(self.ram.ram)
-            .force(self.force.force)
+            .threads(self.threads.count)
+            .ram_bytes(self.ram.bytes)
+            .force(self.force.is_set)
             .verify(self.verify)
             .sign(signer);
-        let bar = Bar::new(output, "merging")?;
+        let bar = Bar::new(console, "merging")?;
         let report = bundle::merge(&self.parts, &self.output, &options, &bar)?;
         bar.finish();
-        output.summary("merge", &report, |out| {
-            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
+        console.summary("merge", &report, |out| {
+            report::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
                 "{}: {} files of {} parts, {} ({}), {} tensors checked again",

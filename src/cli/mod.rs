@@ -39,6 +39,7 @@ mod printable;
 mod program;
 mod progress;
 mod reference;
+mod report;
 mod scratch;
 mod select;
 #[cfg(feature = "serve")]
@@ -60,7 +61,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use failure::{Failure, Result};
-use output::Output;
+use output::Console;
 pub use program::{Everywhere, Program, run};
 pub use reference::markdown;
 pub use select::profile;
@@ -83,7 +84,7 @@ pub struct Cli {
 enum Command {
     /// Compress a model directory to a bundle
     Compress(compress::Compress),
-    /// Join the parts of `compress --shard` into one bundle
+    /// Join the parts of `compress --part` into one bundle
     Merge(merge::Merge),
     /// Convert to a DFloat11 directory, or from one to the BF16 model
     #[cfg(feature = "dfloat11")]
@@ -162,49 +163,49 @@ impl Command {
         }
     }
 
-    fn run(&self, output: Output) -> Result<()> {
+    fn run(&self, console: Console) -> Result<()> {
         match self {
-            Self::Compress(command) => command.run(output),
-            Self::Merge(command) => command.run(output),
+            Self::Compress(command) => command.run(console),
+            Self::Merge(command) => command.run(console),
             #[cfg(feature = "dfloat11")]
-            Self::Convert(command) => command.run(output),
-            Self::Plan(command) => command.run(output),
+            Self::Convert(command) => command.run(console),
+            Self::Plan(command) => command.run(console),
             #[cfg(feature = "gpu")]
-            Self::Budget(command) => command.run(output),
+            Self::Budget(command) => command.run(console),
             #[cfg(feature = "gpu")]
-            Self::Tune(command) => command.run(output),
-            Self::Decompress(command) => command.run(output),
-            Self::Verify(command) => command.run(output),
-            Self::Inspect(command) => command.run(output),
-            Self::Extract(command) => command.run(output),
+            Self::Tune(command) => command.run(console),
+            Self::Decompress(command) => command.run(console),
+            Self::Verify(command) => command.run(console),
+            Self::Inspect(command) => command.run(console),
+            Self::Extract(command) => command.run(console),
             #[cfg(all(feature = "gpu", feature = "text"))]
-            Self::Generate(command) => command.run(output),
+            Self::Generate(command) => command.run(console),
             #[cfg(feature = "serve")]
-            Self::Serve(command) => command.run(output),
-            Self::Demo(command) => command.run(output),
+            Self::Serve(command) => command.run(console),
+            Self::Demo(command) => command.run(console),
             #[cfg(feature = "gpu")]
-            Self::Kernels(command) => command.run(output),
+            Self::Kernels(command) => command.run(console),
             #[cfg(feature = "gpu")]
-            Self::Cache(command) => command.run(output),
+            Self::Cache(command) => command.run(console),
             #[cfg(feature = "gpu")]
-            Self::Doctor(command) => command.run(output),
-            Self::Man(command) => command.run(output),
-            Self::Completions(command) => command.run(output),
+            Self::Doctor(command) => command.run(console),
+            Self::Man(command) => command.run(console),
+            Self::Completions(command) => command.run(console),
         }
     }
 }
 
 impl Program for Cli {
-    fn output(&self) -> Output {
-        self.everywhere.output()
+    fn console(&self) -> Console {
+        self.everywhere.console()
     }
 
     fn command(&self) -> &'static str {
         self.command.name()
     }
 
-    fn run(&self, output: Output) -> Result<()> {
-        self.command.run(output)
+    fn run(&self, console: Console) -> Result<()> {
+        self.command.run(console)
     }
 
     fn unknown(command: &str) -> Option<Failure> {

@@ -12,9 +12,9 @@ use super::{
     printable::{one_line, printable},
 };
 
-/// The output options of a command.
+/// What a command prints, and how: its options, and the functions that print.
 #[derive(Debug, Clone, Copy)]
-pub struct Output {
+pub struct Console {
     /// Print one JSON document on stdout instead of text.
     pub json: bool,
     /// Print only requested output and errors.
@@ -39,7 +39,7 @@ pub struct Remark {
     pub help: String,
 }
 
-impl Output {
+impl Console {
     /// Prints the result of `command`: a JSON object with the report's keys, or the text that `text` writes.
     pub fn result<T: Serialize>(
         self,
@@ -61,7 +61,7 @@ impl Output {
         Ok(())
     }
 
-    /// Prints a summary, as [`Output::result`] does; `-q` suppresses its text.
+    /// Prints a summary, as [`Console::result`] does; `-q` suppresses its text.
     pub fn summary<T: Serialize>(
         self,
         command: &str,

@@ -18,7 +18,7 @@ use unweight::{
 
 use super::{
     common::{Gpu, Memory},
-    output::Output,
+    output::Console,
 };
 
 /// Parses the maximum number of concurrent sequences.
@@ -65,7 +65,7 @@ impl EngineArgs {
         options.resident_experts = self.placement_args.resident_experts;
         options.context = self.context;
         options.speculate = self.speculate;
-        options.memory = self.memory.memory;
+        options.memory = self.memory.bytes;
     }
 }
 
@@ -129,11 +129,11 @@ impl ValueEnum for KvCacheArg {
 }
 
 /// Returns the plan that is saved in a bundle: names of pipelines, no code. A damaged plan is ignored with a note.
-pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
+pub fn saved_plan(bundle: &Bundle, console: Console) -> Plan {
     let attached = match bundle.attached() {
         Ok(attached) => attached,
         Err(error) => {
-            output.note(format_args!("the saved plan is not used: {error}"));
+            console.note(format_args!("the saved plan is not used: {error}"));
             return Plan::default();
         }
     };
@@ -141,19 +141,19 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     match Plan::parse(text.as_bytes()) {
         Ok(plan) => plan,
         Err(error) => {
-            output.note(format_args!("{ATTACHED_NAME}: the saved plan is not used: {error}"));
+            console.note(format_args!("{ATTACHED_NAME}: the saved plan is not used: {error}"));
             Plan::default()
         }
     }
 }
 
 /// Prints a note if a plan does not apply to this device.
-pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device: &DeviceInfo, output: Output) {
+pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device: &DeviceInfo, console: Console) {
     let Some(placement) = placement.0 else { return };
     let model = bundle.manifest().manifest_digest.to_string();
     let fits = |batch| plan.setting(batch, &tuned::key(&model, placement, batch, device)).is_some();
     if !plan.settings().is_empty() && !plan.settings().iter().any(|measured| fits(measured.batch)) {
-        output.note(
+        console.note(
             "the saved plan is not used: it was measured on another device, driver or program version, or for another \
              --placement; `unweight tune --save` measures a plan for this device",
         );
@@ -161,13 +161,13 @@ pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device
 }
 
 /// Prints the progress of loading: compiled kernels, and layers with `-vv`.
-pub fn note_load(output: Output, loaded: &LoadProgress<'_>) {
+pub fn note_load(console: Console, loaded: &LoadProgress<'_>) {
     match loaded {
         LoadProgress::Kernel(kernel) if !kernel.artifact.state.is_hit() => {
-            output.note(format_args!("[{}/{}] {} compiled", kernel.done, kernel.total, kernel.artifact.name));
+            console.note(format_args!("[{}/{}] {} compiled", kernel.done, kernel.total, kernel.artifact.name));
         }
-        LoadProgress::Layers { done, total } if output.verbose > 1 => {
-            output.note(format_args!("{done} of {total} layers"));
+        LoadProgress::Layers { done, total } if console.verbose > 1 => {
+            console.note(format_args!("{done} of {total} layers"));
         }
         _ => {}
     }

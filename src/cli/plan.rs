@@ -10,8 +10,9 @@ use unweight::format::{
 
 use super::{
     failure::Result,
-    output::{self, Output, Table},
-    select::{self, Select},
+    output::{self, Console, Table},
+    report,
+    select::Select,
     source::Source,
 };
 
@@ -29,23 +30,23 @@ pub struct Plan {
 
 impl Plan {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
-        let model = self.source.find(None, output)?;
+    pub fn run(&self, console: Console) -> Result<()> {
+        let model = self.source.find(None, console)?;
         if self.compare {
             let report = bundle::compare(&model.root, &self.select.all_options(&model))?;
-            return output.result("plan", &report, |out| write_comparison(&report, out));
+            return console.result("plan", &report, |out| write_comparison(&report, out));
         }
         let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
         let remarks = [
-            select::nothing_compressed(&report.tensors, "would be"),
-            select::large_copies(&report.large_copies),
-            select::unmarked_configs(&report.unmarked_configs),
+            report::nothing_compressed(&report.tensors, "would be"),
+            report::large_copies(&report.large_copies),
+            report::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| output.remark(&remark));
-        output.result("plan", &report, |out| {
-            select::tensors(&report.tensors).write(out)?;
+        remarks.into_iter().flatten().for_each(|remark| console.remark(&remark));
+        console.result("plan", &report, |out| {
+            report::tensors(&report.tensors).write(out)?;
             writeln!(out)?;
-            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
+            report::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(out, "sizes are predicted from samples")
         })
     }
@@ -70,7 +71,7 @@ fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<(
     }
     let shown = |row: &bundle::CompareRow| {
         let [a, b, c, d] = sums(row, |total| total.stored_bytes);
-        let ratio = select::percent(row.stored_bytes, report.original_bytes);
+        let ratio = report::percent(row.stored_bytes, report.original_bytes);
         (row.profile.to_string(), row.scope.to_string(), [a, b, c, d, output::bytes(row.stored_bytes), ratio])
     };
     // Limits with the same sizes share a row.

@@ -9,7 +9,7 @@ use clap::{
 
 use super::{
     failure::{self, Class, ErrorReport, Failure},
-    output::Output,
+    output::Console,
     signals,
 };
 
@@ -31,22 +31,22 @@ pub struct Everywhere {
 }
 
 impl Everywhere {
-    /// Returns the output options.
-    pub fn output(&self) -> Output {
-        Output { json: self.json, quiet: self.quiet, verbose: self.verbose }
+    /// Returns how to print.
+    pub fn console(&self) -> Console {
+        Console { json: self.json, quiet: self.quiet, verbose: self.verbose }
     }
 }
 
 /// A command line program.
 pub trait Program: Parser {
-    /// Returns the output options.
-    fn output(&self) -> Output;
+    /// Returns how to print.
+    fn console(&self) -> Console;
 
     /// The name of the command in the JSON output.
     fn command(&self) -> &'static str;
 
     /// Runs the command.
-    fn run(&self, output: Output) -> failure::Result<()>;
+    fn run(&self, console: Console) -> failure::Result<()>;
 
     /// Returns a failure for an unknown command if there is more to say than its name.
     fn unknown(_command: &str) -> Option<Failure> {
@@ -74,10 +74,10 @@ pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> Ex
                 .map_or_else(|| usage(&error), |failure| failed(&failure, command, asks_for_json()));
         }
     };
-    let output = program.output();
-    match program.run(output) {
+    let console = program.console();
+    match program.run(console) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failed(&failure, program.command(), output.json),
+        Err(failure) => failed(&failure, program.command(), console.json),
     }
 }
 

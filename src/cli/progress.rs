@@ -14,7 +14,7 @@ use unweight::format::bundle::Progress;
 
 use super::{
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
     printable::printable,
     signals,
 };
@@ -23,12 +23,12 @@ use super::{
 pub struct Bar {
     bar: ProgressBar,
     cancelled: Arc<AtomicBool>,
-    output: Output,
+    console: Console,
 }
 
 impl Bar {
     /// Creates a bar with a label. From here on SIGINT, SIGTERM and SIGHUP set the cancel flag.
-    pub fn new(output: Output, label: &'static str) -> Result<Self> {
+    pub fn new(console: Console, label: &'static str) -> Result<Self> {
         // Hidden until `start`: before that the total is unknown, and an empty total would show a full bar.
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden()).with_prefix(label);
         let template = "{prefix} [{bar:30}] {bytes}/{total_bytes}  {bytes_per_sec}  ETA {left}  {wide_msg}";
@@ -41,7 +41,7 @@ impl Bar {
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let style = style.with_key("left", left);
         bar.set_style(style.progress_chars("=> "));
-        Ok(Self { bar, cancelled: cancel_flag()?, output })
+        Ok(Self { bar, cancelled: cancel_flag()?, console })
     }
 
     /// Removes the bar.
@@ -60,7 +60,7 @@ impl Progress for Bar {
     fn start(&self, total_bytes: u64) {
         self.bar.reset();
         self.bar.set_length(total_bytes);
-        if !self.output.quiet {
+        if !self.console.quiet {
             self.bar.set_draw_target(ProgressDrawTarget::stderr());
         }
         if !self.bar.is_hidden() {
@@ -69,18 +69,18 @@ impl Progress for Bar {
     }
 
     fn starts_over(&self, reason: &str) {
-        self.bar.suspend(|| self.output.note(format_args!("starting over: {reason}")));
+        self.bar.suspend(|| self.console.note(format_args!("starting over: {reason}")));
     }
 
     fn file(&self, name: &str) {
-        if self.output.verbose > 0 {
-            self.bar.suspend(|| self.output.note(name));
+        if self.console.verbose > 0 {
+            self.bar.suspend(|| self.console.note(name));
         }
     }
 
     fn tensor(&self, name: &str) {
-        if self.output.verbose > 1 {
-            self.bar.suspend(|| self.output.note(format_args!("  {name}")));
+        if self.console.verbose > 1 {
+            self.bar.suspend(|| self.console.note(format_args!("  {name}")));
         }
         self.bar.set_message(printable(name).into_owned());
     }

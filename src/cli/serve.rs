@@ -20,7 +20,7 @@ use super::{
     API_KEY,
     failure::{Failure, Result},
     generate::load_text,
-    output::Output,
+    output::Console,
     pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     progress,
     trust::Trust,
@@ -95,7 +95,7 @@ struct Report {
 
 impl Serve {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
         let text = load_text(&bundle, &self.bundle)?;
         let options = self.serve_options()?;
@@ -107,30 +107,30 @@ impl Serve {
         let start = Instant::now();
         if self.cpu_reference {
             let mut model = CpuReference::load(&bundle, &self.engine_options()).map_err(Failure::other)?;
-            return self.serve(&mut model, text, listener, options, start, output);
+            return self.serve(&mut model, text, listener, options, start, console);
         }
-        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
+        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), console)?;
         let mut engine_options = self.engine_options();
         if self.engine.placement_args.placement.has_pipelines() {
-            engine_options = engine_options.plan(saved_plan(&bundle, output));
+            engine_options = engine_options.plan(saved_plan(&bundle, console));
         }
         note_unused(
             &engine_options.plan,
             self.engine.placement_args.placement,
             &bundle,
             kernels.device().info(),
-            output,
+            console,
         );
-        let mut engine = Engine::load(&kernels, &bundle, engine_options, &|loaded| note_load(output, loaded))?;
-        if output.verbose > 0 {
-            output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
+        let mut engine = Engine::load(&kernels, &bundle, engine_options, &|loaded| note_load(console, loaded))?;
+        if console.verbose > 0 {
+            console.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
-        let served = self.serve(&mut engine, text, listener, options, start, output);
+        let served = self.serve(&mut engine, text, listener, options, start, console);
         // A failed engine has reported its error.
-        if output.verbose > 0
+        if console.verbose > 0
             && let Ok(Some(traffic)) = engine.expert_traffic()
         {
-            output.note(traffic);
+            console.note(traffic);
         }
         served
     }
@@ -183,7 +183,7 @@ impl Serve {
         listener: TcpListener,
         options: ServeOptions,
         start: Instant,
-        output: Output,
+        console: Console,
     ) -> Result<()>
     where
         B::Error: Into<Failure> + Send + Sync + 'static,
@@ -200,12 +200,12 @@ impl Serve {
             load_ms: start.elapsed().as_secs_f64() * 1e3,
         };
         if !text.can_chat() {
-            output.note("the model has no chat template: /v1/chat/completions is not available");
+            console.note("the model has no chat template: /v1/chat/completions is not available");
         }
         let stop = progress::cancel_flag()?;
         // Loading is over: return its freed memory to the system. From here on freed memory is returned at once.
         return_freed_memory();
-        output.result("serve", &report, |out| writeln!(out, "{} at {}", report.model, report.url))?;
+        console.result("serve", &report, |out| writeln!(out, "{} at {}", report.model, report.url))?;
         match serve(backend, text, listener, options, stop.clone()) {
             Ok(Ended::Done) => {
                 debug_assert!(stop.load(Ordering::Relaxed));

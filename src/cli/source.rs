@@ -16,7 +16,7 @@ use unweight::rivals::dfloat11::{self, ConvertError};
 use super::{
     archive,
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
     progress::Bar,
     scratch::Scratch,
 };
@@ -59,13 +59,13 @@ impl Source {
 
     /// Locates the model. An archive is unpacked next to `destination`, which needs the space, or to the temporary
     /// directory.
-    pub fn find(&self, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
+    pub fn find(&self, destination: Option<&Path>, console: Console) -> Result<LocatedModel> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
             find(&self.source)?
         } else if self.source.len() > 1 {
             return Err(Failure::new("usage", "- (stdin) cannot be combined with other sources", "give - alone"));
         } else {
-            let (scratch, root) = unpacked(destination, output)?;
+            let (scratch, root) = unpacked(destination, console)?;
             LocatedModel { root, only: None, _scratch: Some(scratch) }
         };
         if let Ok(bundle) = Bundle::open(&found.root) {
@@ -76,7 +76,7 @@ impl Source {
                 "restore the model first: unweight decompress BUNDLE -o DIR",
             ));
         }
-        if found.only.is_some() { Ok(found) } else { as_bf16(found, destination, output) }
+        if found.only.is_some() { Ok(found) } else { as_bf16(found, destination, console) }
     }
 }
 
@@ -94,13 +94,13 @@ pub fn quoted(path: &Path) -> String {
 
 /// Decodes a DFloat11 directory; returns any other source unchanged.
 #[cfg(feature = "dfloat11")]
-fn as_bf16(found: LocatedModel, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
-    if dfloat11::is_model(&found.root)? { decoded(&found, destination, output) } else { Ok(found) }
+fn as_bf16(found: LocatedModel, destination: Option<&Path>, console: Console) -> Result<LocatedModel> {
+    if dfloat11::is_model(&found.root)? { decoded(&found, destination, console) } else { Ok(found) }
 }
 
 /// Rejects a DFloat11 directory, whose weights would be read as plain bytes.
 #[cfg(not(feature = "dfloat11"))]
-fn as_bf16(found: LocatedModel, _: Option<&Path>, _: Output) -> Result<LocatedModel> {
+fn as_bf16(found: LocatedModel, _: Option<&Path>, _: Console) -> Result<LocatedModel> {
     const BYTES_MAX: u64 = 16 << 20;
     let mut text = Vec::new();
     // The command itself reports a file that cannot be read.
@@ -114,18 +114,18 @@ fn as_bf16(found: LocatedModel, _: Option<&Path>, _: Output) -> Result<LocatedMo
 
 /// Decodes a DFloat11 directory to a BF16 model, in a directory next to `destination` or in the temporary one.
 #[cfg(feature = "dfloat11")]
-fn decoded(found: &LocatedModel, destination: Option<&Path>, output: Output) -> Result<LocatedModel> {
+fn decoded(found: &LocatedModel, destination: Option<&Path>, console: Console) -> Result<LocatedModel> {
     let home = scratch_home(destination)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
     let root = scratch.path().join("bf16");
-    let bar = Bar::new(output, "decoding DFloat11")?;
+    let bar = Bar::new(console, "decoding DFloat11")?;
     let report = dfloat11::restore(&found.root, &root, false, &bar).map_err(|error| match error {
         // Finished files are removed with the scratch folder.
         ConvertError::Bundle(BundleError::Interrupted { .. }) => BundleError::Cancelled.into(),
         other => Failure::from(other),
     })?;
     bar.finish();
-    output.note(format_args!(
+    console.note(format_args!(
         "a DFloat11 model: {} weights of {} units, decoded to {} of BF16 first",
         report.weights,
         report.units,
@@ -135,11 +135,11 @@ fn decoded(found: &LocatedModel, destination: Option<&Path>, output: Output) -> 
 }
 
 /// Unpacks the archive on stdin to a directory next to `destination` or in the temporary one.
-pub fn unpacked(destination: Option<&Path>, output: Output) -> Result<(Scratch, PathBuf)> {
+pub fn unpacked(destination: Option<&Path>, console: Console) -> Result<(Scratch, PathBuf)> {
     let home = scratch_home(destination)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
     // The bar handles signals only; the size of the input is unknown.
-    let bar = Bar::new(output, "reading stdin")?;
+    let bar = Bar::new(console, "reading stdin")?;
     let root = archive::unpack_stdin(&scratch.path().join("in"), &bar)?;
     Ok((scratch, root))
 }

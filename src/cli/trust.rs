@@ -14,7 +14,7 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    output::Output,
+    output::Console,
 };
 
 /// Whether to run kernels from a bundle, and which dispatch table to use.
@@ -38,8 +38,8 @@ pub struct Table {
 
 impl Table {
     /// Applies the table of `--table`; without one, the table in the cache applies.
-    pub fn apply(&self, kernels: KernelSet, output: Output) -> Result<KernelSet> {
-        note_table(&kernels, output);
+    pub fn apply(&self, kernels: KernelSet, console: Console) -> Result<KernelSet> {
+        note_table(&kernels, console);
         let Some(path) = &self.table else { return Ok(kernels) };
         let info = kernels.device().info();
         let table = MeasuredTable::read(path, &info.name, info.arch, kernels.chooser().registered())
@@ -49,9 +49,9 @@ impl Table {
 }
 
 /// Prints a note if a table in the cache is not used.
-pub fn note_table(kernels: &KernelSet, output: Output) {
+pub fn note_table(kernels: &KernelSet, console: Console) {
     if let Some(error) = kernels.table_error() {
-        output.note(format_args!(
+        console.note(format_args!(
             "dispatch table not used: {error}; measure a new one with `unweight-bench matmul --save-table`, or remove \
              it with `unweight cache clear`"
         ));
@@ -60,26 +60,26 @@ pub fn note_table(kernels: &KernelSet, output: Output) {
 
 impl Trust {
     /// Returns the kernels of a GPU: from the bundle if it is trusted, from the user's cache, or compiled.
-    pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, output: Output) -> Result<KernelSet> {
+    pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, console: Console) -> Result<KernelSet> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-        let cache = self.cache(env, bundle, output);
-        self.table.apply(KernelSet::new(&Device::open(device)?, cache, env.jit_threads), output)
+        let cache = self.cache(env, bundle, console);
+        self.table.apply(KernelSet::new(&Device::open(device)?, cache, env.jit_threads), console)
     }
 
-    fn cache(&self, env: &Env, bundle: Option<&Bundle>, output: Output) -> KernelCache {
+    fn cache(&self, env: &Env, bundle: Option<&Bundle>, console: Console) -> KernelCache {
         let cache = KernelCache::open(env);
         let Some(bundle) = bundle else { return cache };
         match (bundle.attached(), self.trust_attached_kernels) {
             (Ok(Some(attached)), true) => return cache.trust(attached),
             (Ok(None), true) => {
-                output.note("the bundle has no attached kernels: kernels that the cache lacks are compiled")
+                console.note("the bundle has no attached kernels: kernels that the cache lacks are compiled")
             }
-            (Err(error), true) => output.note(format_args!("attached kernels are not used: {error}")),
+            (Err(error), true) => console.note(format_args!("attached kernels are not used: {error}")),
             (Ok(None), false) => {}
             // A plan contains no code.
             (Ok(Some(attached)), false) if attached.kernels().is_empty() => {}
             // Whether undamaged or not.
-            (Ok(Some(_)) | Err(_), false) => output
+            (Ok(Some(_)) | Err(_), false) => console
                 .note(format_args!("{ATTACHED_NAME}: attached kernels are run only with --trust-attached-kernels")),
         }
         cache

@@ -35,7 +35,7 @@ use unweight::{
 use super::{
     common::{Gpu, Memory},
     failure::{ErrorReport, Failure, Result},
-    output::{self, Output, Table},
+    output::{self, Console, Table},
     pipelines::{note_load, saved_plan},
     plot::{self, Drawing, Ratios},
     progress,
@@ -135,7 +135,7 @@ const STEPS: u32 = 4;
 
 impl Tune {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let started = Instant::now();
         let bundle = Bundle::open(&self.bundle)?;
         self.check_has_choices(&bundle)?;
@@ -143,16 +143,16 @@ impl Tune {
         batches.sort_unstable();
         batches.dedup();
         let claims = self.claim(&batches)?;
-        let kernels = self.trust.kernels(self.gpu.device, Some(&bundle), output)?;
+        let kernels = self.trust.kernels(self.gpu.device, Some(&bundle), console)?;
         let cancelled = progress::cancel_flag()?;
-        let plan = saved_plan(&bundle, output);
+        let plan = saved_plan(&bundle, console);
         let mut options = EngineOptions::default()
             .max_batch(batches.last().copied().unwrap_or(1))
             .context(self.tokens())
             .chunk(256)
             .placement(self.placement)
             .graphs(false);
-        options.memory = self.memory.memory;
+        options.memory = self.memory.bytes;
         let (model, info) = (bundle.manifest().manifest_digest.to_string(), kernels.device().info());
         // Fail before loading, which takes minutes, if a journal belongs to other measurements.
         let subjects = claims.into_iter().map(|(batch, claim)| {
@@ -161,8 +161,8 @@ impl Tune {
             Ok((batch, claim, key))
         });
         let subjects = subjects.collect::<Result<Vec<_>>>()?;
-        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
-        output.note(format_args!("loaded: {}", engine.memory()));
+        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(console, loaded))?;
+        console.note(format_args!("loaded: {}", engine.memory()));
         // Write the header of every journal before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
             let from = plan.setting(batch, &tuned::key(&model, self.placement, batch, info));
@@ -173,7 +173,7 @@ impl Tune {
         let mut batches_left = searches.len();
         let mut found = TuneResults::of(searches, |batch, search| {
             batches_left -= 1;
-            let Some(row) = self.tune(&mut engine, (batch, search), batches_left, &stop, output)? else {
+            let Some(row) = self.tune(&mut engine, (batch, search), batches_left, &stop, console)? else {
                 return Ok(None);
             };
             let (of, found) = ((model.as_str(), self.placement), (row.step_us, row.gain));
@@ -184,18 +184,18 @@ impl Tune {
         if self.save && !found.rows.is_empty() {
             match self.attach(&found.plan) {
                 Ok(()) => saved = true,
-                Err(failure) => found.fail(failure, output),
+                Err(failure) => found.fail(failure, console),
             }
         }
         if let Some(file) = &self.svg {
             match plot::save(file, &drawing(&found.rows)) {
-                Ok(()) => output.note(format_args!("wrote {}", file.display())),
-                Err(failure) => found.fail(failure, output),
+                Ok(()) => console.note(format_args!("wrote {}", file.display())),
+                Err(failure) => found.fail(failure, console),
             }
         }
         let unsaved_plan = (self.save && !saved && !found.rows.is_empty()).then(|| found.plan.text());
         let (report, failed) = found.report(self, saved, unsaved_plan.as_deref(), started.elapsed().as_secs_f64());
-        output.result("tune", &report, |out| report.write(unsaved_plan.as_deref(), out))?;
+        console.result("tune", &report, |out| report.write(unsaved_plan.as_deref(), out))?;
         failed.map_or(Ok(()), |failure| Err(failure.reported()))
     }
 
@@ -249,7 +249,7 @@ impl Tune {
         let rounds = self.rounds();
         let how = How {
             rounds: (rounds.rounds, rounds.steps),
-            memory: self.memory.memory,
+            memory: self.memory.bytes,
             table: &kernels.chooser().table().to_json(),
         };
         let subject = tuned::subject(kernels.device().info());
@@ -308,18 +308,18 @@ impl Tune {
         (batch, search): (u32, Search),
         batches_left: usize,
         stop: &dyn Fn() -> bool,
-        output: Output,
+        console: Console,
     ) -> Result<Option<Row>> {
         let Search { space, start, mut journal, _folder } = search;
         let mut objective = match StepObjective::new(engine, &space, (batch, self.context), self.rounds(), &start, stop)
         {
             Err(EngineError::AdmissionError(why)) => {
-                output.note(format_args!("batch {batch} is skipped: {why}"));
+                console.note(format_args!("batch {batch} is skipped: {why}"));
                 return Ok(None);
             }
             objective => objective?,
         };
-        let mut printer = ProgressPrinter::new(batch, batches_left, output);
+        let mut printer = ProgressPrinter::new(batch, batches_left, console);
         let tuned = descend(space.space(), &start, &mut objective, &mut journal, &Limits::default(), &mut |progress| {
             printer.print(&progress, &space.space().names(progress.incumbent).join(" "));
         });
@@ -441,15 +441,15 @@ struct ProgressPrinter {
     batch: u32,
     /// The number of batches that follow.
     batches_left: usize,
-    output: Output,
+    console: Console,
     started: Instant,
     measured: u32,
     last_printed: Option<Instant>,
 }
 
 impl ProgressPrinter {
-    fn new(batch: u32, batches_left: usize, output: Output) -> Self {
-        Self { batch, batches_left, output, started: Instant::now(), measured: 0, last_printed: None }
+    fn new(batch: u32, batches_left: usize, console: Console) -> Self {
+        Self { batch, batches_left, console, started: Instant::now(), measured: 0, last_printed: None }
     }
 
     fn print(&mut self, progress: &Progress<'_>, best: &str) {
@@ -470,7 +470,7 @@ impl ProgressPrinter {
         let batch = self.batch;
         let line =
             format!("batch {batch}: {compared} of {expected} comparisons{remaining}{batches_left}; best: {best}");
-        self.output.note(line);
+        self.console.note(line);
     }
 }
 
@@ -506,10 +506,10 @@ impl TuneResults {
     }
 
     /// Keeps the first failure as the command's result, and prints later ones.
-    fn fail(&mut self, failure: Failure, output: Output) {
+    fn fail(&mut self, failure: Failure, console: Console) {
         match self.failed {
             None => self.failed = Some(failure),
-            Some(_) => output.note(format_args!("also failed: {failure}")),
+            Some(_) => console.note(format_args!("also failed: {failure}")),
         }
     }
 
@@ -637,7 +637,7 @@ mod tests {
         assert!(report(none).0["error"]["message"].as_str().unwrap().contains("none of them fits"));
         // A later failure does not hide the first one.
         let mut both = found(256).unwrap();
-        both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
+        both.fail(Failure::new("disk-full", "no room", "make room"), Console { json: true, quiet: true, verbose: 0 });
         assert_eq!(report(both).0["error"]["message"], "the device is lost");
         // The documentation lists every key.
         let (_, section) = include_str!("../../docs/reference/json.md").split_once("\n### tune\n").unwrap();

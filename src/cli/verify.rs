@@ -8,7 +8,7 @@ use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOp
 use super::{
     common::{Ram, Threads},
     failure::{Failure, Result},
-    output::{self, Output},
+    output::{self, Console},
     printable::one_line,
     progress::Bar,
     sign, source,
@@ -39,21 +39,21 @@ pub struct Verify {
 
 impl Verify {
     /// Runs the command.
-    pub fn run(&self, output: Output) -> Result<()> {
+    pub fn run(&self, console: Console) -> Result<()> {
         let against = self.against.as_ref().map(|source| source::find(std::slice::from_ref(source))).transpose()?;
         let selection = Selection::default().skip(self.skip.clone());
-        let bar = Bar::new(output, "verifying")?;
+        let bar = Bar::new(console, "verifying")?;
         let options = VerifyOptions::default()
             .selection(against.as_ref().map_or(selection.clone(), |found| found.select(selection)))
             .against(against.as_ref().map(|found| found.root.clone()))
             .quick(self.quick)
             .key(self.key.as_deref().map(sign::public_key).transpose()?)
-            .ram_bytes(self.ram.ram)
-            .threads(self.threads.threads);
+            .ram_bytes(self.ram.bytes)
+            .threads(self.threads.count);
         let report = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
         let only_source = report.problems.iter().all(|problem| problem.in_source);
-        output.summary("verify", &report, |out| {
+        console.summary("verify", &report, |out| {
             for problem in &report.problems {
                 writeln!(out, "{}", one_line(&problem.message))?;
             }

@@ -19,12 +19,12 @@ use tokio::{
 use unweight_engine::{Finish, Logprobs, NO_TOKEN};
 
 use super::{
-    api::Call,
+    api::ApiRequest,
     bodies::BodyPermit,
-    calls::Calls,
     error::ApiError,
     frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
     prepare::Preparer,
+    tool_calls::ToolCalls,
     worker::{SequenceEvent, Sequences, Unavailable},
 };
 use crate::text::{StopStrings, Text, TextError, TextStream};
@@ -46,7 +46,7 @@ struct ChoiceState {
     /// The number of characters of all tokens so far.
     offset: usize,
     /// Finds tool calls in the text, if the request has tools.
-    calls: Option<Calls>,
+    tool_calls: Option<ToolCalls>,
     /// The finish reason of an answer with tool calls.
     call_finish_reason: &'static str,
     /// Special tokens that mark tool calls, with their texts.
@@ -54,17 +54,17 @@ struct ChoiceState {
 }
 
 impl ChoiceState {
-    fn new(text: &Text, call: &Call, marks: &Arc<[(u32, &'static str)]>) -> Self {
+    fn new(text: &Text, request: &ApiRequest, marks: &Arc<[(u32, &'static str)]>) -> Self {
         Self {
             stream: Some(text.stream()),
-            stops: StopStrings::new(call.stop.clone()),
-            min_tokens: call.sampling.adjustments.min_new_tokens,
+            stops: StopStrings::new(request.stop.clone()),
+            min_tokens: request.sampling.adjustments.min_new_tokens,
             tokens: 0,
-            logprobs: call.sampling.logprobs.map(|_| Vec::new()),
+            logprobs: request.sampling.logprobs.map(|_| Vec::new()),
             offset: 0,
-            calls: None,
+            tool_calls: None,
             // OpenAI's API returns `tool_calls` only if the model chose to call.
-            call_finish_reason: if call.tools.as_ref().is_some_and(|tools| tools.named) {
+            call_finish_reason: if request.tools.as_ref().is_some_and(|tools| tools.named) {
                 "stop"
             } else {
                 "tool_calls"
@@ -76,25 +76,26 @@ impl ChoiceState {
     /// Adds a token and returns the new text, tool calls, and the finish reason if the text ends.
     fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<AnswerChoice, TextError> {
         let (text, finish) = self.push_text(token, finish)?;
-        let Some(calls) = &mut self.calls else {
+        let Some(tool_calls) = &mut self.tool_calls else {
             return Ok(AnswerChoice { text, finish, ..AnswerChoice::default() });
         };
-        let (mut text, mut found) = calls.push(&text);
+        let (mut text, mut found) = tool_calls.push(&text);
         if finish.is_some() {
-            let (rest, more) = calls.finish();
+            let (rest, more) = tool_calls.finish();
             text += &rest;
             found.extend(more);
         }
         let call_finish_reason = self.call_finish_reason;
-        let finish = finish.map(|reason| if reason == "stop" && calls.count > 0 { call_finish_reason } else { reason });
-        Ok(AnswerChoice { text, finish, calls: found, ..AnswerChoice::default() })
+        let finish =
+            finish.map(|reason| if reason == "stop" && tool_calls.count > 0 { call_finish_reason } else { reason });
+        Ok(AnswerChoice { text, finish, tool_calls: found, ..AnswerChoice::default() })
     }
 
     /// Adds a token and returns the new text, and the finish reason if the text ends.
     fn push_text(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         self.tokens += 1;
-        let mark = self.marks.iter().find(|(id, _)| self.calls.is_some() && *id == token);
+        let mark = self.marks.iter().find(|(id, _)| self.tool_calls.is_some() && *id == token);
         let mut piece = || mark.map_or_else(|| stream.push(token), |(_, text)| Ok((*text).to_owned()));
         // The token that ends a text is not part of the text.
         let (mut shown, stopped) = match finish {
@@ -167,17 +168,17 @@ pub(super) struct Texts {
 }
 
 impl Texts {
-    /// Creates the texts for the sequences of a call with `prompt_tokens` tokens in total. The request has `timeout_s`
+    /// Creates the texts for the sequences of a request with `prompt_tokens` tokens in total. It has `timeout_s`
     /// seconds, until `deadline`.
     pub fn new(
         preparer: &Preparer,
-        call: &Call,
+        request: &ApiRequest,
         sequences: Sequences,
         prompt_tokens: u64,
         (deadline, timeout_s): (Instant, u64),
     ) -> Self {
         let Preparer { text, marks, .. } = preparer;
-        let choices = sequences.cancel_flags.iter().map(|_| ChoiceState::new(text, call, marks)).collect();
+        let choices = sequences.cancel_flags.iter().map(|_| ChoiceState::new(text, request, marks)).collect();
         Self {
             unfinished: sequences.cancel_flags.len(),
             sequences,
@@ -192,10 +193,11 @@ impl Texts {
     }
 
     /// Finds tool calls in the texts. The identifiers of calls contain that of the answer.
-    pub fn calls(mut self, call: &Call, id: &str) -> Self {
-        if let (Some(tools), Some(format)) = (&call.tools, self.text.tool_format()) {
+    pub fn find_tool_calls(mut self, request: &ApiRequest, id: &str) -> Self {
+        if let (Some(tools), Some(format)) = (&request.tools, self.text.tool_format()) {
             for (index, choice) in self.choices.iter_mut().enumerate() {
-                choice.calls = Some(Calls::new(format, tools.functions.clone(), format!("call-{id}-{index}-")));
+                choice.tool_calls =
+                    Some(ToolCalls::new(format, tools.functions.clone(), format!("call-{id}-{index}-")));
             }
         }
         self
@@ -253,7 +255,7 @@ impl Texts {
         let mut choices = vec![AnswerChoice::default(); self.choices.len()];
         let mut bytes = 0;
         while let Some(Piece { index, choice }) = self.next().await? {
-            bytes += choice.text.len() + choice.calls.iter().map(|call| call.arguments.len()).sum::<usize>();
+            bytes += choice.text.len() + choice.tool_calls.iter().map(|call| call.arguments.len()).sum::<usize>();
             bytes += choice.logprobs.iter().flatten().map(SampledLogprobs::bytes).sum::<usize>();
             if bytes > ANSWER_BYTES_MAX {
                 let message =
@@ -262,7 +264,7 @@ impl Texts {
             }
             if let Some(collected) = choices.get_mut(index) {
                 collected.text.push_str(&choice.text);
-                collected.calls.extend(choice.calls);
+                collected.tool_calls.extend(choice.tool_calls);
                 collected.finish = choice.finish.or(collected.finish);
                 if let Some(logprobs) = choice.logprobs {
                     collected.logprobs.get_or_insert_default().extend(logprobs);

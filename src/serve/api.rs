@@ -74,7 +74,7 @@ pub(super) enum Prompt {
 
 /// A parsed request.
 #[derive(Debug)]
-pub(super) struct Call {
+pub(super) struct ApiRequest {
     pub prompts: Vec<Prompt>,
     /// The number of texts for each prompt.
     pub n: u32,
@@ -92,7 +92,7 @@ pub(super) struct Call {
     pub include_usage: bool,
 }
 
-impl Call {
+impl ApiRequest {
     /// Parses a body. `model` is the served model, and `prompts_max` the maximum number of prompts that can run and
     /// wait.
     pub fn read(endpoint: Endpoint, body: &[u8], model: &str, prompts_max: usize) -> Result<Self, ApiError> {
@@ -338,8 +338,8 @@ mod tests {
     use super::*;
     use crate::serve::worker::SubmitError;
 
-    fn read(endpoint: Endpoint, body: &Value) -> Result<Call, ApiError> {
-        Call::read(endpoint, body.to_string().as_bytes(), "m", 8)
+    fn read(endpoint: Endpoint, body: &Value) -> Result<ApiRequest, ApiError> {
+        ApiRequest::read(endpoint, body.to_string().as_bytes(), "m", 8)
     }
 
     fn with(fields: Value) -> Value {
@@ -476,12 +476,12 @@ mod tests {
 
     #[test]
     fn errors_have_the_form_of_openai() {
-        let error = Call::read(Endpoint::Chat, br#"{"model": "other"}"#, "m", 8).unwrap_err();
+        let error = ApiRequest::read(Endpoint::Chat, br#"{"model": "other"}"#, "m", 8).unwrap_err();
         assert_eq!(error.status, StatusCode::NOT_FOUND);
         let json = error.json();
         assert_eq!((&json["error"]["code"], &json["error"]["param"]), (&json!("model_not_found"), &json!("model")));
         assert_eq!(json["error"]["type"], "invalid_request_error");
-        assert!(Call::read(Endpoint::Chat, b"{", "m", 8).unwrap_err().message.contains("not a JSON object"));
+        assert!(ApiRequest::read(Endpoint::Chat, b"{", "m", 8).unwrap_err().message.contains("not a JSON object"));
         assert_eq!(ApiError::from(SubmitError::Full).retry_after, Some(1));
         let long = AdmissionError::TooLong { prompt: 9, max_new_tokens: 9, context: 10 };
         assert_eq!(ApiError::from(SubmitError::Admission(long)).json()["error"]["code"], "context_length_exceeded");

@@ -101,19 +101,19 @@ impl CpuReference {
         let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(config.max_positions);
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
-        let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
+        let (vocab, kv_cache) = (config.vocab, KvCache::Bf16);
         // A chunk holds any prompt.
         let chunk = context.next_multiple_of(PAGE_TOKENS);
         let limits = ScheduleLimits {
             max_batch,
             context,
             vocab,
-            ahead: 1,
-            waiting,
+            steps_ahead_max: 1,
+            waiting_max: options.waiting,
             kv_cache,
             chunk,
             shares_prefixes: false,
-            adjusted: max_batch,
+            adjusted_max: max_batch,
             // The limit of the largest model, because rows cost little.
             speculation: Speculation::of(options, false, u32::MAX),
         };
@@ -160,19 +160,19 @@ impl CpuReference {
 
     fn advance(&mut self) -> Result<Vec<Event>, ReferenceError> {
         let mut events = Vec::new();
-        match self.schedule.due() {
+        match self.schedule.next_action() {
             Next::Prefill => {
                 self.schedule.begin_prefill();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
                 if !chunk.is_last {
-                    self.schedule.chunk_launched();
+                    self.schedule.note_chunk_launched();
                     return Ok(events);
                 }
                 let mask = self.schedule.prefill_mask();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
                 let (token, logprobs) = self.next(chunk.running, 0, &mask)?;
-                self.schedule.chunk_launched();
-                events.extend(self.schedule.begun(token).map(|event| Event { logprobs, ..event }));
+                self.schedule.note_chunk_launched();
+                events.extend(self.schedule.finish_prefill(token).map(|event| Event { logprobs, ..event }));
             }
             Next::Launch { .. } => {
                 let masks = self.schedule.masks();
@@ -187,8 +187,8 @@ impl CpuReference {
                 let sampled = rows.par_iter().map(next).collect::<Result<Vec<_>, _>>()?;
                 let ids: Vec<SeqId> = rows.iter().map(|(row, ..)| row.id).collect();
                 let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
-                self.schedule.launched();
-                self.schedule.read(&tokens, &[], &mut events);
+                self.schedule.note_step_launched();
+                self.schedule.record_step(&tokens, &[], &mut events);
                 let mut logprobs: HashMap<SeqId, VecDeque<Option<Box<Logprobs>>>> = HashMap::new();
                 for (id, (_, logprobs_of_row)) in ids.into_iter().zip(sampled) {
                     logprobs.entry(id).or_default().push_back(logprobs_of_row);

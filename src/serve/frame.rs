@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::calls::ToolCall;
+use super::tool_calls::ToolCall;
 
 /// An endpoint that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl SampledLogprobs {
 pub(super) struct AnswerChoice {
     pub text: String,
     /// Tool calls, which are not part of the text.
-    pub calls: Vec<ToolCall>,
+    pub tool_calls: Vec<ToolCall>,
     /// Why the text ended; `None` if it continues.
     pub finish: Option<&'static str>,
     /// Log probabilities of the tokens, if requested.
@@ -66,11 +66,11 @@ pub(super) struct AnswerChoice {
 impl AnswerChoice {
     /// Whether the choice has neither text nor calls.
     pub fn is_empty(&self) -> bool {
-        self.text.is_empty() && self.calls.is_empty()
+        self.text.is_empty() && self.tool_calls.is_empty()
     }
 
     /// Returns the JSON of the calls; in a stream, with their indices.
-    fn calls(&self, numbered: bool) -> Value {
+    fn tool_calls_json(&self, numbered: bool) -> Value {
         let to_json = |call: &ToolCall| {
             let ToolCall { index, id, name, arguments } = call;
             let function = json!({ "name": name, "arguments": arguments });
@@ -80,7 +80,7 @@ impl AnswerChoice {
             }
             json
         };
-        self.calls.iter().map(to_json).collect()
+        self.tool_calls.iter().map(to_json).collect()
     }
 }
 
@@ -161,8 +161,8 @@ impl Frame {
                 }
                 Endpoint::Chat => {
                     let mut message = json!({ "role": "assistant", "content": text, "refusal": null });
-                    if !choice.calls.is_empty() {
-                        message["tool_calls"] = choice.calls(false);
+                    if !choice.tool_calls.is_empty() {
+                        message["tool_calls"] = choice.tool_calls_json(false);
                         if text.trim().is_empty() {
                             message["content"] = Value::Null;
                         }
@@ -198,8 +198,8 @@ impl Frame {
             }
             Endpoint::Chat => {
                 let mut delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
-                if !piece.calls.is_empty() {
-                    delta["tool_calls"] = piece.calls(true);
+                if !piece.tool_calls.is_empty() {
+                    delta["tool_calls"] = piece.tool_calls_json(true);
                 }
                 self.delta(index, delta, logprobs, *finish)
             }

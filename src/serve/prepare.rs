@@ -13,21 +13,18 @@ use tokio::{
 use unweight_engine::{Constraint, Request};
 
 use super::{
-    api::{Call, Prompt},
+    api::{ApiRequest, Prompt},
     bodies::{BODY_LIMIT, Bodies, BodyPermit, SMALL_BYTES},
-    calls::MARKS,
     error::ApiError,
     frame::Endpoint,
     structure::Compiled,
+    tool_calls::MARKS,
     worker::{Handle, Sequences, SubmitError},
 };
-use crate::text::{self, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text, TextError};
+use crate::text::{self, DecodeError, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request, or its body.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// Requests with more than this many bytes of text need an additional permit, so that they never occupy all text
-/// processes.
-const LARGE_BYTES: usize = SMALL_BYTES;
 /// The maximum number of compiled grammars of waiting and running requests, with about 100 MiB each at most.
 const GRAMMARS_MAX: usize = 64;
 /// The maximum number of prompt tokens of a request, over all its texts.
@@ -39,7 +36,7 @@ const TOKENIZE_TOKENS_MAX: u64 = 1 << 20;
 /// Tokens per permit.
 const TOKENS_PER_PERMIT: u64 = 256;
 
-/// Prepares requests: parses and encodes them, and submits them to the engine.
+/// Prepares requests: parses and tokenizes them, and submits them to the engine.
 #[derive(Clone)]
 pub(super) struct Preparer {
     pub bodies: Bodies,
@@ -50,15 +47,17 @@ pub(super) struct Preparer {
     pub marks: Arc<[(u32, &'static str)]>,
     /// The maximum size of a prompt's text, bytes.
     text_bytes: u64,
-    calls: Arc<Semaphore>,
-    large_calls: Arc<Semaphore>,
-    grammars: Arc<Semaphore>,
-    tokens: Arc<Semaphore>,
+    /// One permit per text process.
+    process_permits: Arc<Semaphore>,
+    /// Work on texts of more than [`SMALL_BYTES`] needs one of these, too, so that it never occupies all processes.
+    large_permits: Arc<Semaphore>,
+    grammar_permits: Arc<Semaphore>,
+    token_permits: Arc<Semaphore>,
 }
 
 /// A request that the engine has accepted.
 pub(super) struct Accepted {
-    pub call: Call,
+    pub request: ApiRequest,
     pub sequences: Sequences,
     pub prompt_tokens: u64,
     /// The prompt to echo for each sequence, and the memory that the prompts hold.
@@ -78,66 +77,66 @@ impl Preparer {
             text,
             handle,
             model: model.into(),
-            calls: Arc::new(Semaphore::new(PROCESSES)),
-            large_calls: Arc::new(Semaphore::new(PROCESSES - 1)),
-            grammars: Arc::new(Semaphore::new(GRAMMARS_MAX)),
-            tokens: Arc::new(Semaphore::new((PENDING_TOKENS_MAX / TOKENS_PER_PERMIT) as usize)),
+            process_permits: Arc::new(Semaphore::new(PROCESSES)),
+            large_permits: Arc::new(Semaphore::new(PROCESSES - 1)),
+            grammar_permits: Arc::new(Semaphore::new(GRAMMARS_MAX)),
+            token_permits: Arc::new(Semaphore::new((PENDING_TOKENS_MAX / TOKENS_PER_PERMIT) as usize)),
         }
     }
 
-    /// Parses, encodes and submits a request. Dropping the future leaves at most one call of a text process running,
+    /// Parses, tokenizes and submits a request. Dropping the future leaves at most one call of a text process running,
     /// which ends by its own limit.
     pub async fn accept(
         &self,
         endpoint: Endpoint,
-        request: HttpRequest,
+        http_request: HttpRequest,
         arrived: Instant,
     ) -> Result<Accepted, ApiError> {
         // The body's memory counts for its prompts, too, until the engine has them.
-        let (body, body_permit) = self.body(request).await?;
-        let mut call = self.read(endpoint, body).await?;
+        let (body, body_permit) = self.body(http_request).await?;
+        let mut request = self.read(endpoint, body).await?;
         let capacity = self.handle.shared.capacity();
-        let requested = call.prompts.len().saturating_mul(call.n as usize);
+        let requested = request.prompts.len().saturating_mul(request.n as usize);
         if requested > capacity {
             return Err(SubmitError::TooMany { requested, capacity }.into());
         }
-        call.sampling.check(self.handle.shared.limits.vocab)?;
-        let seed = match call.sampling.seed {
+        request.sampling.check(self.handle.shared.limits.vocab)?;
+        let seed = match request.sampling.seed {
             Some(seed) => seed,
-            None => super::random()?,
+            None => random()?,
         };
-        let echoed = call.echo.then(|| call.prompts.iter().map(plain_text).collect::<Vec<_>>());
-        let constraint = self.constraint(&call).await?;
-        let (prompts, tokens, _token_permit) = self.encode(&mut call).await?;
+        let echoed = request.echo.then(|| request.prompts.iter().map(plain_text).collect::<Vec<_>>());
+        let constraint = self.constraint(&request).await?;
+        let (prompts, tokens, _token_permit) = self.tokenize_prompts(&mut request).await?;
         let echo = match echoed {
-            Some(texts) => Some(self.echo(texts, &prompts, call.n).await?),
+            Some(texts) => Some(self.echo(texts, &prompts, request.n).await?),
             None => None,
         };
         let limits = &self.handle.shared.limits;
-        let ends = call.sampling.ends(&limits.eos);
+        let ends = request.sampling.ends(&limits.eos);
         let mut requests = Vec::with_capacity(requested);
         for ids in prompts {
             // Without `max_tokens`, the rest of the context; at least one token, so that the engine reports a full
             // context.
             let context_left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
-            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(context_left).unwrap_or(u32::MAX));
-            let request = Request::new(ids)
+            let max_new_tokens = request.max_tokens.unwrap_or(u32::try_from(context_left).unwrap_or(u32::MAX));
+            let sequence = Request::new(ids)
                 .max_new_tokens(max_new_tokens)
                 .stop(ends.clone())
-                .adjustments(call.sampling.adjustments.clone())
-                .logprobs(call.sampling.logprobs)
+                .adjustments(request.sampling.adjustments.clone())
+                .logprobs(request.sampling.logprobs)
                 .constraint(constraint.clone());
             // Each text of a prompt has its own random numbers; the first has those of a request with `n` = 1.
-            let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
-            requests.extend(seeds.map(|seed| request.clone().params(call.sampling.params.seed(seed))));
+            let seeds = (0..u64::from(request.n)).map(|choice| seed.wrapping_add(choice));
+            requests.extend(seeds.map(|seed| sequence.clone().params(request.sampling.params.seed(seed))));
         }
         let sequences = self.handle.submit(requests, arrived).await?;
-        Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, body_permit)) })
+        Ok(Accepted { request, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, body_permit)) })
     }
 
     /// Compiles the grammar that the answer must match, if any.
-    async fn constraint(&self, call: &Call) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
-        let Call { grammar, tools, .. } = call;
+    async fn constraint(&self, request: &ApiRequest) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
+        let ApiRequest { grammar, tools, .. } = request;
         let (field, grammar) = match (tools, grammar) {
             (None, None) => return Ok(None),
             (None, Some((field, grammar))) => (*field, grammar.clone()),
@@ -158,18 +157,18 @@ impl Preparer {
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
         // A grammar needs the permit of large prompts, because it may take as long as one.
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
-        let grammar_permit = permit(&self.grammars).await.map_err(ApiError::server)?;
-        let large = permit(&self.large_calls).await.map_err(ApiError::server)?;
-        let call = permit(&self.calls).await.map_err(ApiError::server)?;
+        let grammar_permit = permit(&self.grammar_permits).await.map_err(ApiError::server)?;
+        let large = permit(&self.large_permits).await.map_err(ApiError::server)?;
+        let process = permit(&self.process_permits).await.map_err(ApiError::server)?;
         let text = self.text.clone();
         // The task owns the permits, so they are released when it ends.
-        let compile = move || (text.compile(&grammar, &sampled), call, large);
+        let compile = move || (text.compile(&grammar, &sampled), process, large);
         let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
         Ok(Some(Compiled::constraint(answer, grammar_permit)))
     }
 
-    /// Returns the texts of prompts, each `n` times. Prompts of token ids are decoded.
+    /// Returns the texts of prompts, each `n` times. Prompts of token ids are detokenized.
     async fn echo(
         &self,
         texts: Vec<Option<Arc<str>>>,
@@ -183,7 +182,7 @@ impl Preparer {
                 Some(text) => text,
                 None => {
                     // The decoder may make the text up to four times as long.
-                    let text = self.decode(ids.clone(), bytes_left / 4, "prompt").await?;
+                    let text = self.detokenize(ids.clone(), bytes_left / 4, "prompt").await?;
                     bytes_left = bytes_left.saturating_sub(text.len() as u64);
                     text.into()
                 }
@@ -193,30 +192,38 @@ impl Preparer {
         Ok(all)
     }
 
-    /// Decodes the tokens in a request's field on a blocking thread, to at most `bytes_max` bytes.
-    pub async fn decode(&self, ids: Vec<u32>, bytes_max: u64, field: &'static str) -> Result<String, ApiError> {
+    /// Detokenizes a request's field on a blocking thread, to at most `bytes_max` bytes.
+    pub async fn detokenize(&self, ids: Vec<u32>, bytes_max: u64, field: &'static str) -> Result<String, ApiError> {
         let (tokens, context) = (ids.len(), self.handle.shared.limits.context);
         if tokens > context as usize {
             let message = format!("{field} has {tokens} tokens; the limit is {context}");
             return Err(ApiError::of(field, message).code("context_length_exceeded"));
         }
         let text = self.text.clone();
-        let decoded =
-            tokio::task::spawn_blocking(move || text.decode_all(&ids, bytes_max)).await.map_err(ApiError::server)?;
-        let message =
-            || format!("{field} has an unknown token, or decodes to more than {bytes_max} bytes; send fewer tokens");
-        decoded?.ok_or_else(|| ApiError::of(field, message()))
+        let decode = move || text.decode_all(&ids, bytes_max);
+        tokio::task::spawn_blocking(decode).await.map_err(ApiError::server)?.map_err(|error| match error {
+            DecodeError::UnknownToken(id) => {
+                ApiError::of(field, format!("{field} has the unknown token {id}; send ids of the model's vocabulary"))
+            }
+            DecodeError::TooLong { bytes } => ApiError::of(
+                field,
+                format!(
+                    "the tokens of {field} have {bytes} bytes of text; the limit is {bytes_max}; send fewer tokens"
+                ),
+            ),
+            DecodeError::Text(error) => error.into(),
+        })
     }
 
-    /// Encodes a text or a conversation; with `strings`, also returns the text of each token.
-    pub async fn tokens(
+    /// Tokenizes a text or a conversation; with `strings`, also returns the text of each token.
+    pub async fn tokenize(
         &self,
         prompt: text::Prompt,
         strings: bool,
     ) -> Result<(Vec<u32>, Option<Vec<String>>), ApiError> {
         let limits =
             EncodeLimits { bytes: self.text_bytes, tokens: TOKENIZE_TOKENS_MAX, all_tokens: TOKENIZE_TOKENS_MAX };
-        let (encoded, _call_permit) = self.encode_texts(vec![prompt], limits).await?;
+        let (encoded, _process_permit) = self.tokenize_texts(vec![prompt], limits).await?;
         let ids = match encoded.into_iter().next() {
             Some(Encoded::Ids(ids)) => ids,
             Some(Encoded::TooMany(tokens)) => {
@@ -238,32 +245,35 @@ impl Preparer {
     }
 
     /// Reads a body, and returns the memory that it holds, too.
-    pub async fn body(&self, request: HttpRequest) -> Result<(Vec<u8>, BodyPermit), ApiError> {
-        let read = timeout(SEND_TIMEOUT, self.bodies.read(request)).await;
+    pub async fn body(&self, http_request: HttpRequest) -> Result<(Vec<u8>, BodyPermit), ApiError> {
+        let read = timeout(SEND_TIMEOUT, self.bodies.read(http_request)).await;
         read.map_err(|_| ApiError::timeout("sending the body", SEND_TIMEOUT.as_secs()))?
     }
 
     /// Parses a body: here if it is small, else on a blocking thread.
-    async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<Call, ApiError> {
+    async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<ApiRequest, ApiError> {
         let (model, prompts_max) = (Arc::clone(&self.model), self.handle.shared.capacity());
         if body.len() <= SMALL_BYTES {
-            return Call::read(endpoint, &body, &model, prompts_max);
+            return ApiRequest::read(endpoint, &body, &model, prompts_max);
         }
-        let read = tokio::task::spawn_blocking(move || Call::read(endpoint, &body, &model, prompts_max));
+        let read = tokio::task::spawn_blocking(move || ApiRequest::read(endpoint, &body, &model, prompts_max));
         read.await.map_err(ApiError::server)?
     }
 
-    /// Encodes the prompts of a call. Returns their tokens, the number of tokens, and the permit for their memory.
-    async fn encode(&self, call: &mut Call) -> Result<(Vec<Vec<u32>>, u64, OwnedSemaphorePermit), ApiError> {
+    /// Tokenizes the prompts of a request. Returns their tokens, the number of tokens, and the permit for their memory.
+    async fn tokenize_prompts(
+        &self,
+        request: &mut ApiRequest,
+    ) -> Result<(Vec<Vec<u32>>, u64, OwnedSemaphorePermit), ApiError> {
         let limits = &self.handle.shared.limits;
         let context = u64::from(limits.context);
-        let limits_of_call = EncodeLimits {
+        let encode_limits = EncodeLimits {
             bytes: self.text_bytes,
             tokens: context,
-            all_tokens: PROMPT_TOKENS_MAX / u64::from(call.n.max(1)),
+            all_tokens: PROMPT_TOKENS_MAX / u64::from(request.n.max(1)),
         };
-        let (mut prompts, mut texts) = (Vec::with_capacity(call.prompts.len()), Vec::new());
-        for prompt in std::mem::take(&mut call.prompts) {
+        let (mut prompts, mut texts) = (Vec::with_capacity(request.prompts.len()), Vec::new());
+        for prompt in std::mem::take(&mut request.prompts) {
             prompts.push(match prompt {
                 Prompt::Ids(ids) => Some(ids),
                 // The length of a conversation is known after its template has run.
@@ -276,8 +286,8 @@ impl Preparer {
                 }
             });
         }
-        // Until the tokens are counted, only as many requests as calls run at once can hold them.
-        let (encoded, _call_permit) = self.encode_texts(texts, limits_of_call).await?;
+        // Keeps the process permit until the tokens have permits of their own.
+        let (encoded, _process_permit) = self.tokenize_texts(texts, encode_limits).await?;
         let mut encoded = encoded.into_iter();
         let mut all = Vec::with_capacity(prompts.len());
         for prompt in prompts {
@@ -285,25 +295,25 @@ impl Preparer {
                 Some(ids) => ids,
                 None => match encoded.next() {
                     Some(Encoded::Ids(ids)) => ids,
-                    Some(Encoded::TooMany(tokens)) => return Err(self.too_long(tokens, call)),
+                    Some(Encoded::TooMany(tokens)) => return Err(self.too_long(tokens, request)),
                     None => return Err(ApiError::server("the text process returned too few prompts")),
                 },
             });
         }
         let tokens: u64 = all.iter().map(|ids| ids.len() as u64).sum();
-        let total_tokens = tokens.saturating_mul(call.n.into());
+        let total_tokens = tokens.saturating_mul(request.n.into());
         if total_tokens > PROMPT_TOKENS_MAX {
             let message =
                 format!("the texts of the request have {total_tokens} prompt tokens; the limit is {PROMPT_TOKENS_MAX}");
             return Err(ApiError::limit(format!("{message}; split the request")));
         }
-        let units = total_tokens.div_ceil(TOKENS_PER_PERMIT) as u32;
-        let permit = Arc::clone(&self.tokens).acquire_many_owned(units).await.map_err(ApiError::server)?;
+        let permits = total_tokens.div_ceil(TOKENS_PER_PERMIT) as u32;
+        let permit = Arc::clone(&self.token_permits).acquire_many_owned(permits).await.map_err(ApiError::server)?;
         Ok((all, tokens, permit))
     }
 
-    /// Encodes texts in a text process. Returns the permit of the call, too.
-    async fn encode_texts(
+    /// Tokenizes texts in a text process. Returns the permit for the process, too.
+    async fn tokenize_texts(
         &self,
         texts: Vec<text::Prompt>,
         limits: EncodeLimits,
@@ -314,20 +324,25 @@ impl Preparer {
         let bytes: usize = texts.iter().map(text::Prompt::bytes).sum();
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
         let large =
-            if bytes > LARGE_BYTES { Some(permit(&self.large_calls).await.map_err(ApiError::server)?) } else { None };
-        let call = permit(&self.calls).await.map_err(ApiError::server)?;
+            if bytes > SMALL_BYTES { Some(permit(&self.large_permits).await.map_err(ApiError::server)?) } else { None };
+        let process = permit(&self.process_permits).await.map_err(ApiError::server)?;
         let text = self.text.clone();
         // Runs as its own task, which owns the permits: a client that disconnects does not wait for it.
-        let encode = move || (text.encode_all(&texts, limits), call, large);
-        let (encoded, call, _large) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
-        Ok((encoded?, Some(call)))
+        let encode = move || (text.encode_all(&texts, limits), process, large);
+        let (encoded, process, _large) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
+        Ok((encoded?, Some(process)))
     }
 
-    fn too_long(&self, tokens: u64, call: &Call) -> ApiError {
+    fn too_long(&self, tokens: u64, request: &ApiRequest) -> ApiError {
         let prompt = usize::try_from(tokens).unwrap_or(usize::MAX);
-        let (max_new_tokens, context) = (call.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
+        let (max_new_tokens, context) = (request.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
         SubmitError::Admission(unweight_engine::AdmissionError::TooLong { prompt, max_new_tokens, context }).into()
     }
+}
+
+/// Returns a random number of the system.
+pub(super) fn random() -> Result<u64, ApiError> {
+    getrandom::u64().map_err(|error| ApiError::server(format!("cannot get random numbers from the system: {error}")))
 }
 
 /// Returns the text of a prompt, unless it is token ids or a conversation.

@@ -3,9 +3,9 @@
 use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{
-    calls::{ARGS, CLOSE, LIST, OPEN, is_plain_text},
     error::ApiError,
     fields::{Fields, each, text},
+    tool_calls::{ARGS, CLOSE, LIST, OPEN, is_plain_text},
 };
 use crate::text::{Grammar, ToolFormat};
 

@@ -12,7 +12,7 @@ use std::{
     time::Instant,
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use unweight_engine::{AdmissionError, Event, Finish, Logprobs, Request, SeqId};
 
 use super::{
@@ -36,14 +36,23 @@ pub(super) struct Shared {
     pub failed: AtomicBool,
     /// Whether the server rejects new requests.
     pub stopping: AtomicBool,
-    /// Whether all running sequences end now.
-    pub abort: AtomicBool,
+    /// True when unanswered requests and running sequences end now.
+    pub abort: watch::Sender<bool>,
 }
 
 impl Shared {
     /// Returns the maximum number of running and waiting sequences.
     pub fn capacity(&self) -> usize {
         self.max_waiting.saturating_add(self.limits.max_batch as usize)
+    }
+
+    /// Returns an error if the server accepts no requests.
+    pub fn check_available(&self) -> Result<(), Unavailable> {
+        match (self.failed.load(Relaxed), self.stopping.load(Relaxed)) {
+            (true, _) => Err(Unavailable::Failed),
+            (_, true) => Err(Unavailable::Stopping),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -107,7 +116,7 @@ pub(super) struct Handle {
 impl Handle {
     /// Submits the sequences of a request and waits until the engine accepts or rejects them.
     pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, SubmitError> {
-        self.check_available()?;
+        self.shared.check_available().map_err(SubmitError::Unavailable)?;
         let (requested, capacity) = (requests.len(), self.shared.capacity());
         if requested > capacity {
             return Err(SubmitError::TooMany { requested, capacity });
@@ -122,16 +131,6 @@ impl Handle {
         // The worker outlives the last handle.
         answer.await.unwrap_or(Err(SubmitError::Unavailable(Unavailable::Stopping)))?;
         Ok(Sequences { events: receiver, cancel_flags })
-    }
-
-    fn check_available(&self) -> Result<(), SubmitError> {
-        if self.shared.failed.load(Relaxed) {
-            return Err(SubmitError::Unavailable(Unavailable::Failed));
-        }
-        if self.shared.stopping.load(Relaxed) {
-            return Err(SubmitError::Unavailable(Unavailable::Stopping));
-        }
-        Ok(())
     }
 }
 
@@ -177,7 +176,7 @@ impl Worker {
                 self.accept(backend, job);
             }
             self.cancel_unneeded(backend);
-            if self.shared.abort.load(Relaxed) {
+            if *self.shared.abort.borrow() {
                 self.end_all(backend, Unavailable::Stopping);
             }
             self.shared.metrics.load(backend.load());

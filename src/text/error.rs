@@ -68,3 +68,15 @@ impl TextError {
         }
     }
 }
+
+/// Why the tokens of a request have no text.
+#[cfg(feature = "serve")]
+#[derive(Debug)]
+pub(crate) enum DecodeError {
+    /// The vocabulary does not have this token.
+    UnknownToken(u32),
+    /// The tokens have more bytes of text than the limit.
+    TooLong { bytes: u64 },
+    /// The decoder of the tokenizer failed.
+    Text(TextError),
+}

@@ -55,6 +55,8 @@ use vocabulary::Vocabulary;
 
 #[cfg(unix)]
 pub use child::run_text_process;
+#[cfg(feature = "serve")]
+pub(crate) use error::DecodeError;
 pub use error::TextError;
 #[cfg(feature = "serve")]
 pub(crate) use grammar::Answer;
@@ -229,14 +231,20 @@ impl Text {
         self.vocabulary.longest()
     }
 
-    /// Decodes tokens, including special ones. Returns `None` if the text may exceed `bytes_max` bytes, or for an
-    /// unknown token.
+    /// Decodes tokens, including special ones.
+    ///
+    /// # Errors
+    /// [`DecodeError`].
     #[cfg(feature = "serve")]
-    pub(crate) fn decode_all(&self, ids: &[u32], bytes_max: u64) -> Result<Option<String>, TextError> {
-        if self.vocabulary.bytes(ids) > bytes_max || ids.iter().any(|id| !self.vocabulary.has(*id)) {
-            return Ok(None);
+    pub(crate) fn decode_all(&self, ids: &[u32], bytes_max: u64) -> Result<String, DecodeError> {
+        if let Some(id) = ids.iter().find(|id| !self.vocabulary.has(**id)) {
+            return Err(DecodeError::UnknownToken(*id));
         }
-        self.vocabulary.decode_all(ids).map(Some)
+        let bytes = self.vocabulary.bytes(ids);
+        if bytes > bytes_max {
+            return Err(DecodeError::TooLong { bytes });
+        }
+        self.vocabulary.decode_all(ids).map_err(DecodeError::Text)
     }
 
     /// Decodes a single token to its text and its bytes.
@@ -461,6 +469,17 @@ mod tests {
         let crab = &ids[ids.len() - 5..ids.len() - 2];
         let shown: String = crab.iter().map(|id| cut.push(*id).unwrap()).collect();
         assert_eq!((shown.as_str(), cut.finish().unwrap().contains('\u{fffd}')), ("", true));
+    }
+
+    #[cfg(feature = "serve")]
+    #[test]
+    fn tokens_without_text_are_told_apart() {
+        let text = Text::new(bytes().as_bytes(), None, None).unwrap();
+        let ids = text.encode("ab").unwrap();
+        // The special token has three bytes.
+        assert_eq!(text.decode_all(&ids, 5).unwrap(), "<s>ab");
+        assert!(matches!(text.decode_all(&ids, 4), Err(DecodeError::TooLong { bytes: 5 })));
+        assert!(matches!(text.decode_all(&[0, 999], 0), Err(DecodeError::UnknownToken(999))));
     }
 
     #[test]

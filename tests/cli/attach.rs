@@ -16,7 +16,7 @@ use unweight::{
         raw::{
             choose::{cost::gpu_model::GpuModel, policy::PackedChooser},
             jit::{
-                cache::{KernelCache, Policy},
+                cache::{CachePolicy, KernelCache},
                 compiler::{CompileRequest, NvrtcCompiler},
             },
             layer::loader::reachable,
@@ -135,7 +135,7 @@ fn bundle_carries_its_kernels() {
     let mut env = Env::process().unwrap().clone();
     env.nvrtc = Some(home.path().join("nowhere.so"));
     let bare = |name: &str| {
-        let policy = Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(1) };
+        let policy = CachePolicy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(1) };
         KernelCache::new(policy, Some(&home.path().join(name)), Arc::new(NvrtcCompiler::new(&env)))
     };
     let trusting = bare("trusting").trust(bundle.attached().unwrap().unwrap());
@@ -144,7 +144,7 @@ fn bundle_carries_its_kernels() {
         assert_eq!((&artifact.name, &artifact.state), (&request.name, &CacheState::Attached));
     }
     // The attached kernels equal the compiled ones, although only their bytes are known.
-    let policy = Policy { mode: JitMode::CacheOnly, lock_timeout: Duration::from_secs(1) };
+    let policy = CachePolicy { mode: JitMode::CacheOnly, lock_timeout: Duration::from_secs(1) };
     let own = KernelCache::new(policy, Some(&home.path().join("cache")), Arc::new(NvrtcCompiler::new(&env)));
     for (own, artifact) in own.compile_all(&requests, 2, &|_| {}).unwrap().iter().zip(&artifacts) {
         assert_eq!(own.cubin, artifact.cubin);

@@ -1,4 +1,4 @@
-//! `compress --shard` and `merge`.
+//! `compress --part` and `merge`.
 
 use std::fs;
 
@@ -12,16 +12,16 @@ fn parts_give_the_same_bundle() {
     run(home.path(), &["compress", "model", "-o", "whole", "--sha256"], 0);
     for part in ["1/3", "2/3", "3/3"] {
         let folder = format!("parts/{}", &part[..1]);
-        let arguments = ["compress", "model", "-o", &folder, "--shard", part, "--sha256", "--json"];
+        let arguments = ["compress", "model", "-o", &folder, "--part", part, "--sha256", "--json"];
         let report = json(&run(home.path(), &arguments, 0));
         assert_eq!(report["part"], part);
         documented("compress", &report);
     }
     // There are only two shards for three parts.
-    let output = run(home.path(), &["compress", "model", "-o", "empty", "--shard", "3/3", "-q"], 0);
+    let output = run(home.path(), &["compress", "model", "-o", "empty", "--part", "3/3", "-q"], 0);
     assert_eq!(stderr(&output), "");
     fs::remove_dir_all(home.path().join("empty")).unwrap();
-    let text = stderr(&run(home.path(), &["compress", "model", "-o", "empty", "--shard", "3/3"], 0));
+    let text = stderr(&run(home.path(), &["compress", "model", "-o", "empty", "--part", "3/3"], 0));
     assert!(text.contains("part 3/3 has no weights: a file is never split"), "{text}");
     assert!(!text.contains("nothing was compressed"), "{text}");
 
@@ -36,11 +36,11 @@ fn parts_give_the_same_bundle() {
     let again = ["merge", "parts/1", "parts/2", "parts/3", "-o", "bundle", "--force", "--verify", "none"];
     assert!(stdout(&run(home.path(), &again, 0)).contains("of 3 parts"));
     for (wrong, expected) in [
-        (&["--shard", "4/3"][..], "expected I/N, such as 2/5"),
-        (&["--shard", "1/2", "--sign", "key"], "cannot be used with"),
+        (&["--part", "4/3"][..], "expected I/N, such as 2/5"),
+        (&["--part", "1/2", "--sign", "key"], "cannot be used with"),
     ] {
         let text = stderr(&run(home.path(), &[&["compress", "model", "-o", "x"], wrong].concat(), 2));
         assert!(text.contains(expected), "{text}");
     }
-    fails(home.path(), &["compress", "model", "-o", "-", "--shard", "1/2"], 2, "usage");
+    fails(home.path(), &["compress", "model", "-o", "-", "--part", "1/2"], 2, "usage");
 }

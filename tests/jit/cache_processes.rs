@@ -4,19 +4,23 @@
 //! The compiler is fake and appends a line to a shared log per compile: the tests check which process compiles, how
 //! often, and what is left on disk.
 
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::{
+    fs::File,
+    io::Write,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use unweight_rt::Error;
-use unweight_rt::env::JitMode;
-use unweight_rt::raw::jit::compiler::{CompileRequest, Compiled, Compiler, CompilerId, FakeCompiler};
 use unweight_rt::{
+    Error,
     cache::{CacheState, Miss},
-    raw::jit::cache::{Kept, KernelCache, Policy, Store},
+    env::JitMode,
+    raw::jit::{
+        cache::{CachePolicy, Kept, KernelCache, Store},
+        compiler::{CompileRequest, Compiled, Compiler, CompilerId, FakeCompiler},
+    },
 };
 
 /// Kernels that a child requests.
@@ -60,7 +64,7 @@ fn child() {
     let delay = Duration::from_millis(variable("CHILD_DELAY_MS").parse().unwrap());
     let start_at: u128 = variable("CHILD_START_MS").parse().unwrap();
     let compiler = Noting { fake: FakeCompiler::new("1.0", delay), log: variable("CHILD_LOG").into() };
-    let policy = Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(120) };
+    let policy = CachePolicy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(120) };
     // All children start at the same moment, independent of their start-up time.
     while now_ms() < start_at {
         std::thread::sleep(Duration::from_micros(200));
@@ -273,7 +277,7 @@ fn read_only_cache_is_read_and_not_written() {
     // case.
     let enforced = File::create(bench.root.join("entries/probe")).is_err();
     let cache = KernelCache::new(
-        Policy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(5) },
+        CachePolicy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(5) },
         Some(&bench.root),
         Arc::new(FakeCompiler::default()),
     );

@@ -5,25 +5,31 @@
 //! parameters match the plan; the instructions that the kernel is built around are present. The first tests check the
 //! checks: each violation is detected.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-use unweight_codegen::family::{FAMILIES, Instruction};
-use unweight_codegen::plan::Plan;
-use unweight_codegen::spec::{
-    Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec, SampleSpec,
-    ScaleSpec, SiluMulSpec, VariantSpec, catalog,
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
 };
-use unweight_rt::Error;
-use unweight_rt::env::{Env, JitMode};
-use unweight_rt::raw::jit::compiler::{CompileRequest, Compiler, NvrtcCompiler};
-use unweight_rt::raw::jit::cubin::{self, KernelInfo, Opcode};
+
+use unweight_codegen::{
+    family::{FAMILIES, Instruction},
+    plan::Plan,
+    spec::{
+        Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec,
+        GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec,
+        SampleSpec, ScaleSpec, SiluMulSpec, VariantSpec, catalog,
+    },
+};
 use unweight_rt::{
+    Error,
     cache::CacheState,
-    raw::jit::cache::{KernelCache, Policy},
+    env::{Env, JitMode},
+    raw::jit::{
+        cache::{CachePolicy, KernelCache},
+        compiler::{CompileRequest, Compiler, NvrtcCompiler},
+        cubin::{self, KernelInfo, Opcode},
+    },
 };
 
 /// Returns the compiler. Fails with instructions if it is missing, because these tests would be meaningless without it.
@@ -286,8 +292,8 @@ fn compile_error_shows_its_line_and_keeps_the_source() {
     assert!(error.to_string().contains("sm_90a"), "{error}");
 }
 
-fn policy(mode: JitMode) -> Policy {
-    Policy { mode, lock_timeout: Duration::from_secs(60) }
+fn policy(mode: JitMode) -> CachePolicy {
+    CachePolicy { mode, lock_timeout: Duration::from_secs(60) }
 }
 
 /// Returns a kernel of each family.

@@ -10,7 +10,7 @@ use std::{fmt, time::Instant};
 use serde::Serialize;
 use unweight_engine::{
     Engine, EngineError, EngineOptions, ExpertTraffic, KvCache, LoadProgress, Memory, Placement, Plan, Request,
-    raw::{RandomStored, measure::Part, options::MAX_BATCH},
+    raw::{RandomStored, measure::StepPhase, options::MAX_BATCH},
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
@@ -297,20 +297,20 @@ pub fn bench_decode(
     Ok(DecodeReport { device, rounds, options: options.clone(), engines, tuned, rows, parts })
 }
 
-/// Measures each part of a step alone.
+/// Measures each phase of a step alone.
 fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize) -> Result<Vec<PartRow>, BenchError> {
-    // A part that samples advances to the next position in each launch.
+    // A phase that samples advances to the next position in each launch.
     contender.engine.measure().prepare(batch, context, PART_ROUNDS as u32 * 3)?;
     let kv_cache = contender.kv_cache();
     // Steps that fetch experts cannot be recorded.
     let offloaded = contender.engine.options().resident_experts.is_some();
-    let parts = Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp));
-    let row = |part: Part| {
-        let graph = contender.engine.measure().record_part(batch, part)?;
+    let phases = StepPhase::ALL.into_iter().filter(|phase| !(offloaded && *phase == StepPhase::GateUp));
+    let row = |phase: StepPhase| {
+        let graph = contender.engine.measure().record_phase(batch, phase)?;
         let median_us = median_alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
-        Ok(PartRow { batch, placement: contender.name, kv_cache, part: part.name(), median_us })
+        Ok(PartRow { batch, placement: contender.name, kv_cache, part: phase.name(), median_us })
     };
-    parts.map(row).collect()
+    phases.map(row).collect()
 }
 
 fn steps(

@@ -27,7 +27,8 @@ usage: cargo xtask <task> [options]
   test-vllm           test the wheel with vLLM on the CPU in many minutes; downloads 6 GB, unless
                       UNWEIGHT_VLLM_PYTHON names a Python that has it
   test-candle         lint and test bindings/candle on the CPU; the first build takes minutes
-                        --if-prepared  (last three tasks) download nothing; skip what is not installed or slow
+                        --if-prepared  (test-python, test-vllm, test-candle) download nothing; skip what is not
+                                       installed or slow
   wheel               build the Python wheel, with the command in it, in target/wheels
                         --manylinux2014  for every Linux with glibc 2.17 or newer; links with zig from PyPI
   lint                run shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
@@ -54,6 +55,7 @@ usage: cargo xtask <task> [options]
 ";
 
 fn main() -> ExitCode {
+    // Cargo runs this program instead of rustc, with this variable set, in a release build (see `rustc`).
     if let Some(root) = std::env::var_os(rustc::ROOT) {
         let arguments: Vec<_> = std::env::args_os().skip(1).collect();
         return match rustc::run(&root, &arguments) {

@@ -7,89 +7,62 @@ mod workspace;
 
 use workspace::{files, shown};
 
-/// Identifiers that the glossary retired, and paths where they still have another meaning.
-const RETIRED: [(&str, &[&str]); 40] = [
-    ("FormId", &[]),
-    ("FORMS", &[]),
-    ("DynForm", &[]),
-    ("Lane", &[]),
-    ("LaneSize", &[]),
-    ("LaneParts", &[]),
-    ("LaneTooSmall", &[]),
-    ("Guest", &[]),
-    ("Outside", &[]),
-    ("OutsideKernel", &[]),
-    ("Refusal", &[]),
+/// Identifiers that the glossary retired, their replacements, and paths where they still have another meaning.
+const RETIRED: [(&str, &str, &[&str]); 16] = [
+    ("FormId", "EncodingId", &[]),
+    ("Lane", "ExecContext", &[]),
+    ("Refusal", "LaunchError", &[]),
     // Python docstrings begin sentences with this word.
-    ("Refused", &["bindings/python/python"]),
-    ("Unfit", &[]),
-    ("BadOption", &[]),
-    ("Machine", &[]),
-    ("Way", &[]),
-    ("Ways", &[]),
-    ("StepOracle", &[]),
-    ("EncodeSpec", &[]),
-    ("DecodeSpec", &[]),
-    ("CompressSpec", &[]),
-    ("TranscodeSpec", &[]),
-    ("FitError", &[]),
-    ("RepackSpec", &[]),
-    ("RepackStage", &[]),
-    ("RepackArgs", &[]),
-    ("load_matrix_x4", &[]),
-    ("bulk_load", &[]),
-    ("Linears", &[]),
-    ("Residency", &[]),
-    ("Resident", &[]),
-    ("Choice", &[]),
+    ("Refused", "LaunchError or AdmissionError", &["bindings/python/python"]),
+    ("Unfit", "LaunchError", &[]),
+    ("EncodeSpec", "EncodeHuffmanSpec or EncodeCompactSpec", &[]),
+    ("DecodeSpec", "DecodeHuffmanSpec or DecodeCompactSpec", &[]),
+    ("CompressSpec", "EncodeCompactSpec", &[]),
+    ("FitError", "BudgetError", &[]),
+    ("bulk_load", "cp_async_bulk_load", &[]),
+    ("Linears", "Placement", &[]),
+    ("Resident", "Placement", &[]),
+    ("ResidentArg", "PlacementArg", &[]),
     // The names of an MLP's tensors.
-    ("MlpWeights", &["unweight-model", "unweight-engine/src/weights", "xtask/tests/public_api.rs"]),
-    ("ResidentArg", &[]),
-    ("Lies", &[]),
-    ("Lying", &[]),
-    ("LyingMlp", &[]),
-    ("Lie", &[]),
-    ("MlpMode", &[]),
-    ("Wanted", &[]),
+    ("MlpWeights", "Placement", &["unweight-model", "unweight-engine/src/weights", "xtask/tests/public_api.rs"]),
+    ("LyingMlp", "Placement", &[]),
+    ("MlpMode", "Pipeline", &[]),
 ];
 
-/// Retired options and parts of retired kernel names, which documents must not use, either.
-const RETIRED_PARTS: [&str; 5] = ["repack_", "--linears", "--resident ", "--mlp", "--profile resident"];
+/// Retired options, which documents must not use, either, and their replacements.
+const RETIRED_OPTIONS: [(&str, &str); 5] = [
+    ("--linears", "--placement"),
+    ("--resident ", "--placement"),
+    ("--mlp", "--placement"),
+    ("--profile resident", "--profile packed"),
+    ("--shard", "--part"),
+];
 
-/// Word sequences that no identifier, comment, document or path contains. `DynForm`, `dyn_form` and "dyn-form" are
-/// equal.
-const RETIRED_WORDS: [&[&str]; 31] = [
-    &["guest"],
-    &["preprocess"],
-    &["register", "sourced"],
-    &["cpu", "prelude"],
-    &["repack"],
-    &["residency"],
-    &["lying"],
-    &["dyn", "form"],
-    &["form", "id"],
-    &["packed", "form"],
-    &["compact", "form"],
-    &["huffman", "form"],
-    &["stored", "form"],
-    &["lane", "size"],
-    &["lane", "parts"],
-    &["outside", "kernel"],
-    &["step", "oracle"],
-    &["bad", "option"],
-    &["mlp", "mode"],
-    &["load", "matrix", "x4"],
-    &["lower", "registers"],
-    &["sync", "block"],
-    &["sync", "warp"],
-    &["warp", "ballot"],
-    &["shuffle", "xor"],
-    &["elect", "one"],
-    &["smem", "address"],
-    &["funnel", "shift", "right"],
-    &["funnel", "shift", "left"],
-    &["count", "leading", "zeros"],
-    &["bit", "reverse"],
+/// Word sequences that no identifier, comment, document or path contains, and their replacements. `DynForm`,
+/// `dyn_form` and "dyn-form" are equal.
+const RETIRED_WORDS: [(&[&str], &str); 21] = [
+    (&["guest"], "interop"),
+    (&["register", "sourced"], "packed"),
+    (&["repack"], "pack or unpack"),
+    (&["residency"], "placement"),
+    (&["dyn", "form"], "encoding"),
+    (&["form", "id"], "encoding id"),
+    (&["packed", "form"], "packed encoding"),
+    (&["compact", "form"], "compact encoding"),
+    (&["huffman", "form"], "Huffman encoding"),
+    (&["stored", "form"], "encoding"),
+    (&["lane", "size"], "context size"),
+    (&["outside", "kernel"], "external kernel"),
+    (&["step", "oracle"], "objective"),
+    (&["mlp", "mode"], "pipeline"),
+    // Wrappers of PTX instructions have the names of the instructions.
+    (&["load", "matrix", "x4"], "ldmatrix_x4"),
+    (&["lower", "registers"], "setmaxnreg_dec"),
+    (&["sync", "block"], "bar_sync"),
+    (&["sync", "warp"], "bar_warp_sync"),
+    (&["warp", "ballot"], "vote_sync_ballot"),
+    (&["shuffle", "xor"], "shfl_sync_bfly"),
+    (&["elect", "one"], "elect_sync"),
 ];
 
 /// Returns every source file of the repository.
@@ -124,12 +97,13 @@ fn parts(text: &str) -> Vec<String> {
     parts
 }
 
-/// Returns the retired words of a line or path. Names of records are history.
-fn retired(text: &str) -> Vec<String> {
+/// Returns the retired words of a line or path, and their replacements. Names of records are history.
+fn retired(text: &str) -> Vec<(String, &'static str)> {
     let text: Vec<&str> = text.split([' ', '(', ')', '`']).filter(|word| !word.contains("records/")).collect();
     let parts = parts(&text.join(" "));
-    let has = |words: &&&[&str]| parts.windows(words.len()).any(|window| window == **words);
-    RETIRED_WORDS.iter().filter(has).map(|words| words.join(" ")).collect()
+    let has = |words: &[&str]| parts.windows(words.len()).any(|window| window == words);
+    let found = RETIRED_WORDS.iter().filter(|(words, _)| has(words));
+    found.map(|(words, replacement)| (words.join(" "), *replacement)).collect()
 }
 
 #[test]
@@ -141,12 +115,14 @@ fn retired_words_are_gone() {
         if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
             continue;
         }
-        found.extend(retired(&shown).into_iter().map(|word| format!("{shown}: {word}")));
         let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
-        let lines = text.lines().zip(1..).flat_map(|(line, at)| retired(line).into_iter().map(move |word| (at, word)));
-        found.extend(lines.map(|(at, word)| format!("{shown}:{at}: {word}")));
+        // The path, as line 0, and the lines.
+        for (line, at) in [&*shown].into_iter().chain(text.lines()).zip(0..) {
+            let retired = retired(line).into_iter();
+            found.extend(retired.map(|(words, replacement)| format!("{shown}:{at}: {words}; use {replacement}")));
+        }
     }
-    assert_eq!(found, [""; 0], "retired words; the glossary in CONTRIBUTING.md has their replacements");
+    assert_eq!(found, [""; 0], "retired words");
 }
 
 #[test]
@@ -158,14 +134,15 @@ fn planted_words_are_found() {
         ("// Register-sourced matmul", "register sourced"),
         ("ptx::sync_block();", "sync block"),
         ("/// The packed form of a weight", "packed form"),
-        ("tests/cpu/preprocess.rs", "preprocess"),
+        ("tests/cpu/repack.rs", "repack"),
         ("shuffleXor", "shuffle xor"),
         ("CUDAGuest", "guest"),
     ] {
-        assert_eq!(retired(text), [words], "{text}");
+        let found: Vec<String> = retired(text).into_iter().map(|(words, _)| words).collect();
+        assert_eq!(found, [words], "{text}");
     }
-    for text in ["a guesthouse", "docs/records/kernels-preprocess-log.md", "preprocessor", "sync blocks", "platform"] {
-        assert_eq!(retired(text), [""; 0], "{text}");
+    for text in ["a guesthouse", "docs/records/kernels-repack-log.md", "repacked", "sync blocks", "platform"] {
+        assert_eq!(retired(text), [], "{text}");
     }
     assert_eq!(parts("HTTPServer x2_CTARank"), ["http", "server", "x2", "cta", "rank"]);
 }
@@ -189,17 +166,17 @@ fn retired_identifiers_are_gone() {
             } else {
                 code
             };
-            let retired =
-                words(if prose { "" } else { code }).filter_map(|word| RETIRED.iter().find(|(name, _)| *name == word));
-            for (name, allowed) in retired {
+            let names = words(if prose { "" } else { code });
+            let retired = names.filter_map(|word| RETIRED.iter().find(|(name, ..)| *name == word));
+            for (name, replacement, allowed) in retired {
                 if !allowed.iter().any(|place| shown.starts_with(place)) {
-                    found.push(format!("{shown}:{}: {name}", number + 1));
+                    found.push(format!("{shown}:{}: {name}; use {replacement}", number + 1));
                 }
             }
             let whole = if prose { line } else { code };
-            let parts = RETIRED_PARTS.iter().filter(|part| whole.contains(**part));
-            found.extend(parts.map(|part| format!("{shown}:{}: {part}", number + 1)));
+            let options = RETIRED_OPTIONS.iter().filter(|(option, _)| whole.contains(option));
+            found.extend(options.map(|(option, new)| format!("{shown}:{}: {option}; use {new}", number + 1)));
         }
     }
-    assert_eq!(found, [""; 0], "retired words; the glossary in CONTRIBUTING.md has their replacements");
+    assert_eq!(found, [""; 0], "retired identifiers and options");
 }

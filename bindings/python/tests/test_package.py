@@ -34,7 +34,7 @@ class Case(unittest.TestCase):
 class Package(unittest.TestCase):
     def test_no_other_packages_are_installed(self):
         for name in ("numpy", "torch", "transformers", "ml_dtypes"):
-            self.assertIsNone(importlib.util.find_spec(name), f"{name} is installed; these tests are to do without")
+            self.assertIsNone(importlib.util.find_spec(name), f"{name} is installed; these tests run without it")
         self.assertFalse({"numpy", "torch"} & set(sys.modules))
 
     def test_the_package_has_metadata(self):

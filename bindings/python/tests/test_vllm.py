@@ -438,6 +438,24 @@ class Engine(Case):
         warnings = (done.stdout + done.stderr).count("unweight does not support this vLLM")
         self.assertEqual(warnings, 1, done.stderr[-4000:])
 
+    def test_experts_on_a_device_without_kernels_stay_in_bf16_with_a_warning(self):
+        program = (
+            "import torch\n"
+            "from unittest import mock\n"
+            "from unweight.vllm import _methods\n"
+            "_methods.why_not = lambda device: 'there are no kernels'\n"
+            "_methods._begin_packing = lambda layer: True\n"
+            "method = object.__new__(_methods.UnweightExpertsMethod)\n"
+            "method._plain, method._loaders = 'bf16', {}\n"
+            "layer = mock.Mock(w13_weight=torch.zeros(1), w2_weight=torch.zeros(1))\n"
+            "method.process_weights_after_loading(layer)\n"
+            "layer._replace_quant_method.assert_called_once_with('bf16')\n"
+        )
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        self.assertEqual(done.returncode, 0, done.stderr[-4000:])
+        self.assertIn("unweight: there are no kernels; weights stay in BF16", done.stdout + done.stderr)
+
 
 class Serve(Case):
     def test_vllm_serve_needs_only_the_folder(self):

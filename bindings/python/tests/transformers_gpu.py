@@ -34,7 +34,7 @@ import unweight.transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from unweight.ops import Linear
-from vllm_gpu import GEOMETRIES, make
+from models import GEOMETRIES, of_geometry
 
 ROUNDS = 3
 # The maximum error of logits against float32, in units of the error of BF16.
@@ -233,7 +233,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch) / "model"
-        step("model", 0, lambda: make(folder, arguments.geometry, arguments.layers))
+        step("model", 0, lambda: of_geometry(folder, arguments.geometry, arguments.layers))
         vocabulary = GEOMETRIES[arguments.geometry][-1]
         random = torch.Generator().manual_seed(3)
         prompt = torch.randint(2, vocabulary, (1, arguments.prompt), generator=random).to(device)

@@ -35,23 +35,8 @@ import tempfile
 import time
 from typing import Any
 
-# hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary size
-GEOMETRIES = {
-    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256),
-    "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
-    "qwen3-30b-a3b": (2048, 768, 48, 32, 4, 128, 151936),
-    "tiny": (256, 512, 2, 4, 2, 64, 512),
-    "tiny-mixtral": (256, 512, 2, 4, 2, 64, 512),
-    "tiny-qwen3-moe": (256, 128, 2, 4, 2, 64, 512),
-}
-# The mixtures of experts: model type, experts per layer, experts per token.
-MIXTURES = {
-    "mixtral-8x7b": ("mixtral", 8, 2),
-    "qwen3-30b-a3b": ("qwen3_moe", 128, 8),
-    "tiny-mixtral": ("mixtral", 4, 2),
-    "tiny-qwen3-moe": ("qwen3_moe", 8, 2),
-}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+from models import GEOMETRIES, of_geometry
+
 ROUNDS = 3
 RANK = 16
 # The minimum time to start an engine with: it needs about 45 seconds on a GPU before its first result.
@@ -71,87 +56,6 @@ LOADED = {
     "packed": r"unweight: (.* packed, .* GiB of .* GiB; \d+ in BF16)",
     "read": r"unweight: (\d+ of \d+ bytes of the bundle read)",
 }
-
-
-def make(home: pathlib.Path, geometry: str, layers: int | None) -> None:
-    """Writes a model with normally distributed random weights, generated on the GPU if there is one."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, intermediate, own_layers, heads, kv_heads, head, vocabulary = GEOMETRIES[geometry]
-    kind, experts, chosen = MIXTURES.get(geometry, ("llama", 0, 0))
-    layers = layers or own_layers
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    random = torch.Generator(device).manual_seed(0)
-
-    def matrix(n: int, k: int) -> torch.Tensor:
-        return (torch.randn(n, k, generator=random, device=device) * 0.02).to(torch.bfloat16).cpu()
-
-    home.mkdir(parents=True)
-    places: dict[str, str] = {}
-
-    def save(part: int, tensors: dict[str, torch.Tensor]) -> None:
-        name = f"model-{part:05}.safetensors"
-        save_file(tensors, home / name, {"format": "pt"})
-        places.update(dict.fromkeys(tensors, name))
-
-    attention = {
-        "self_attn.q_proj": (heads * head, hidden),
-        "self_attn.k_proj": (kv_heads * head, hidden),
-        "self_attn.v_proj": (kv_heads * head, hidden),
-        "self_attn.o_proj": (hidden, heads * head),
-    }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    if kind == "qwen3_moe":
-        norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
-    if kind == "mixtral":
-        mlp, mlps, router = ("w1", "w3", "w2"), "block_sparse_moe.experts.{}", "block_sparse_moe.gate"
-    else:
-        mlp, mlps, router = ("gate_proj", "up_proj", "down_proj"), "mlp.experts.{}" if experts else "mlp", "mlp.gate"
-    places_of_mlps = [mlps.format(expert) for expert in range(max(1, experts))]
-    for layer in range(layers):
-        shapes = dict(attention)
-        for place in places_of_mlps:
-            for name, shape in zip(mlp, 2 * [(intermediate, hidden)] + [(hidden, intermediate)]):
-                shapes[f"{place}.{name}"] = shape
-        if experts:
-            shapes[router] = (experts, hidden)
-        prefix = f"model.layers.{layer}"
-        tensors = {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        for norm, width in norms.items():
-            tensors[f"{prefix}.{norm}.weight"] = torch.ones(width, dtype=torch.bfloat16)
-        save(layer, tensors)
-    ends = {"model.embed_tokens.weight": matrix(vocabulary, hidden), "lm_head.weight": matrix(vocabulary, hidden)}
-    save(layers, {**ends, "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)})
-    (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    config = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "torch_dtype": "bfloat16",
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
-    if kind == "mixtral":
-        config |= {"num_local_experts": experts, "num_experts_per_tok": chosen, "sliding_window": None}
-    elif kind == "qwen3_moe":
-        config |= {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": intermediate}
-        config |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    (home / "config.json").write_text(json.dumps(config, indent=1))
-    if device == "cuda":
-        # Free the memory for the engines, which are other processes.
-        torch.cuda.empty_cache()
 
 
 def make_adapter(home: pathlib.Path, config: dict[str, Any]) -> None:
@@ -464,7 +368,7 @@ def main() -> None:
         home = pathlib.Path(scratch)
         model = arguments.model or home / "model"
         if arguments.model is None:
-            make(model, arguments.geometry, arguments.layers)
+            of_geometry(model, arguments.geometry, arguments.layers)
         weight_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         is_cuda = torch.cuda.is_available()
         if is_cuda:

@@ -11,7 +11,7 @@ use unweight::cli::{
     Everywhere, Program,
     common::Gpu,
     failure::{Coded, Failure, Result},
-    output::Output,
+    output::Console,
     pipelines::{PlacementArgs, note_unused, saved_plan},
     plot::{check_can_save, save},
     profile,
@@ -38,16 +38,16 @@ pub struct Cli {
 }
 
 impl Program for Cli {
-    fn output(&self) -> Output {
-        self.everywhere.output()
+    fn console(&self) -> Console {
+        self.everywhere.console()
     }
 
     fn command(&self) -> &'static str {
         self.bench.name()
     }
 
-    fn run(&self, output: Output) -> Result<()> {
-        self.bench.run(output)
+    fn run(&self, console: Console) -> Result<()> {
+        self.bench.run(console)
     }
 }
 
@@ -374,14 +374,14 @@ impl Bench {
         }
     }
 
-    fn run(&self, output: Output) -> Result<()> {
-        let note = |line: &str| output.note(line);
+    fn run(&self, console: Console) -> Result<()> {
+        let note = |line: &str| console.note(line);
         match self {
             Self::Kernels(arguments) => {
                 let kernels = open(arguments.gpu.device)?;
                 let report = bench::bench_kernels(&kernels, &arguments.options(), &arguments.timing.timing(), &note)
                     .map_err(failed)?;
-                output.result(self.name(), &report, |out| write!(out, "{report}"))
+                console.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Rivals(arguments) => {
                 check_can_save(arguments.svg.as_deref())?;
@@ -390,11 +390,11 @@ impl Bench {
                     .map_err(failed)?;
                 if let Some(file) = &arguments.svg {
                     save(file, &plot::amplification(&report.rows))?;
-                    output.note(format_args!("wrote {}", file.display()));
+                    console.note(format_args!("wrote {}", file.display()));
                 }
-                output.result(self.name(), &report, |out| write!(out, "{report}"))
+                console.result(self.name(), &report, |out| write!(out, "{report}"))
             }
-            Self::Matmul(arguments) => arguments.run(self.name(), output, &note),
+            Self::Matmul(arguments) => arguments.run(self.name(), console, &note),
             Self::Decode(arguments) => {
                 let has_pipelines = arguments.engine.placement.has_pipelines();
                 if arguments.tune && !has_pipelines {
@@ -409,7 +409,7 @@ impl Bench {
                     (None, Some(config)) => DecodeModel::Geometry(config),
                     (None, None) => return Err(usage("no model given", "pass a bundle or --geometry NAME")),
                 };
-                let kernels = arguments.trust.kernels(arguments.gpu.device, bundle.as_ref(), output)?;
+                let kernels = arguments.trust.kernels(arguments.gpu.device, bundle.as_ref(), console)?;
                 let mut options = DecodeOptions::default()
                     .context(arguments.context)
                     .prefill(arguments.prefill)
@@ -422,29 +422,29 @@ impl Bench {
                     options.batches.clone_from(&arguments.batch);
                 }
                 if has_pipelines {
-                    let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
+                    let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, console));
                     let profile = Some(arguments.profile);
                     options = options.plan(plan).profile(profile).tune(arguments.tune);
                 }
                 if let Some(bundle) = &bundle {
-                    note_unused(&options.plan, arguments.engine.placement, bundle, kernels.device().info(), output);
+                    note_unused(&options.plan, arguments.engine.placement, bundle, kernels.device().info(), console);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note).map_err(failed)?;
                 if let Some(file) = &arguments.svg {
                     save(file, &plot::decode_steps(&report))?;
-                    output.note(format_args!("wrote {}", file.display()));
+                    console.note(format_args!("wrote {}", file.display()));
                 }
-                output.result(self.name(), &report, |out| write!(out, "{report}"))
+                console.result(self.name(), &report, |out| write!(out, "{report}"))
             }
-            Self::Speculate(arguments) => arguments.run(self.name(), output, &note),
+            Self::Speculate(arguments) => arguments.run(self.name(), console, &note),
             Self::Report(arguments) => {
                 let kernels = open(arguments.gpu.device)?;
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
                 let selection = (arguments.batch.as_slice(), arguments.context, arguments.tune);
                 let tables = bench::bench_tables(&kernels, &config, selection, &timing, &note).map_err(failed)?;
-                output.result(self.name(), &tables, |out| write!(out, "{tables}"))
+                console.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }
             Self::Stress(arguments) => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
@@ -457,7 +457,7 @@ impl Bench {
                     .asynchronous(arguments.copy == CopyKind::Async)
                     .plant(plant);
                 let report = bench::stress(&kernels, env, &options, &note).map_err(failed)?;
-                output.result(self.name(), &report, |out| write!(out, "{report}"))?;
+                console.result(self.name(), &report, |out| write!(out, "{report}"))?;
                 if report.is_clean() {
                     return Ok(());
                 }
@@ -490,10 +490,10 @@ impl Rounds {
 }
 
 impl MatmulBench {
-    fn run(&self, command: &str, output: Output, note: &dyn Fn(&str)) -> Result<()> {
+    fn run(&self, command: &str, console: Console, note: &dyn Fn(&str)) -> Result<()> {
         check_can_save(self.svg.as_deref())?;
         let kernels = open(self.gpu.device)?;
-        note_table(&kernels, output);
+        note_table(&kernels, console);
         let options = self.options(&kernels)?;
         // Fail before minutes of measuring if the table cannot be saved.
         let store = match (&self.save_table, kernels.cache().store()) {
@@ -506,12 +506,12 @@ impl MatmulBench {
         let report = bench::bench_matmul(&kernels, &options, &self.timing.timing(), note).map_err(failed)?;
         if let Some(file) = &self.svg {
             save(file, &plot::speedups(&report.rows))?;
-            output.note(format_args!("wrote {}", file.display()));
+            console.note(format_args!("wrote {}", file.display()));
         }
         let registered = kernels.chooser().registered();
         if let Some(Some(file)) = &self.save_table {
             fs::write(file, report.table(registered).to_json()).map_err(Failure::io(file.display()))?;
-            output.note(format_args!("wrote {}", file.display()));
+            console.note(format_args!("wrote {}", file.display()));
         }
         if let Some(store) = store {
             let info = kernels.device().info();
@@ -520,9 +520,9 @@ impl MatmulBench {
             let existing = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
             let table = report.table(registered).over(&existing).to_json();
             let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
-            output.note(format_args!("saved {}; every start on this GPU model uses it", path.display()));
+            console.note(format_args!("saved {}; every start on this GPU model uses it", path.display()));
         }
-        output.result(command, &report, |out| write!(out, "{report}"))
+        console.result(command, &report, |out| write!(out, "{report}"))
     }
 
     fn options(&self, kernels: &KernelSet) -> Result<MatmulOptions> {
@@ -553,7 +553,7 @@ impl MatmulBench {
 }
 
 impl SpeculateBench {
-    fn run(&self, command: &str, output: Output, note: &(dyn Fn(&str) + Sync)) -> Result<()> {
+    fn run(&self, command: &str, console: Console, note: &(dyn Fn(&str) + Sync)) -> Result<()> {
         let kernels = open(self.gpu.device)?;
         let mut options = EngineOptions::default().speculate(self.speculate);
         (options.placement, options.kv_cache) = (self.engine.placement.0, self.engine.kv_cache.0);
@@ -561,7 +561,7 @@ impl SpeculateBench {
         let selection = (self.batch.as_slice(), self.tokens, self.rounds.into());
         let report = bench::bench_speculate(&kernels, &self.geometry.config(), &options, selection, note);
         let report = report.map_err(failed)?;
-        output.result(command, &report, |out| write!(out, "{report}"))
+        console.result(command, &report, |out| write!(out, "{report}"))
     }
 }
 

@@ -18,11 +18,11 @@ use crate::limits::ArchLimits;
 /// The largest value of an axis below the spec's that fits with the other axes unchanged. A macro, because a const fn
 /// accepts no closure.
 macro_rules! largest_fitting {
-    ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
-        let mut value = $op.$field.get();
+    ($fits:ident($arch:ident, $spec:ident), $spec_type:ident { $field:ident: $axis:ident }) => {{
+        let mut value = $spec.$field.get();
         loop {
             match $axis::new(value - 1) {
-                Ok(smaller) if $fits($spec, &$op_type { $field: smaller, ..*$op }) => break Some(smaller.get()),
+                Ok(smaller) if $fits($arch, &$spec_type { $field: smaller, ..*$spec }) => break Some(smaller.get()),
                 Ok(_) => value -= 1,
                 Err(_) => break None,
             }

@@ -200,49 +200,49 @@ const MBARRIER_BYTES: u32 = 8;
 
 /// Bytes of a ring slot: K and V of a tile or a page; for a packed tile also the records of its page, rounded up to 128
 /// bytes.
-const fn slot_bytes(op: &AttentionSpec) -> u32 {
-    if matches!(op.cache, KvCache::Packed) {
-        let head_dim = op.head_dim.get();
+const fn slot_bytes(spec: &AttentionSpec) -> u32 {
+    if matches!(spec.cache, KvCache::Packed) {
+        let head_dim = spec.head_dim.get();
         return (2 * (kv::packed::tile_bytes(head_dim) + kv::packed::record_bytes(head_dim))).next_multiple_of(128);
     }
-    let tokens = match op.step {
+    let tokens = match spec.step {
         AttentionStep::Decode => TILE_TOKENS,
-        AttentionStep::Prefill if op.head_dim.get() > kv::packed::HEAD_DIM_MAX => kv::PAGE_TOKENS / 2,
+        AttentionStep::Prefill if spec.head_dim.get() > kv::packed::HEAD_DIM_MAX => kv::PAGE_TOKENS / 2,
         AttentionStep::Prefill => kv::PAGE_TOKENS,
     };
-    2 * tokens * op.head_dim.get() * ELEMENT_BYTES
+    2 * tokens * spec.head_dim.get() * ELEMENT_BYTES
 }
 
 /// Number of rings of a block.
-const fn rings(op: &AttentionSpec) -> u32 {
-    match op.step {
-        AttentionStep::Decode => op.warps.get(),
+const fn rings(spec: &AttentionSpec) -> u32 {
+    match spec.step {
+        AttentionStep::Decode => spec.warps.get(),
         AttentionStep::Prefill => 1,
     }
 }
 
 /// Bytes of the barriers of a slot that the copy engine fills: `full`, and `empty` in a ring that several warps share.
-const fn barrier_bytes(op: &AttentionSpec) -> u32 {
-    match op.step {
-        _ if matches!(op.copy, SmemCopy::Async) => 0,
+const fn barrier_bytes(spec: &AttentionSpec) -> u32 {
+    match spec.step {
+        _ if matches!(spec.copy, SmemCopy::Async) => 0,
         AttentionStep::Decode => MBARRIER_BYTES,
         AttentionStep::Prefill => 2 * MBARRIER_BYTES,
     }
 }
 
 /// Registers per thread below which the compiler spills: O, queries, scores, and working registers.
-const fn registers(arch: Arch, op: &AttentionSpec) -> u32 {
-    let head_dim = op.head_dim.get();
-    let packed = matches!(op.cache, KvCache::Packed);
-    match op.step {
+const fn registers(arch: Arch, spec: &AttentionSpec) -> u32 {
+    let head_dim = spec.head_dim.get();
+    let packed = matches!(spec.cache, KvCache::Packed);
+    match spec.step {
         // As many as a thread can address.
         _ if head_dim > kv::packed::HEAD_DIM_MAX => arch.limits().registers_per_thread,
         // Queries stay in shared memory, so that an SM holds twice as many warps.
-        AttentionStep::Decode if packed && matches!(arch, Arch::Sm90a) && !op.split && head_dim > 112 => head_dim,
+        AttentionStep::Decode if packed && matches!(arch, Arch::Sm90a) && !spec.split && head_dim > 112 => head_dim,
         // Slots of records need more registers with the assemblers of other generations than with Hopper's.
         AttentionStep::Decode if packed && !matches!(arch, Arch::Sm90a) => head_dim + 56,
         // Adding up the parts of the largest heads needs more registers than three blocks of four warps leave.
-        AttentionStep::Decode if op.split && head_dim > 112 => head_dim + 48,
+        AttentionStep::Decode if spec.split && head_dim > 112 => head_dim + 48,
         AttentionStep::Decode => head_dim + 40,
         // Heads above 88 need no more than the registers that three blocks of four warps leave.
         AttentionStep::Prefill if head_dim > 88 => 168,
@@ -250,26 +250,26 @@ const fn registers(arch: Arch, op: &AttentionSpec) -> u32 {
     }
 }
 
-const fn smem(op: &AttentionSpec) -> SmemPlan {
-    let (warps, stages, row_bytes) = (op.warps.get(), op.stages.get(), op.head_dim.get() * ELEMENT_BYTES);
-    if matches!(op.step, AttentionStep::Prefill) {
-        return SmemPlan::new().section("ring", stages, slot_bytes(op), 128).section(
+const fn smem(spec: &AttentionSpec) -> SmemPlan {
+    let (warps, stages, row_bytes) = (spec.warps.get(), spec.stages.get(), spec.head_dim.get() * ELEMENT_BYTES);
+    if matches!(spec.step, AttentionStep::Prefill) {
+        return SmemPlan::new().section("ring", stages, slot_bytes(spec), 128).section(
             "barriers",
             stages,
-            barrier_bytes(op),
+            barrier_bytes(spec),
             MBARRIER_BYTES,
         );
     }
     SmemPlan::new()
-        .section("rings", warps, stages * slot_bytes(op), 128)
+        .section("rings", warps, stages * slot_bytes(spec), 128)
         .section("queries", ROWS, row_bytes, 16)
         .section("fresh", 2, row_bytes, 16)
         .section("states", warps, ROWS * STATE_BYTES, STATE_BYTES)
-        .section("barriers", warps * stages, barrier_bytes(op), MBARRIER_BYTES)
+        .section("barriers", warps * stages, barrier_bytes(spec), MBARRIER_BYTES)
 }
 
-const fn fits(arch: Arch, op: &AttentionSpec) -> bool {
-    smem(op).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, spec: &AttentionSpec) -> bool {
+    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl AttentionSpec {
@@ -282,29 +282,28 @@ impl AttentionSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let limits = arch.limits();
-        let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
-        let (prefill, bulk) = (matches!(op.step, AttentionStep::Prefill), matches!(op.copy, SmemCopy::Bulk));
+        let (smem, warps, stages, cluster) = (smem(self), self.warps.get(), self.stages.get(), self.cluster.get());
+        let (prefill, bulk) = (matches!(self.step, AttentionStep::Prefill), matches!(self.copy, SmemCopy::Bulk));
         if prefill && cluster != 1 {
             let what = "step = prefill has enough rows to fill the device; cluster must be 1";
             return Err(Constraint::Conflict { what });
         }
-        if op.split && (prefill || cluster != 1) {
+        if self.split && (prefill || cluster != 1) {
             let what =
                 "split divides a row of step = decode among blocks through memory, not in a cluster; cluster must be 1";
             return Err(Constraint::Conflict { what });
         }
-        let packed = matches!(op.cache, KvCache::Packed);
+        let packed = matches!(self.cache, KvCache::Packed);
         if packed && prefill {
             let what = "step = prefill reads BF16 pages, which kv_unpack writes; cache must be bf16";
             return Err(Constraint::Conflict { what });
         }
-        if packed && op.head_dim.get() > kv::packed::HEAD_DIM_MAX {
+        if packed && self.head_dim.get() > kv::packed::HEAD_DIM_MAX {
             let what = "cache = packed has 11 bits for the index of an element; head_dim must be at most 128";
             return Err(Constraint::Conflict { what });
         }
-        if op.softcap && op.plus_one {
+        if self.softcap && self.plus_one {
             let what = "softcap does not support norms; plus_one must be false";
             return Err(Constraint::Conflict { what });
         }
@@ -312,7 +311,7 @@ impl AttentionSpec {
             let what = "cache = packed stores a warp's sums in two slots of its ring; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
-        if prefill && (op.adjacent || op.plus_one) {
+        if prefill && (self.adjacent || self.plus_one) {
             let what =
                 "step = prefill reads queries that are already normed and rotated; adjacent and plus_one must be false";
             return Err(Constraint::Conflict { what });
@@ -321,29 +320,29 @@ impl AttentionSpec {
             let what = "step = prefill loads a page while it computes on another; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
-        let stage_bytes = rings(op) * (slot_bytes(op) + barrier_bytes(op));
-        if !fits(arch, op) {
+        let stage_bytes = rings(self) * (slot_bytes(self) + barrier_bytes(self));
+        if !fits(arch, self) {
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, op), AttentionSpec { stages: AttentionStages }),
-                fitting_other: with_axis("head_dim", largest_head(arch, op)),
+                fitting_stages: largest_fitting!(fits(arch, self), AttentionSpec { stages: AttentionStages }),
+                fitting_other: with_axis("head_dim", largest_head(arch, self)),
             });
         }
         let threads = warps * limits.warp_threads;
         let mut blocks_per_sm = limits.blocks_by_smem_and_threads(threads, smem.bytes());
-        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers(arch, op) {
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers(arch, self) {
             blocks_per_sm -= 1;
         }
         let work = Work::Rows;
         Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
-                rings: rings(op),
+                rings: rings(self),
                 stages,
-                stage_bytes: slot_bytes(op),
+                stage_bytes: slot_bytes(self),
                 full_arrivals: bulk as u32,
                 empty_arrivals: if prefill && bulk { warps } else { 0 },
             }),
@@ -356,7 +355,7 @@ impl AttentionSpec {
                     _ => LaunchGrid::Clusters { work, cluster },
                 },
                 cluster,
-                pdl: op.pdl,
+                pdl: self.pdl,
                 co_resident: false,
             },
         })
@@ -364,12 +363,12 @@ impl AttentionSpec {
 }
 
 /// Returns the largest head dimension that fits with the other axes unchanged.
-const fn largest_head(arch: Arch, op: &AttentionSpec) -> Option<u32> {
+const fn largest_head(arch: Arch, spec: &AttentionSpec) -> Option<u32> {
     let mut i = AttentionHeadDim::ALL.len();
     while i > 0 {
         i -= 1;
         let head_dim = AttentionHeadDim::ALL[i];
-        if fits(arch, &AttentionSpec { head_dim, ..*op }) {
+        if fits(arch, &AttentionSpec { head_dim, ..*spec }) {
             return Some(head_dim.get());
         }
     }

@@ -103,10 +103,9 @@ impl DecodeCompactSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let work = Work::WeightTiles;
         let smem = SmemPlan::new().section("table", 1, TABLE_BYTES, 16).section("slots", WARPS, SLOT_BYTES, 16);
-        let (smem, per_block) = match op.stage {
+        let (smem, per_block) = match self.stage {
             DecodeCompactStage::Full | DecodeCompactStage::Packed => (smem, TILES_PER_BLOCK),
             // For each warp, its own words and those of the preceding groups.
             DecodeCompactStage::Lists => (smem.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
@@ -127,11 +126,10 @@ impl DecodeCompactSpec {
 impl Family for DecodeCompactSpec {
     type Args = DecodeCompactArgs;
     const AXES: &'static [crate::axes::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] =
-        &[
-            Edge { from: EncodingId::COMPACT, to: EncodingId::RAW },
-            Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED },
-        ];
+    const EDGES: &'static [Edge] = &[
+        Edge { from: EncodingId::COMPACT, to: EncodingId::RAW },
+        Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED },
+    ];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {

@@ -91,11 +91,10 @@ impl EncodeCompactSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let work = Work::WeightTiles;
         let smem = SmemPlan::new().section("quads", 1, QUAD_BYTES, 16);
         // A warp processes a tile.
-        let (smem, blocks_per_sm, per_block) = match op.stage {
+        let (smem, blocks_per_sm, per_block) = match self.stage {
             EncodeCompactStage::Quads => (smem, 4, COUNT_TILES_PER_BLOCK),
             EncodeCompactStage::Sizes => (smem, 3, WARPS),
             // A lane keeps 32 codes in its registers.

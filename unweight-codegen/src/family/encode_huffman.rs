@@ -109,15 +109,13 @@ impl EncodeHuffmanSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
-        let tiles =
-            LaunchGrid::Persistent {
-                work: Work::WeightTiles,
-                per_block: TILE_WARPS,
-                blocks_per_sm: TILE_BLOCKS_PER_SM,
-            };
+        let tiles = LaunchGrid::Persistent {
+            work: Work::WeightTiles,
+            per_block: TILE_WARPS,
+            blocks_per_sm: TILE_BLOCKS_PER_SM,
+        };
         let none = SmemPlan::new();
-        let (smem, warps, blocks_per_sm, grid) = match op.stage {
+        let (smem, warps, blocks_per_sm, grid) = match self.stage {
             EncodeHuffmanStage::Stats => (
                 none.section("histogram", HISTOGRAM_COUNTERS, LANES * 4, 16),
                 16,
@@ -160,11 +158,10 @@ impl EncodeHuffmanSpec {
 impl Family for EncodeHuffmanSpec {
     type Args = EncodeHuffmanArgs;
     const AXES: &'static [crate::axes::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] =
-        &[
-            Edge { from: EncodingId::RAW, to: EncodingId::HUFFMAN },
-            Edge { from: EncodingId::RAW, to: EncodingId::PALETTE },
-        ];
+    const EDGES: &'static [Edge] = &[
+        Edge { from: EncodingId::RAW, to: EncodingId::HUFFMAN },
+        Edge { from: EncodingId::RAW, to: EncodingId::PALETTE },
+    ];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {

@@ -161,38 +161,39 @@ const FLUSHES: u32 = 4;
 const BLOCKS_PER_SM_MAX: u32 = 2;
 
 /// Bytes of X, dense part and streams in one slot of a warp's ring.
-const fn slot_bytes(op: &GemmCompactSpec) -> u32 {
-    op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + decode_compact::SLOT_BYTES
+const fn slot_bytes(spec: &GemmCompactSpec) -> u32 {
+    spec.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + decode_compact::SLOT_BYTES
 }
 
 /// Bytes of one warp's ring. At batch tile 8, a slot is refilled while its tile's streams are still read, so streams
 /// have one more slot.
-const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
-    let more = if op.batch_tile.get() == 8 { decode_compact::SLOT_BYTES } else { 0 };
-    (op.stages.get() * slot_bytes(op) + more).next_multiple_of(SWIZZLE_ALIGN)
+const fn ring_bytes(spec: &GemmCompactSpec) -> u32 {
+    let more = if spec.batch_tile.get() == 8 { decode_compact::SLOT_BYTES } else { 0 };
+    (spec.stages.get() * slot_bytes(spec) + more).next_multiple_of(SWIZZLE_ALIGN)
 }
 
-const fn smem(op: &GemmCompactSpec) -> SmemPlan {
-    let warps = op.warps.get();
-    let smem = SmemPlan::new().section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN).section(
+const fn smem(spec: &GemmCompactSpec) -> SmemPlan {
+    let warps = spec.warps.get();
+    let smem = SmemPlan::new().section("rings", warps, ring_bytes(spec), SWIZZLE_ALIGN).section(
         "table",
-        op.tables.get(),
+        spec.tables.get(),
         decode_compact::TABLE_BYTES,
         16,
     );
-    let smem = if op.persistent { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
-    smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
+    let smem =
+        if spec.persistent { smem.section("flushed", FLUSHES, spec.batch_tile.get() * TILE * 4, 16) } else { smem };
+    smem.section("barriers", warps * spec.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
-const fn fits(arch: Arch, op: &GemmCompactSpec) -> bool {
-    smem(op).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, spec: &GemmCompactSpec) -> bool {
+    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 /// Registers per thread below which the compiler spills: two row blocks are decoded together, and each batch row needs
 /// two sums and one register of X. At batch tile 8, the dense part of a tile also stays in registers, so that its slot
 /// can be refilled.
-const fn registers_min(op: &GemmCompactSpec) -> u32 {
-    if op.batch_tile.get() <= 16 { 128 } else { 168 }
+const fn registers_min(spec: &GemmCompactSpec) -> u32 {
+    if spec.batch_tile.get() <= 16 { 128 } else { 168 }
 }
 
 impl GemmCompactSpec {
@@ -206,24 +207,23 @@ impl GemmCompactSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let limits = arch.limits();
-        let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
-        let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
-        if !fits(arch, op) {
+        let (smem, warps, stages) = (smem(self), self.warps.get(), self.stages.get());
+        let stage_bytes = warps * (slot_bytes(self) + MBARRIER_BYTES);
+        if !fits(arch, self) {
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, op), GemmCompactSpec { stages: CompactStages }),
-                fitting_other: with_axis("warps", largest_fitting!(fits(arch, op), GemmCompactSpec { warps: Warps })),
+                fitting_stages: largest_fitting!(fits(arch, self), GemmCompactSpec { stages: CompactStages }),
+                fitting_other: with_axis("warps", largest_fitting!(fits(arch, self), GemmCompactSpec { warps: Warps })),
             });
         }
         let threads = warps * limits.warp_threads;
         let resident = limits.blocks_by_smem_and_threads(threads, smem.bytes());
         let mut blocks_per_sm = if resident < BLOCKS_PER_SM_MAX { resident } else { BLOCKS_PER_SM_MAX };
-        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers_min(op) {
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers_min(self) {
             blocks_per_sm -= 1;
         }
         Ok(BlockPlan {
@@ -231,7 +231,7 @@ impl GemmCompactSpec {
             pipeline: Some(PipelinePlan {
                 rings: warps,
                 stages,
-                stage_bytes: slot_bytes(op),
+                stage_bytes: slot_bytes(self),
                 full_arrivals: 1,
                 empty_arrivals: 0,
             }),
@@ -241,14 +241,14 @@ impl GemmCompactSpec {
                 blocks_per_sm,
                 // A chain of codes spans two row blocks, so rows of W are distributed in whole tiles.
                 grid: LaunchGrid::DistributedRowBlocks {
-                    batch_rows: op.batch_tile.get(),
+                    batch_rows: self.batch_tile.get(),
                     rows: TILE,
-                    share: Some(if op.persistent { FLUSHES * op.cluster.get() } else { 1 }),
-                    cluster: op.cluster.get(),
+                    share: Some(if self.persistent { FLUSHES * self.cluster.get() } else { 1 }),
+                    cluster: self.cluster.get(),
                     blocks_per_sm,
                 },
-                cluster: op.cluster.get(),
-                pdl: op.pdl,
+                cluster: self.cluster.get(),
+                pdl: self.pdl,
                 co_resident: false,
             },
         })
@@ -310,8 +310,8 @@ mod tests {
     #[test]
     fn partial_sums_fit_in_the_ring() {
         for batch_tile in [8, 16, 32] {
-            let op = shape(batch_tile, 1, 1, 1, false);
-            assert!(batch_tile * TILE * 4 <= ring_bytes(&op), "{batch_tile}");
+            let spec = shape(batch_tile, 1, 1, 1, false);
+            assert!(batch_tile * TILE * 4 <= ring_bytes(&spec), "{batch_tile}");
         }
     }
 }

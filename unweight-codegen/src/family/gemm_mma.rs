@@ -1,10 +1,5 @@
 //! Packed matmul for small batches, from packed weights: `templates/include/unweight/kernels/gemm_mma.cuh`.
-//!
-//! ```text
-//! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages + persistent * sums)
-//! stage = batch_tile * 128 + row_blocks * 1536        X and packed weights of 64 columns of k
-//! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they overlay the drained ring
-//! ```
+//! Its header describes the layout of shared memory, which `smem` computes.
 
 use super::{
     Edge, Family, Op, PRODUCT, VariantSpec,
@@ -228,35 +223,35 @@ const BLOCKS_PER_SM_MAX: u32 = 2;
 const REGISTERS_MIN: u32 = 80;
 
 /// Bytes of X and W in one slot of a warp's ring.
-const fn slot_bytes(op: &GemmMmaSpec) -> u32 {
-    op.batch_tile.get() * X_ROW_BYTES + op.row_blocks.get() * BLOCK_BYTES
+const fn slot_bytes(spec: &GemmMmaSpec) -> u32 {
+    spec.batch_tile.get() * X_ROW_BYTES + spec.row_blocks.get() * BLOCK_BYTES
 }
 
 /// Bytes of one warp's ring.
-const fn ring_bytes(op: &GemmMmaSpec) -> u32 {
-    (op.stages.get() * slot_bytes(op)).next_multiple_of(SWIZZLE_ALIGN)
+const fn ring_bytes(spec: &GemmMmaSpec) -> u32 {
+    (spec.stages.get() * slot_bytes(spec)).next_multiple_of(SWIZZLE_ALIGN)
 }
 
 /// Bytes of one warp's fp32 sums.
-const fn sum_bytes(op: &GemmMmaSpec) -> u32 {
-    op.row_blocks.get() * BLOCK_ROWS * op.batch_tile.get() * 4
+const fn sum_bytes(spec: &GemmMmaSpec) -> u32 {
+    spec.row_blocks.get() * BLOCK_ROWS * spec.batch_tile.get() * 4
 }
 
-const fn smem(op: &GemmMmaSpec) -> SmemPlan {
-    let warps = op.warps.get();
+const fn smem(spec: &GemmMmaSpec) -> SmemPlan {
+    let warps = spec.warps.get();
     SmemPlan::new()
-        .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
-        .section("sums", if op.persistent { warps } else { 0 }, sum_bytes(op), SWIZZLE_ALIGN)
+        .section("rings", warps, ring_bytes(spec), SWIZZLE_ALIGN)
+        .section("sums", if spec.persistent { warps } else { 0 }, sum_bytes(spec), SWIZZLE_ALIGN)
         .section(
             "barriers",
-            if op.has_barriers() { warps * op.stages.get() } else { 0 },
+            if spec.has_barriers() { warps * spec.stages.get() } else { 0 },
             MBARRIER_BYTES,
             MBARRIER_BYTES,
         )
 }
 
-const fn fits(arch: Arch, op: &GemmMmaSpec) -> bool {
-    smem(op).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, spec: &GemmMmaSpec) -> bool {
+    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl GemmMmaSpec {
@@ -275,25 +270,24 @@ impl GemmMmaSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let limits = arch.limits();
-        let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
-        let stage_bytes = warps * (slot_bytes(op) + if op.has_barriers() { MBARRIER_BYTES } else { 0 });
-        if !fits(arch, op) {
+        let (smem, warps, stages) = (smem(self), self.warps.get(), self.stages.get());
+        let stage_bytes = warps * (slot_bytes(self) + if self.has_barriers() { MBARRIER_BYTES } else { 0 });
+        if !fits(arch, self) {
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, op), GemmMmaSpec { stages: SmallStages }),
-                fitting_other: with_axis("warps", largest_fitting!(fits(arch, op), GemmMmaSpec { warps: Warps })),
+                fitting_stages: largest_fitting!(fits(arch, self), GemmMmaSpec { stages: SmallStages }),
+                fitting_other: with_axis("warps", largest_fitting!(fits(arch, self), GemmMmaSpec { warps: Warps })),
             });
         }
-        if !op.persistent && sum_bytes(op) > ring_bytes(op) {
+        if !self.persistent && sum_bytes(self) > ring_bytes(self) {
             return Err(Constraint::SumsExceedRing {
-                sum_bytes: sum_bytes(op),
-                ring_bytes: ring_bytes(op),
-                fitting_stages: sum_bytes(op).div_ceil(slot_bytes(op)),
+                sum_bytes: sum_bytes(self),
+                ring_bytes: ring_bytes(self),
+                fitting_stages: sum_bytes(self).div_ceil(slot_bytes(self)),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -307,8 +301,8 @@ impl GemmMmaSpec {
             pipeline: Some(PipelinePlan {
                 rings: warps,
                 stages,
-                stage_bytes: slot_bytes(op),
-                full_arrivals: op.has_barriers() as u32,
+                stage_bytes: slot_bytes(self),
+                full_arrivals: self.has_barriers() as u32,
                 empty_arrivals: 0,
             }),
             roles: RolePlan::one("load, decode and multiply", warps),
@@ -316,14 +310,14 @@ impl GemmMmaSpec {
                 threads,
                 blocks_per_sm,
                 grid: LaunchGrid::DistributedRowBlocks {
-                    batch_rows: op.batch_tile.get(),
+                    batch_rows: self.batch_tile.get(),
                     rows: BLOCK_ROWS,
-                    share: if op.persistent { None } else { Some(op.row_blocks.get()) },
-                    cluster: op.cluster.get(),
+                    share: if self.persistent { None } else { Some(self.row_blocks.get()) },
+                    cluster: self.cluster.get(),
                     blocks_per_sm,
                 },
-                cluster: op.cluster.get(),
-                pdl: op.pdl,
+                cluster: self.cluster.get(),
+                pdl: self.pdl,
                 co_resident: false,
             },
         })

@@ -224,8 +224,8 @@ struct Activations {
 }
 
 impl Activations {
-    const fn new(op: &GemmReconSpec) -> Self {
-        if weights_own_rows(op) {
+    const fn new(spec: &GemmReconSpec) -> Self {
+        if weights_own_rows(spec) {
             Self {
                 slots: WEIGHT_ROWS_X_SLOTS,
                 slot_bytes: WEIGHT_ROWS_X_BOXES * X_BOX_BYTES,
@@ -233,15 +233,15 @@ impl Activations {
                 slots_per_stage: 0,
             }
         } else {
-            let slots = op.stages.get() + X_STAGES_MORE;
+            let slots = spec.stages.get() + X_STAGES_MORE;
             Self { slots, slot_bytes: CONSUMER_WARPGROUPS * X_BOX_BYTES, barriers: slots, slots_per_stage: 1 }
         }
     }
 }
 
 /// Returns whether a warpgroup owns a tile of W and computes a part of Y transposed.
-const fn weights_own_rows(op: &GemmReconSpec) -> bool {
-    op.n_tiles.get() == CONSUMER_WARPGROUPS
+const fn weights_own_rows(spec: &GemmReconSpec) -> bool {
+    spec.n_tiles.get() == CONSUMER_WARPGROUPS
 }
 
 /// Bytes of one tile of W in a stage, in addition to its sign-mantissa bytes.
@@ -252,8 +252,8 @@ struct Source {
 }
 
 impl Source {
-    const fn new(op: &GemmReconSpec) -> Self {
-        match op.source {
+    const fn new(spec: &GemmReconSpec) -> Self {
+        match spec.source {
             WeightSource::Exponent => Self { exponent_bytes: TILE * TILE, verbatim_bytes: 0, mask_bytes: 0 },
             WeightSource::Palette { verbatim } => Self {
                 exponent_bytes: TILE * TILE / 2,
@@ -268,10 +268,10 @@ impl Source {
     }
 }
 
-const fn smem(op: &GemmReconSpec) -> SmemPlan {
-    let (n, stages) = (op.n_tiles.get(), op.stages.get());
-    let x = Activations::new(op);
-    let source = Source::new(op);
+const fn smem(spec: &GemmReconSpec) -> SmemPlan {
+    let (n, stages) = (spec.n_tiles.get(), spec.stages.get());
+    let x = Activations::new(spec);
+    let source = Source::new(spec);
     SmemPlan::new()
         .section("x", x.slots, x.slot_bytes, SWIZZLE_ALIGN)
         .section("b", B_BUFFERS, n * B_TILE_BYTES, SWIZZLE_ALIGN)
@@ -284,15 +284,15 @@ const fn smem(op: &GemmReconSpec) -> SmemPlan {
 }
 
 /// Bytes of each stage.
-const fn stage_bytes(op: &GemmReconSpec) -> u32 {
-    let x = Activations::new(op);
-    op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes())
+const fn stage_bytes(spec: &GemmReconSpec) -> u32 {
+    let x = Activations::new(spec);
+    spec.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(spec).bytes())
         + RING_SLOT_BARRIER_BYTES
         + x.slots_per_stage * (x.slot_bytes + RING_SLOT_BARRIER_BYTES)
 }
 
-const fn fits(arch: Arch, op: &GemmReconSpec) -> bool {
-    smem(op).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, spec: &GemmReconSpec) -> bool {
+    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl GemmReconSpec {
@@ -306,31 +306,30 @@ impl GemmReconSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
-        let smem = smem(op);
-        let stages = op.stages.get();
-        if matches!(op.epilogue, Epilogue::SiluMul) {
+        let smem = smem(self);
+        let stages = self.stages.get();
+        if matches!(self.epilogue, Epilogue::SiluMul) {
             return Err(Constraint::without_silu_mul());
         }
-        if op.splits.get() > 1 && op.n_tiles.get() > 1 {
+        if self.splits.get() > 1 && self.n_tiles.get() > 1 {
             return Err(Constraint::Conflict {
                 what: "only n = 1, whose tasks are the smallest, supports splits; use n = 1 or splits = 1",
             });
         }
-        if !fits(arch, op) {
+        if !fits(arch, self) {
             return Err(Constraint::SharedMemory {
-                fixed_bytes: smem.bytes() - stages * stage_bytes(op),
+                fixed_bytes: smem.bytes() - stages * stage_bytes(self),
                 stages,
-                stage_bytes: stage_bytes(op),
+                stage_bytes: stage_bytes(self),
                 limit_bytes: arch.limits().smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, op), GemmReconSpec { stages: Stages }),
-                fitting_other: with_axis("n", largest_fitting!(fits(arch, op), GemmReconSpec { n_tiles: NTiles })),
+                fitting_stages: largest_fitting!(fits(arch, self), GemmReconSpec { stages: Stages }),
+                fitting_other: with_axis("n", largest_fitting!(fits(arch, self), GemmReconSpec { n_tiles: NTiles })),
             });
         }
         // The finest division of the work: where the weights occupy the rows, a task can be as small as one box of X.
-        let rows = if weights_own_rows(op) { TILE } else { CONSUMER_WARPGROUPS * TILE };
-        let work = Work::OutputTiles { rows, columns: op.n_tiles.get() * TILE };
-        let grid = match op.splits.get() {
+        let rows = if weights_own_rows(self) { TILE } else { CONSUMER_WARPGROUPS * TILE };
+        let work = Work::OutputTiles { rows, columns: self.n_tiles.get() * TILE };
+        let grid = match self.splits.get() {
             1 => LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
             cluster => LaunchGrid::PersistentClusters { work, cluster },
         };
@@ -341,7 +340,7 @@ impl GemmReconSpec {
             pipeline: Some(PipelinePlan {
                 rings: 1,
                 stages,
-                stage_bytes: stage_bytes(op),
+                stage_bytes: stage_bytes(self),
                 full_arrivals: 1,
                 empty_arrivals: CONSUMER_WARPS,
             }),
@@ -354,7 +353,7 @@ impl GemmReconSpec {
                 }),
             },
             launch: LaunchPlan {
-                cluster: op.splits.get(),
+                cluster: self.splits.get(),
                 ..LaunchPlan::ordinary(
                     (PRODUCER_WARPS + CONSUMER_WARPS) * arch.limits().warp_threads,
                     BLOCKS_PER_SM,
@@ -415,8 +414,8 @@ impl Family for GemmReconSpec {
             let split = SPLIT_RINGS.into_iter().flat_map(splits);
             whole.chain(split).flat_map(move |((n_tiles, stages), splits)| {
                 [Epilogue::Store, Epilogue::StoreAdd].map(move |epilogue| {
-                    let op = GemmReconSpec { source, n_tiles, stages, splits, epilogue };
-                    VariantSpec { arch, op: Op::GemmRecon(op) }
+                    let spec = GemmReconSpec { source, n_tiles, stages, splits, epilogue };
+                    VariantSpec { arch, op: Op::GemmRecon(spec) }
                 })
             })
         });

@@ -136,51 +136,51 @@ const PRODUCER_WARPS: u32 = 4;
 const BLOCKS_PER_SM: u32 = 1;
 
 /// Batch rows of a piece of Y.
-const fn store_rows(op: &GemmWgmmaSpec) -> u32 {
+const fn store_rows(spec: &GemmWgmmaSpec) -> u32 {
     // Clusters use smaller pieces, because their blocks share them.
-    let large = op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 && op.cluster.get() == 1;
+    let large = spec.batch_tile.get().is_multiple_of(64) && spec.batch_tile.get() > 64 && spec.cluster.get() == 1;
     if large { 64 } else { 32 }
 }
 
 /// Pieces of Y that a warpgroup has in flight.
-const fn store_buffers(op: &GemmWgmmaSpec) -> u32 {
-    if op.batch_tile.get() / store_rows(op) <= 2 { 2 } else { 3 }
+const fn store_buffers(spec: &GemmWgmmaSpec) -> u32 {
+    if spec.batch_tile.get() / store_rows(spec) <= 2 { 2 } else { 3 }
 }
 
 /// Bytes of the records of one stage.
-const fn record_bytes(op: &GemmWgmmaSpec) -> u32 {
-    if op.escapes { op.warpgroups.get() * TILE_RECORD_BYTES } else { 0 }
+const fn record_bytes(spec: &GemmWgmmaSpec) -> u32 {
+    if spec.escapes { spec.warpgroups.get() * TILE_RECORD_BYTES } else { 0 }
 }
 
 /// Bytes of X, W and records of one stage.
-const fn stage_bytes(op: &GemmWgmmaSpec) -> u32 {
-    op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES + record_bytes(op)
+const fn stage_bytes(spec: &GemmWgmmaSpec) -> u32 {
+    spec.batch_tile.get() * ROW_BYTES + spec.warpgroups.get() * TILE_BYTES + record_bytes(spec)
 }
 
 /// Bytes of X and W of all stages.
-const fn ring_bytes(op: &GemmWgmmaSpec) -> u32 {
-    op.stages.get() * (stage_bytes(op) - record_bytes(op))
+const fn ring_bytes(spec: &GemmWgmmaSpec) -> u32 {
+    spec.stages.get() * (stage_bytes(spec) - record_bytes(spec))
 }
 
-const fn smem(op: &GemmWgmmaSpec) -> SmemPlan {
-    let (stages, warpgroups) = (op.stages.get(), op.warpgroups.get());
+const fn smem(spec: &GemmWgmmaSpec) -> SmemPlan {
+    let (stages, warpgroups) = (spec.stages.get(), spec.warpgroups.get());
     SmemPlan::new()
-        .section("x", stages, op.batch_tile.get() * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("x", stages, spec.batch_tile.get() * ROW_BYTES, SWIZZLE_ALIGN)
         .section("w", stages, warpgroups * TILE_BYTES, BULK_ALIGN)
-        .section("staging", warpgroups * store_buffers(op), store_rows(op) * ROW_BYTES, SWIZZLE_ALIGN)
-        .section("records", stages, record_bytes(op), MBARRIER_BYTES)
+        .section("staging", warpgroups * store_buffers(spec), store_rows(spec) * ROW_BYTES, SWIZZLE_ALIGN)
+        .section("records", stages, record_bytes(spec), MBARRIER_BYTES)
         .section("barriers", stages, RING_SLOT_BARRIER_BYTES, MBARRIER_BYTES)
         .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
-const fn fits(arch: Arch, op: &GemmWgmmaSpec) -> bool {
-    smem(op).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, spec: &GemmWgmmaSpec) -> bool {
+    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 /// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152)
 /// fit the 65536 of an SM. With one warpgroup, every thread can have the maximum.
-const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
-    match op.warpgroups.get() {
+const fn registers(spec: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
+    match spec.warpgroups.get() {
         1 => (None, None),
         2 => (Some(56), Some(224)),
         _ => (Some(56), Some(152)),
@@ -201,55 +201,55 @@ impl GemmWgmmaSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let limits = arch.limits();
-        let (smem, stages) = (smem(op), op.stages.get());
-        if op.dump && op.stream_k {
+        let (smem, stages) = (smem(self), self.stages.get());
+        if self.dump && self.stream_k {
             return Err(Constraint::Conflict {
                 what: "dump and stream_k both need the workspace; set only one of them",
             });
         }
-        if op.stream_k && op.cluster.get() > 1 {
+        if self.stream_k && self.cluster.get() > 1 {
             return Err(Constraint::Conflict {
                 what: "stream_k and cluster both split k; use cluster = 1 or stream_k = false",
             });
         }
-        if op.cluster.get() > 1 && op.warpgroups.get() * TILE * op.batch_tile.get() * 4 > ring_bytes(op) {
+        if self.cluster.get() > 1 && self.warpgroups.get() * TILE * self.batch_tile.get() * 4 > ring_bytes(self) {
             return Err(Constraint::Conflict {
                 what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; use more stages or fewer \
                        warpgroups",
             });
         }
-        if !fits(arch, op) {
-            let stage_bytes = stage_bytes(op) + RING_SLOT_BARRIER_BYTES;
+        if !fits(arch, self) {
+            let stage_bytes = stage_bytes(self) + RING_SLOT_BARRIER_BYTES;
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, op), GemmWgmmaSpec { stages: WideStages }),
+                fitting_stages: largest_fitting!(fits(arch, self), GemmWgmmaSpec { stages: WideStages }),
                 fitting_other: with_axis(
                     "warpgroups",
-                    largest_fitting!(fits(arch, op), GemmWgmmaSpec { warpgroups: Warpgroups }),
+                    largest_fitting!(fits(arch, self), GemmWgmmaSpec { warpgroups: Warpgroups }),
                 ),
             });
         }
-        let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
-        let (rows, columns) = (op.batch_tile.get(), op.warpgroups.get() * TILE);
-        let work = if op.stream_k { Work::OutputSteps { rows, columns } } else { Work::OutputTiles { rows, columns } };
-        let grid = match op.cluster.get() {
+        let consumer_warps = self.warpgroups.get() * limits.warpgroup_warps;
+        let (rows, columns) = (self.batch_tile.get(), self.warpgroups.get() * TILE);
+        let work =
+            if self.stream_k { Work::OutputSteps { rows, columns } } else { Work::OutputTiles { rows, columns } };
+        let grid = match self.cluster.get() {
             1 => LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
             cluster => LaunchGrid::Clusters { work, cluster },
         };
-        let (producer_registers, consumer_registers) = registers(op);
+        let (producer_registers, consumer_registers) = registers(self);
         Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
                 rings: 1,
                 stages,
-                stage_bytes: stage_bytes(op),
+                stage_bytes: stage_bytes(self),
                 // From the lane that loads, and from the warps that write records.
-                full_arrivals: if op.escapes { 1 + op.warpgroups.get() } else { 1 },
+                full_arrivals: if self.escapes { 1 + self.warpgroups.get() } else { 1 },
                 empty_arrivals: consumer_warps,
             }),
             roles: RolePlan {
@@ -264,9 +264,9 @@ impl GemmWgmmaSpec {
                 threads: (PRODUCER_WARPS + consumer_warps) * limits.warp_threads,
                 blocks_per_sm: BLOCKS_PER_SM,
                 grid,
-                cluster: op.cluster.get(),
-                pdl: op.pdl,
-                co_resident: op.stream_k,
+                cluster: self.cluster.get(),
+                pdl: self.pdl,
+                co_resident: self.stream_k,
             },
         })
     }

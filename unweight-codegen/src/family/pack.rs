@@ -79,10 +79,9 @@ impl PackSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let op = self;
         let work = Work::WeightTiles;
         let none = SmemPlan::new();
-        let (smem, per_block) = match op.stage {
+        let (smem, per_block) = match self.stage {
             PackStage::Tiles => (none, TILES_PER_BLOCK),
             // For each warp, its own words and those of the preceding groups.
             PackStage::Lists => (none.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),

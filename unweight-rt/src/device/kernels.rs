@@ -266,11 +266,11 @@ mod tests {
     use crate::{
         choose::{candidates::PackedUse, table::MeasuredRow},
         env::JitMode,
-        jit::{cache::Policy, compiler::FakeCompiler},
+        jit::{cache::CachePolicy, compiler::FakeCompiler},
     };
 
     fn cache(root: &Path, mode: JitMode) -> KernelCache {
-        let policy = Policy { mode, lock_timeout: Duration::from_secs(1) };
+        let policy = CachePolicy { mode, lock_timeout: Duration::from_secs(1) };
         KernelCache::new(policy, Some(root), Arc::new(FakeCompiler::default()))
     }
 

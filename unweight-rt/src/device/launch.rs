@@ -79,7 +79,7 @@ impl LoadedKernel {
         }
         // With fewer multiprocessors, a grid has fewer blocks and needs no larger workspace, so the checks for the
         // whole device remain valid.
-        let LaunchMode { sms, ordinary } = stream.mode();
+        let LaunchMode { sms, serialized } = stream.mode();
         let all = self.device().info().sms;
         let sms = sms.map_or(all, |sms| sms.clamp(1, all));
         let blocks = blocks(self.plan(), problem, sms).or_else(|refusal| self.refuse(refusal))?;
@@ -104,7 +104,7 @@ impl LoadedKernel {
                 },
             ),
             attribute(
-                pdl && !ordinary,
+                pdl && !serialized,
                 sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
                 sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
             ),

@@ -20,7 +20,7 @@ pub struct LaunchMode {
     /// The number of multiprocessors for sizing grids that depend on it; `None` means the whole device.
     pub sms: Option<u32>,
     /// Disables programmatic dependent launch: a kernel starts when all earlier work on the stream has ended.
-    pub ordinary: bool,
+    pub serialized: bool,
 }
 
 impl Device {

@@ -7,14 +7,19 @@ use std::sync::OnceLock;
 
 use unweight_codegen::spec::Arch;
 
-use crate::env::Env;
-use crate::jit::cubin::{self, KernelResources};
-use crate::jit::error::Error;
-use crate::jit::nvrtc::Nvrtc;
-use crate::jit::toolchain::{MissingLibrary, OldNvrtc};
-
-pub use crate::jit::failure::{CompileFailure, Excerpt};
-pub use crate::jit::request::{CompileRequest, CompilerId};
+pub use crate::jit::{
+    failure::{CompileFailure, Excerpt},
+    request::{CompileRequest, CompilerId},
+};
+use crate::{
+    env::Env,
+    jit::{
+        cubin::{self, KernelResources},
+        error::Error,
+        nvrtc::Nvrtc,
+        toolchain::{MissingLibrary, OldNvrtc},
+    },
+};
 
 /// The output of a compiler.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,8 +50,8 @@ pub struct NvrtcCompiler {
 
 impl NvrtcCompiler {
     /// Stores the search paths; loads nothing yet.
-    pub fn new(env: &Env) -> NvrtcCompiler {
-        NvrtcCompiler { env: env.clone(), nvrtc: OnceLock::new() }
+    pub fn new(env: &Env) -> Self {
+        Self { env: env.clone(), nvrtc: OnceLock::new() }
     }
 
     /// Returns the library; the first call loads it.
@@ -86,8 +91,10 @@ pub use fake::FakeCompiler;
 
 #[cfg(any(test, feature = "fake"))]
 mod fake {
-    use std::sync::atomic::{AtomicUsize, Ordering};
-    use std::time::Duration;
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering},
+        time::Duration,
+    };
 
     use super::*;
     use crate::jit::nvrtc::NvrtcError;

@@ -18,9 +18,11 @@
 
 use std::collections::BTreeMap;
 
-use object::LittleEndian;
-use object::elf::{FileHeader64, SHT_NOBITS};
-use object::read::elf::{FileHeader, SectionHeader, Sym};
+use object::{
+    LittleEndian,
+    elf::{FileHeader64, SHT_NOBITS},
+    read::elf::{FileHeader, SectionHeader, Sym},
+};
 use serde::{Deserialize, Serialize};
 
 /// The part of a section `.nv.shared.<kernel>` that the system reserves on sm_80 and newer. It precedes the kernel's
@@ -63,7 +65,7 @@ impl Opcode {
     pub const USETMAXREG: Opcode = Opcode(0x1c8);
 
     /// Returns the opcode of an instruction's first two bytes.
-    pub const fn of(low: u16) -> Opcode {
+    pub const fn of(low: u16) -> Self {
         Opcode(low & 0x1ff)
     }
 }
@@ -172,7 +174,7 @@ impl CubinError {
 }
 
 impl From<object::read::Error> for CubinError {
-    fn from(error: object::read::Error) -> CubinError {
+    fn from(error: object::read::Error) -> Self {
         CubinError::Elf(error.to_string())
     }
 }

@@ -1,14 +1,20 @@
 //! Errors from source to loadable kernel.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
 
-use crate::env::EnvError;
-use crate::jit::cubin::CubinError;
-use crate::jit::failure::CompileFailure;
-use crate::jit::miss::Miss;
-use crate::jit::remedy::Remedy;
-use crate::jit::toolchain::{Library, MissingLibrary, OldNvrtc};
+use crate::{
+    env::EnvError,
+    jit::{
+        cubin::CubinError,
+        failure::CompileFailure,
+        miss::Miss,
+        remedy::Remedy,
+        toolchain::{Library, MissingLibrary, OldNvrtc},
+    },
+};
 
 /// Why a kernel could not be compiled or found.
 #[derive(Debug, thiserror::Error)]
@@ -84,7 +90,7 @@ impl Error {
 }
 
 impl From<CompileFailure> for Error {
-    fn from(failure: CompileFailure) -> Error {
+    fn from(failure: CompileFailure) -> Self {
         Error::Compile(Box::new(failure))
     }
 }

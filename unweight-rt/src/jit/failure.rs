@@ -1,10 +1,11 @@
 //! The report of a source that does not compile.
 
-use std::fmt;
-use std::path::PathBuf;
+use std::{fmt, path::PathBuf};
 
-use crate::jit::nvrtc::NvrtcError;
-use crate::jit::request::{CompileRequest, CompilerId};
+use crate::jit::{
+    nvrtc::NvrtcError,
+    request::{CompileRequest, CompilerId},
+};
 
 /// A source that the compiler rejected, with all data to find the cause.
 #[derive(Debug, thiserror::Error)]
@@ -43,9 +44,9 @@ impl CompileFailure {
     /// The maximum number of excerpts. The first error is nearly always the cause of the others.
     pub const EXCERPTS: usize = 3;
 
-    pub(crate) fn new(request: &CompileRequest, compiler: Option<CompilerId>, error: NvrtcError) -> CompileFailure {
+    pub(crate) fn new(request: &CompileRequest, compiler: Option<CompilerId>, error: NvrtcError) -> Self {
         let excerpts = excerpts(request, error.log());
-        CompileFailure { name: request.name.clone(), compiler, error, excerpts, kept: None }
+        Self { name: request.name.clone(), compiler, error, excerpts, kept: None }
     }
 
     /// Returns the compiler's whole log.

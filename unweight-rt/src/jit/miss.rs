@@ -1,7 +1,6 @@
 //! Reasons why the cache did not have a kernel.
 
-use std::path::PathBuf;
-use std::time::Duration;
+use std::{path::PathBuf, time::Duration};
 
 /// Why a kernel was compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]

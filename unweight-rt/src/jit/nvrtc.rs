@@ -5,13 +5,17 @@
 //! which is undefined behaviour for newer codes. Only nine functions are needed. Several threads may call NVRTC at
 //! once, on different programs.
 
-use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::path::Path;
+use std::{
+    ffi::{CStr, CString, c_char, c_int, c_void},
+    path::Path,
+};
 
 use object::Object;
 
-use crate::env::Env;
-use crate::jit::toolchain::{self, Found, Library, MissingLibrary, Tried, Version};
+use crate::{
+    env::Env,
+    jit::toolchain::{self, Found, Library, MissingLibrary, Tried, Version},
+};
 
 type Program = *mut c_void;
 type Status = c_int;
@@ -106,7 +110,7 @@ const INVALID_OPTION: Status = 5;
 
 impl Nvrtc {
     /// Finds and loads the library.
-    pub fn find(env: &Env) -> Result<Nvrtc, MissingLibrary> {
+    pub fn find(env: &Env) -> Result<Self, MissingLibrary> {
         let found = toolchain::find(Library::Nvrtc, env)?;
         let Some(functions) = Functions::of(&found) else {
             return Err(MissingLibrary {
@@ -118,7 +122,7 @@ impl Nvrtc {
             });
         };
         let build = build_id(&found.path).unwrap_or_default();
-        Ok(Nvrtc { found, build, functions })
+        Ok(Self { found, build, functions })
     }
 
     /// Returns the library's version.
@@ -225,10 +229,10 @@ impl Nvrtc {
 }
 
 impl Functions {
-    fn of(found: &Found) -> Option<Functions> {
+    fn of(found: &Found) -> Option<Self> {
         // SAFETY: the types are those of nvrtc.h, the same since NVRTC 11.
         unsafe {
-            Some(Functions {
+            Some(Self {
                 error_string: found.symbol("nvrtcGetErrorString")?,
                 create: found.symbol("nvrtcCreateProgram")?,
                 compile: found.symbol("nvrtcCompileProgram")?,

@@ -2,9 +2,13 @@
 
 use std::sync::OnceLock;
 
-use crate::env::Env;
-use crate::jit::error::Error;
-use crate::jit::toolchain::{Found, Library, MissingLibrary, find};
+use crate::{
+    env::Env,
+    jit::{
+        error::Error,
+        toolchain::{Found, Library, MissingLibrary, find},
+    },
+};
 
 /// Runs [`find`](crate::jit::toolchain::find) once with the process's own environment, and remembers the result.
 ///

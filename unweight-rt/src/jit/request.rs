@@ -22,18 +22,18 @@ pub struct CompileRequest {
 
 impl CompileRequest {
     /// Creates the request for a variant: its rendered source with all headers that it includes.
-    pub fn render(spec: &VariantSpec) -> Result<CompileRequest, CodegenError> {
+    pub fn render(spec: &VariantSpec) -> Result<Self, CodegenError> {
         Ok(CompileRequest::of(unweight_codegen::render(spec)?, spec.arch))
     }
 
     /// Creates the request for a kernel from another crate.
-    pub fn external(kernel: &ExternalSource) -> Result<CompileRequest, CodegenError> {
+    pub fn external(kernel: &ExternalSource) -> Result<Self, CodegenError> {
         Ok(CompileRequest::of(kernel.render()?, kernel.arch))
     }
 
-    fn of(source: Source, arch: Arch) -> CompileRequest {
+    fn of(source: Source, arch: Arch) -> Self {
         let to_owned = |text: &&str| (*text).to_owned();
-        CompileRequest {
+        Self {
             name: source.name,
             source: source.text,
             headers: source.headers.iter().map(|(name, text)| (to_owned(name), to_owned(text))).collect(),

@@ -9,8 +9,10 @@
 //! Search order, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; if it is set, nothing else is tried), Python
 //! wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is never run.
 
-use std::fmt;
-use std::path::{Path, PathBuf};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 use unweight_codegen::spec::Arch;

@@ -233,13 +233,13 @@ pub const INNER: &[(&str, &str)] = &[
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (
         "src/serve",
-        "backend calls < cpu metrics < worker < error < bodies fields < frame structure tools < sampling < api < \
-         prepare tokenize < answer",
+        "backend options tool_calls < cpu metrics < worker < error < bodies fields < frame structure tools < sampling < \
+         api < prepare tokenize < answer < routes < listen",
     ),
     (
         "src/cli",
         "arch printable signals size < common failure < absent archive output scratch < completions pipelines plot \
-         program progress sign text_process trust < reference source < select < budget cache compress convert \
+         program progress report sign text_process trust < reference source < select < budget cache compress convert \
          decompress demo doctor extract generate inspect kernels man plan tune verify < merge serve",
     ),
 ];

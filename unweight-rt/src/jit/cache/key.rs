@@ -28,7 +28,7 @@ impl SourceKey {
     ///
     /// Every string is preceded by its length and every list by its count, so that different requests hash different
     /// bytes. Headers are sorted by name, because their order in the request does not affect the compiler.
-    pub fn of(request: &CompileRequest) -> SourceKey {
+    pub fn of(request: &CompileRequest) -> Self {
         let mut hasher = Sha256::new();
         add(&mut hasher, DOMAIN);
         hasher.update(SCHEMA.to_le_bytes());

@@ -4,10 +4,12 @@
 //! dies, so there are no stale locks. The lock only saves work: a process that cannot get it compiles without it, and
 //! the rename in the store decides which process was first.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
-use std::time::{Duration, Instant};
+use std::{
+    fs::{File, OpenOptions, TryLockError},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+    time::{Duration, Instant},
+};
 
 use rustix::fs::OFlags;
 

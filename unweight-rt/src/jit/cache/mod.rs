@@ -21,25 +21,33 @@ mod lock;
 mod prune;
 mod store;
 
-use std::collections::HashMap;
-use std::path::Path;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    path::Path,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use unweight_format::bundle::{Attached, AttachedBy, AttachedKernel};
+
+use crate::{
+    env::{Env, JitMode},
+    jit::{
+        compiler::{Compiler, NvrtcCompiler},
+        cubin::{self, KernelResources},
+        error::{Error, MissingKernel, NotCompiled},
+        request::{CompileRequest, CompilerId},
+    },
+};
+use lock::Lock;
 
 pub use crate::jit::miss::{Miss, Unusable};
 pub use key::{Key, SCHEMA, SourceKey};
 pub use prune::{Listed, Removed, Verified};
-pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store};
-
-use unweight_format::bundle::{Attached, AttachedBy, AttachedKernel};
-
-use crate::env::{Env, JitMode};
-use crate::jit::compiler::{Compiler, NvrtcCompiler};
-use crate::jit::cubin::{self, KernelResources};
-use crate::jit::error::{Error, MissingKernel, NotCompiled};
-use crate::jit::request::{CompileRequest, CompilerId};
-use lock::Lock;
+pub use store::{Entry, FileRecord, Kept, KernelMeta, Lookup, Store};
 
 /// Creates the entry of a kernel to be attached to a bundle. Lookups find it as in the store, by the digest of
 /// `request` and by its name.
@@ -110,7 +118,7 @@ pub struct Progress<'a> {
 
 /// The options of a [`KernelCache`].
 #[derive(Clone, Debug)]
-pub struct Policy {
+pub struct CachePolicy {
     /// What to do with a kernel that is not in the store.
     pub mode: JitMode,
     /// How long to wait for another process that is compiling the same kernel.
@@ -119,7 +127,7 @@ pub struct Policy {
 
 /// A store of compiled kernels, with the compiler for missing kernels.
 pub struct KernelCache {
-    policy: Policy,
+    policy: CachePolicy,
     store: Result<Store, Unusable>,
     compiler: Arc<dyn Compiler>,
     /// Kernels attached to a bundle; searched first.
@@ -128,13 +136,13 @@ pub struct KernelCache {
 
 impl KernelCache {
     /// Opens the user's cache, with NVRTC as its compiler. NVRTC is loaded when the first kernel is compiled.
-    pub fn open(env: &Env) -> KernelCache {
-        let policy = Policy { mode: env.jit, lock_timeout: env.lock_timeout };
+    pub fn open(env: &Env) -> Self {
+        let policy = CachePolicy { mode: env.jit, lock_timeout: env.lock_timeout };
         KernelCache::new(policy, env.cache_dir.as_deref(), Arc::new(NvrtcCompiler::new(env)))
     }
 
     /// Opens the cache in `dir`, with `compiler`. With `UNWEIGHT_JIT=off` the folder is not accessed.
-    pub fn new(policy: Policy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> KernelCache {
+    pub fn new(policy: CachePolicy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> Self {
         let store = match (policy.mode, dir) {
             (JitMode::Off, _) => {
                 Err(Unusable { root: dir.unwrap_or(Path::new("")).to_owned(), why: "UNWEIGHT_JIT=off".to_owned() })
@@ -145,7 +153,7 @@ impl KernelCache {
                 why: "UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME and HOME are unset; set one of them".to_owned(),
             }),
         };
-        KernelCache { policy, store, compiler, attached: None }
+        Self { policy, store, compiler, attached: None }
     }
 
     /// Uses kernels that are attached to a bundle if they were compiled from the requested sources. The store and the
@@ -154,8 +162,8 @@ impl KernelCache {
     /// **This runs code that the author of the bundle chose**, with the rights of this process: no digest proves its
     /// origin. Attached kernels are never copied into the store. `UNWEIGHT_JIT=off` ignores them, too.
     #[must_use]
-    pub fn trust(self, attached: Attached) -> KernelCache {
-        KernelCache { attached: Some(attached), ..self }
+    pub fn trust(self, attached: Attached) -> Self {
+        Self { attached: Some(attached), ..self }
     }
 
     /// Returns the store, or why it cannot be used.
@@ -233,14 +241,14 @@ impl KernelCache {
             report(&ready, 0);
             Vec::new()
         } else {
-            match self.source_of_kernels() {
-                Supply::StoreOnly(why) => {
+            match self.provider() {
+                Provider::StoreOnly(why) => {
                     let stored = self.all_from_store(&missing, why)?;
                     report(&ready, 0);
                     report(&stored.iter().collect::<Vec<_>>(), found);
                     stored
                 }
-                Supply::CompiledBy(compiler) => {
+                Provider::Compiler(compiler) => {
                     report(&ready, 0);
                     let report_compiled = |ready: &Progress<'_>| {
                         progress(&Progress { done: found + ready.done, total, artifact: ready.artifact });
@@ -256,15 +264,16 @@ impl KernelCache {
         Ok(order.into_iter().filter_map(|index| results[index].clone()).collect())
     }
 
-    fn source_of_kernels(&self) -> Supply {
+    /// Returns who provides the kernels that are not attached.
+    fn provider(&self) -> Provider {
         if self.policy.mode == JitMode::CacheOnly {
-            return Supply::StoreOnly(NotCompiled::CacheOnly);
+            return Provider::StoreOnly(NotCompiled::CacheOnly);
         }
         match self.compiler.identity() {
-            Ok(compiler) => Supply::CompiledBy(compiler),
+            Ok(compiler) => Provider::Compiler(compiler),
             // Without a compiler, it is unknown which compiler version is right. Any compiler's kernel of exactly this
             // source is accepted.
-            Err(error) => Supply::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
+            Err(error) => Provider::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
         }
     }
 
@@ -466,10 +475,12 @@ fn from_attached(attached: &Attached, entry: &AttachedKernel, start: Instant) ->
     })
 }
 
-enum Supply {
-    /// Nothing can be compiled.
+/// Who provides the kernels that are not attached.
+enum Provider {
+    /// The store alone, because nothing can be compiled.
     StoreOnly(NotCompiled),
-    CompiledBy(CompilerId),
+    /// This compiler; the store has what it compiled before.
+    Compiler(CompilerId),
 }
 
 fn from_entry(entry: Entry, state: CacheState, start: Instant) -> Artifact {

@@ -3,8 +3,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use super::lock::{self, Lock};
-use super::store::{Meta, Store, is_ours, remove};
+use super::{
+    lock::{self, Lock},
+    store::{KernelMeta, Store, is_ours, remove},
+};
 
 /// A listed entry of the cache.
 #[derive(Clone, Debug)]
@@ -16,7 +18,7 @@ pub struct Listed {
     /// The time of the last use, to the minute.
     pub last_used: SystemTime,
     /// The entry's metadata, or why they are invalid.
-    pub meta: Result<Meta, String>,
+    pub meta: Result<KernelMeta, String>,
 }
 
 /// The result of [`Store::verify`].

@@ -17,24 +17,27 @@
 //! digests. Nothing here returns an error to a caller that requests a kernel: a problem is a [`Lookup::Damaged`] or
 //! [`Kept::NotStored`] with a reason, and the kernel is compiled as if there were no cache.
 
-use std::collections::BTreeMap;
-use std::fs::{DirBuilder, File};
-use std::io::{ErrorKind, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
-use std::path::{Component, Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::{
+    collections::BTreeMap,
+    fs::{DirBuilder, File},
+    io::{ErrorKind, Read, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    path::{Component, Path, PathBuf},
+    time::{Duration, SystemTime},
+};
 
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::jit::compiler::Compiled;
-use crate::jit::cubin::KernelResources;
-use crate::jit::failure::CompileFailure;
-use crate::jit::miss::Unusable;
-use crate::jit::request::{CompileRequest, CompilerId};
-
 use super::key::{Key, SCHEMA, SourceKey, folder_prefix};
+use crate::jit::{
+    compiler::Compiled,
+    cubin::KernelResources,
+    failure::CompileFailure,
+    miss::Unusable,
+    request::{CompileRequest, CompilerId},
+};
 
 /// The maximum size of a `meta.json` that the store reads.
 const META_LIMIT_BYTES: u64 = 4 << 20;
@@ -69,15 +72,15 @@ pub struct FileRecord {
 }
 
 impl FileRecord {
-    fn of(bytes: &[u8]) -> FileRecord {
-        FileRecord { bytes: bytes.len() as u64, sha256: sha256(bytes) }
+    fn of(bytes: &[u8]) -> Self {
+        Self { bytes: bytes.len() as u64, sha256: sha256(bytes) }
     }
 }
 
 /// The contents of an entry's `meta.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Meta {
+pub struct KernelMeta {
     /// The [`SCHEMA`] of the writer.
     pub schema: u32,
     /// The name of the variant.
@@ -108,7 +111,7 @@ pub struct Meta {
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MetaFile {
-    entry: Meta,
+    entry: KernelMeta,
     sha256: String,
 }
 
@@ -116,7 +119,7 @@ struct MetaFile {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The metadata of the entry.
-    pub meta: Meta,
+    pub meta: KernelMeta,
     /// The compiled binary.
     pub cubin: Vec<u8>,
 }
@@ -147,7 +150,7 @@ impl Store {
     /// Opens the folder, creating it with mode 0700 if necessary.
     ///
     /// Rejects a folder that another user could write to: its files are code that will run.
-    pub fn open(root: &Path) -> Result<Store, Unusable> {
+    pub fn open(root: &Path) -> Result<Self, Unusable> {
         let unusable = |why: String| Unusable { root: root.to_owned(), why };
         if !root.is_dir() {
             if let Some(parent) = root.parent() {
@@ -190,7 +193,7 @@ impl Store {
             // A read-only store still provides its entries.
             let _ = DirBuilder::new().mode(0o700).create(root.join(folder));
         }
-        Ok(Store { root: root.to_owned() })
+        Ok(Self { root: root.to_owned() })
     }
 
     /// Checks that the folder is a kernel cache, or empty: then it becomes one. A wrong `UNWEIGHT_CACHE_DIR` may name a
@@ -337,7 +340,7 @@ impl Store {
         result
     }
 
-    fn get_folder(&self, folder: &str, check: impl Fn(&Meta) -> Result<(), String>) -> Lookup {
+    fn get_folder(&self, folder: &str, check: impl Fn(&KernelMeta) -> Result<(), String>) -> Lookup {
         let path = self.entries().join(folder);
         // Not `exists()`: a dangling link or a file in the entry's place must be detected, so that it is evicted.
         match std::fs::symlink_metadata(&path) {
@@ -363,7 +366,7 @@ impl Store {
 
     /// Stores a kernel: builds the entry in `building`, flushes it and renames it into place.
     pub fn put(&self, key: &Key, request: &CompileRequest, compiled: &Compiled, compile_us: u64) -> Kept {
-        let meta = Meta {
+        let meta = KernelMeta {
             schema: SCHEMA,
             name: key.name.clone(),
             source_key: key.source.to_string(),
@@ -460,7 +463,7 @@ impl Store {
     }
 
     /// Checks an entry in full, including its source text. Returns its metadata if it is valid.
-    pub(crate) fn check(&self, folder: &str) -> Result<Meta, String> {
+    pub(crate) fn check(&self, folder: &str) -> Result<KernelMeta, String> {
         let path = self.entries().join(folder);
         let meta = read_meta(&path)?;
         read_file(&path, "kernel.cubin", &meta.cubin)?;
@@ -473,7 +476,7 @@ impl Store {
     }
 
     /// Returns the metadata only, for a listing.
-    pub(crate) fn describe(&self, folder: &str) -> Result<Meta, String> {
+    pub(crate) fn describe(&self, folder: &str) -> Result<KernelMeta, String> {
         read_meta(&self.entries().join(folder))
     }
 
@@ -518,7 +521,7 @@ fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn meta_bytes(meta: &Meta) -> Vec<u8> {
+fn meta_bytes(meta: &KernelMeta) -> Vec<u8> {
     // Serialising plain structs into memory cannot fail.
     let body = serde_json::to_vec(meta).unwrap_or_default();
     let file = MetaFile { entry: meta.clone(), sha256: sha256(&body) };
@@ -527,7 +530,7 @@ fn meta_bytes(meta: &Meta) -> Vec<u8> {
     bytes
 }
 
-fn read_meta(folder: &Path) -> Result<Meta, String> {
+fn read_meta(folder: &Path) -> Result<KernelMeta, String> {
     let bytes = read_bounded(&folder.join("meta.json"), META_LIMIT_BYTES).map_err(|why| format!("meta.json: {why}"))?;
     let file: MetaFile = serde_json::from_slice(&bytes).map_err(|error| format!("meta.json: {error}"))?;
     let body = serde_json::to_vec(&file.entry).map_err(|error| format!("meta.json: {error}"))?;

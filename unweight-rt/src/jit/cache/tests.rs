@@ -1,7 +1,6 @@
 //! Tests the cache in one process. tests/jit/cache_processes.rs uses many.
 
-use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
+use std::{path::PathBuf, sync::atomic::AtomicBool};
 
 use tempfile::TempDir;
 
@@ -18,8 +17,8 @@ fn request(name: &str) -> CompileRequest {
     }
 }
 
-fn policy(mode: JitMode) -> Policy {
-    Policy { mode, lock_timeout: Duration::from_secs(20) }
+fn policy(mode: JitMode) -> CachePolicy {
+    CachePolicy { mode, lock_timeout: Duration::from_secs(20) }
 }
 
 struct Fixture {
@@ -29,7 +28,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    fn new() -> Fixture {
+    fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("cache");
         Fixture { _dir: dir, root, compiler: Arc::new(FakeCompiler::default()) }
@@ -285,7 +284,7 @@ fn concurrent_creation_of_a_store() {
 fn lock_timeout_compiles_without_the_lock() {
     let fixture = Fixture::new();
     let cache = KernelCache::new(
-        Policy { mode: JitMode::Auto, lock_timeout: Duration::from_millis(20) },
+        CachePolicy { mode: JitMode::Auto, lock_timeout: Duration::from_millis(20) },
         Some(&fixture.root),
         fixture.compiler.clone(),
     );

@@ -22,14 +22,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-_logger = init_logger("vllm.unweight")
-_TWICE = (
+logger = init_logger("vllm.unweight")
+TWICE = (
     "unweight: two tensors arrived for {}, but a packed weight accepts one; leave only the files of one checkpoint in "
     "the folder"
 )
 
 
-class _Loads:
+class Arrivals:
     """The weights that have arrived for a layer to pack."""
 
     def __init__(self, prefix: str, merged: dict[str, list[str]]) -> None:
@@ -40,17 +40,17 @@ class _Loads:
         """For each parameter, the number of elements that arrived."""
 
 
-_loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
+arrivals_of: weakref.WeakKeyDictionary[nn.Module, Arrivals] = weakref.WeakKeyDictionary()
 
 
-def _leave_unpacked(head: ParallelLMHead) -> None:
+def leave_unpacked(head: ParallelLMHead) -> None:
     """Stops packing of a head: it shares the embedding's weight, which arrives with the embedding."""
     head.quant_method = UnquantizedEmbeddingMethod()
-    _loads.pop(head, None)
+    arrivals_of.pop(head, None)
     get_layerwise_info(head).reset()
 
 
-def _count_loads(layer: nn.Module) -> None:
+def wrap_loaders(layer: nn.Module) -> None:
     """Wraps the weight loaders of a layer so that they count. vLLM itself ignores tensors for a layer that is already
     packed, and would pack uninitialized memory if a tensor is missing.
     """
@@ -69,32 +69,32 @@ def _counting_loader(
     @functools.wraps(load)
     def counting(*args: Any, **kwargs: Any) -> Any:
         layer = layer_of()
-        loads = None if layer is None else _loads.get(layer)
-        if loads is None:
+        arrivals = None if layer is None else arrivals_of.get(layer)
+        if arrivals is None:
             return load(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         not_part = ("param", "loaded_weight", "weight_name", "return_success")
         part = tuple(value for key, value in bound.arguments.items() if key not in not_part)
-        arrived = loads.arrived.setdefault(name, set())
+        arrived = arrivals.arrived.setdefault(name, set())
         if part in arrived:
             which = "".join(f" ({one})" for one in part if one is not None)
-            raise ValueError(_TWICE.format(f"{loads.prefix}.{name}{which}"))
+            raise ValueError(TWICE.format(f"{arrivals.prefix}.{name}{which}"))
         arrived.add(part)
         info = get_layerwise_info(layer)
         before = info.load_numel
         result = load(*args, **kwargs)
         # The count of a complete layer restarts at 0, so the difference may be negative; such a layer is not checked.
-        loads.numels[name] = loads.numels.get(name, 0) + max(0, info.load_numel - before)
+        arrivals.numels[name] = arrivals.numels.get(name, 0) + max(0, info.load_numel - before)
         return result
 
     counting.unweight_counts = True
     return counting
 
 
-def _missing(layer: nn.Module) -> list[str]:
+def missing_tensors(layer: nn.Module) -> list[str]:
     """Returns the missing tensors of a layer to pack, by their names in vLLM's model."""
-    loads = _loads[layer]
+    arrivals = arrivals_of[layer]
     info = get_layerwise_info(layer)
     if not info.can_load() or info.load_numel >= info.load_numel_total:
         return []
@@ -104,14 +104,14 @@ def _missing(layer: nn.Module) -> list[str]:
         if isinstance(layer, VocabParallelEmbedding):
             # The remaining rows are padding.
             expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
-        if loads.numels.get(name, 0) < expected:
-            missing += _missing_parts(layer, loads, name)
+        if arrivals.numels.get(name, 0) < expected:
+            missing += _missing_parts(layer, arrivals, name)
     return missing
 
 
-def _missing_parts(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
-    arrived = loads.arrived.get(name, set())
-    whole = [f"{loads.prefix}.{name}"]
+def _missing_parts(layer: nn.Module, arrivals: Arrivals, name: str) -> list[str]:
+    arrived = arrivals.arrived.get(name, set())
+    whole = [f"{arrivals.prefix}.{name}"]
     if isinstance(layer, RoutedExperts):
         projections = {
             "w1": layer.ckpt_gate_proj_name,
@@ -120,14 +120,14 @@ def _missing_parts(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
         }
         shards = ("w2",) if name.startswith("w2") else ("w1", "w3")
         parts = [
-            f"{loads.prefix}.{expert}.{projections[shard]}.weight"
+            f"{arrivals.prefix}.{expert}.{projections[shard]}.weight"
             for expert in range(layer.moe_config.num_experts)
             for shard in shards
             if (shard, expert) not in arrived and layer._map_global_expert_id_to_local_expert_id(expert) != -1
         ]
         return parts or whole
-    parent, _, leaf = loads.prefix.rpartition(".")
-    names = loads.merged.get(leaf, [])
+    parent, _, leaf = arrivals.prefix.rpartition(".")
+    names = arrivals.merged.get(leaf, [])
     if isinstance(layer, QKVParallelLinear):
         shards = ("q", "k", "v")
     elif isinstance(layer, MergedColumnParallelLinear):
@@ -140,7 +140,7 @@ def _missing_parts(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
     return parts or whole
 
 
-def _missing_unpacked(model: nn.Module, loaded: set[str]) -> list[str]:
+def missing_parameters(model: nn.Module, loaded: set[str]) -> list[str]:
     """Returns the parameters for which no tensor arrived, of layers that are not to be packed."""
     named = dict(model.named_parameters(remove_duplicate=False))
     # A tied head is loaded with the embedding, so parameters are compared by identity.
@@ -150,14 +150,14 @@ def _missing_unpacked(model: nn.Module, loaded: set[str]) -> list[str]:
         method = getattr(module, "quant_method", None)
         # Layers with other methods may have scales, which a checkpoint need not contain.
         is_checked = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
-        if is_checked and module not in _loads:
+        if is_checked and module not in arrivals_of:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in arrived:
                     missing.append(f"{prefix}.{name}" if prefix else name)
     return missing
 
 
-def _refuse_missing(missing: list[str]) -> None:
+def refuse_missing(missing: list[str]) -> None:
     if missing:
         names = ", ".join(sorted(missing)[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise ValueError(

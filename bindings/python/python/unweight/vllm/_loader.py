@@ -5,6 +5,7 @@ vLLM's model classes rename, merge and shard them as usual.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
@@ -31,70 +32,83 @@ from vllm.platforms import current_platform
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
 from ._account import (
-    _TWICE,
-    _count_loads,
-    _leave_unpacked,
-    _loads,
-    _logger,
-    _missing,
-    _missing_unpacked,
-    _refuse_missing,
+    TWICE,
+    arrivals_of,
+    leave_unpacked,
+    logger,
+    missing_parameters,
+    missing_tensors,
+    refuse_missing,
+    wrap_loaders,
 )
-from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _NO_RELOAD
+from ._methods import NAME, NO_RELOAD, UnweightExpertsMethod, UnweightMethod
 
 _MANIFEST = "unweight.json"
-# The number of tensors, and of their bytes, that are read and decoded ahead of vLLM.
-_THREADS = 8
-_AHEAD_BYTES = 1 << 30
+# Threads that read and decode tensors ahead of vLLM, one tensor each, and the bytes of these tensors.
+_THREADS_MAX = 8
+_AHEAD_BYTES_MAX = 1 << 30
 # Larger tensors are not pinned: pinning so much memory takes longer than a copy from pageable memory.
 _PINNED_BYTES = 256 << 20
+
+
+@dataclasses.dataclass
+class _Load:
+    """What is known about one load of a model."""
+
+    named_digest: Optional[str] = None
+    """The digest of the weights that the configuration names."""
+    quantization: Optional[str] = None
+    """The name of the model's quantization."""
+    model: Optional[nn.Module] = None
+    read_bytes: int = 0
+    """The bytes of the bundle that were read."""
+    stored_bytes: int = 0
+    """The bytes of the bundle."""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.quantization == NAME
 
 
 class UnweightLoader(DefaultModelLoader):
     """vLLM's file loader, extended to read bundles as if they were the original files."""
 
-    _is_ours = False
-    # The digest of the weights that the configuration names.
-    _named_digest: Optional[str] = None
-    # The name of the quantization, if it is not ours.
-    _other_quantization: Optional[str] = None
-    _model: Optional[nn.Module] = None
-    _read_bytes = 0
-    _stored_bytes = 0
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(load_config)
+        self._load = _Load()
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
         """Loads a model, as vLLM's loader, and logs how many layers are packed."""
-        self._named_digest = getattr(vllm_config.quant_config, "manifest", None)
+        load = self._load = _Load(getattr(vllm_config.quant_config, "weights_digest", None))
         model = super().load_model(vllm_config, model_config, prefix)
-        if (self._is_ours or self._stored_bytes) and current_platform.is_cuda_alike():
+        if (load.is_ours or load.stored_bytes) and current_platform.is_cuda_alike():
             # Torch caches pinned memory of freed tensors, gigabytes here, until the process ends.
             torch._C._host_emptyCache()
-        if model_config.quantization == _NAME:
+        if model_config.quantization == NAME:
             _log_packed(model)
             # Weights loaded later by another path would fail at a packed layer, after replacing those of others.
             for module in model.modules():
                 if hasattr(module, "load_weights"):
                     module.load_weights = _refuse_reload
-            if self._stored_bytes:
-                _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
+            if load.stored_bytes:
+                logger.info("unweight: %d of %d bytes of the bundle read", load.read_bytes, load.stored_bytes)
         return model
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
         """Loads the weights, as vLLM's loader. Also checks for missing ones, which vLLM skips for quantized models."""
-        self._is_ours = model_config.quantization == _NAME
-        self._other_quantization = None if self._is_ours else model_config.quantization
-        if self._is_ours:
+        self._load.quantization = model_config.quantization
+        if self._load.is_ours:
             self.enable_weights_track = True
         super().load_weights(model, model_config)
 
     def track_weights_loading(self, model: nn.Module, loaded_weights: Optional[set[str]]) -> None:
         """Raises `ValueError` if weights are missing; for packed models, by the counts of `_account`."""
-        if not self._is_ours:
+        if not self._load.is_ours:
             return super().track_weights_loading(model, loaded_weights)
-        missing = [name for layer in model.modules() if layer in _loads for name in _missing(layer)]
+        missing = [name for layer in model.modules() if layer in arrivals_of for name in missing_tensors(layer)]
         if loaded_weights is not None:
-            missing += _missing_unpacked(model, loaded_weights)
-        _refuse_missing(missing)
+            missing += missing_parameters(model, loaded_weights)
+        refuse_missing(missing)
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors of a model, as vLLM's loader.
@@ -102,19 +116,19 @@ class UnweightLoader(DefaultModelLoader):
         Refuses to reload a packed model here, before the running engine is changed.
         """
         if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
-            raise NotImplementedError(_NO_RELOAD)
+            raise NotImplementedError(NO_RELOAD)
         _leave_tied_heads(model)
         for layer in model.modules():
             if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
                 # Repeated here, because layers have got their biases since `create_weights`.
                 initialize_online_processing(layer)
-                _count_loads(layer)
-        self._model, self._read_bytes, self._stored_bytes = model, 0, 0
+                wrap_loaders(layer)
+        self._load.model, self._load.read_bytes, self._load.stored_bytes = model, 0, 0
         if self.local_expert_ids is None:
             # As `--enable-ep-weight-filter` does: experts of other processes are not read.
             self.local_expert_ids = _local_experts(model)
         weights = super().get_all_weights(model_config, model)
-        return _refuse_duplicates(weights) if self._is_ours else weights
+        return _refuse_duplicates(weights) if self._load.is_ours else weights
 
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
         folder = self._bundle_folder(source)
@@ -122,25 +136,26 @@ class UnweightLoader(DefaultModelLoader):
             if not self.counter_before_loading_weights:
                 # vLLM logs the loading time from this start.
                 self.counter_before_loading_weights = time.perf_counter()
-            if not self._is_ours:
+            if not self._load.is_ours:
+                other = self._load.quantization
                 consequence = (
                     "the weights are served in BF16, which is exact but not smaller"
-                    if self._other_quantization is None
-                    else f"another quantization ({self._other_quantization}) loads the weights and may change them"
+                    if other is None
+                    else f"another quantization ({other}) loads the weights and may change them"
                 )
-                _logger.warning(
+                logger.warning(
                     "unweight: %s is a bundle, but its config.json does not say so: %s; pass --quantization unweight "
                     "to pack them, if config.json has no other quantization",
                     folder,
                     consequence,
                 )
             bundle = Bundle(folder)
-            if self._is_ours and not source.prefix:
+            if self._load.is_ours and not source.prefix:
                 # A source with a prefix is another model, which is a part of this one.
-                bundle.refuse_other(self._named_digest)
+                bundle.refuse_other(self._load.named_digest)
             return self._tensors(bundle, self._model_tensors(bundle, folder, source), source.prefix)
         weights = super()._get_weights_iterator(source)
-        if not self._is_ours:
+        if not self._load.is_ours:
             return weights
         return self._pinned_tensors(_refuse_shards_of_bundles(weights, source.model_or_path))
 
@@ -149,7 +164,7 @@ class UnweightLoader(DefaultModelLoader):
         if os.path.isdir(source.model_or_path):
             folder = pathlib.Path(source.model_or_path, source.subfolder or "")
             return folder if (folder / _MANIFEST).is_file() else None
-        if not self._is_ours:
+        if not self._load.is_ours:
             return None
         from huggingface_hub import snapshot_download
 
@@ -196,9 +211,9 @@ class UnweightLoader(DefaultModelLoader):
     def _tensors(self, bundle: Bundle, infos: list[TensorInfo], prefix: str) -> Iterator[tuple[str, Tensor]]:
         def jobs() -> Iterator[_Job]:
             for info in infos:
-                self._stored_bytes += info.stored_bytes
+                self._load.stored_bytes += info.stored_bytes
                 name = prefix + info.name
-                if should_skip_weight(name, self.local_expert_ids) or _is_on_other_stage(name, self._model):
+                if should_skip_weight(name, self.local_expert_ids) or _is_on_other_stage(name, self._load.model):
                     continue
                 if has_parts and bundle.reads_parts(info.name, file=info.file) and len(info.shape) == 2:
                     yield _Job(name, functools.partial(Part, bundle, info, self._count), 0)
@@ -217,18 +232,19 @@ class UnweightLoader(DefaultModelLoader):
         is_on_gpu = str(self.load_config.load_format) in ("fastsafetensors", "instanttensor")
         if is_on_gpu or not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
             return weights
-        if self._model is not None and any(isinstance(layer, RoutedExperts) for layer in self._model.modules()):
+        model = self._load.model
+        if model is not None and any(isinstance(layer, RoutedExperts) for layer in model.modules()):
             # vLLM keeps tensors until their layer is complete: for a mixture, gigabytes better left in the mapped file.
             return weights
         return _prefetched(
             _Job(name, functools.partial(_identity, tensor), 0)
-            if _is_on_other_stage(name, self._model)
+            if _is_on_other_stage(name, self._load.model)
             else _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
             for name, tensor in weights
         )
 
     def _count(self, nbytes: int) -> None:
-        self._read_bytes += nbytes
+        self._load.read_bytes += nbytes
 
 
 def _leave_tied_heads(model: nn.Module) -> None:
@@ -239,7 +255,7 @@ def _leave_tied_heads(model: nn.Module) -> None:
     for head in model.modules():
         is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
         if is_ours and id(getattr(head, "weight", None)) in tied:
-            _leave_unpacked(head)
+            leave_unpacked(head)
 
 
 class _Job(NamedTuple):
@@ -251,14 +267,14 @@ class _Job(NamedTuple):
 
 def _prefetched(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of jobs in order; threads make the next ones while vLLM uses the current one."""
-    threads = min(_THREADS, os.cpu_count() or 1)
+    threads = min(_THREADS_MAX, os.cpu_count() or 1)
     pending: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
     pending_bytes = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
         for job in jobs:
             pending.append((job, pool.submit(job.make).result if job.nbytes else job.make))
             pending_bytes += job.nbytes
-            while len(pending) > threads or pending_bytes > _AHEAD_BYTES:
+            while len(pending) > threads or pending_bytes > _AHEAD_BYTES_MAX:
                 first, make = pending.popleft()
                 pending_bytes -= first.nbytes
                 yield first.name, make()
@@ -312,7 +328,7 @@ def _refuse_duplicates(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[
     names = set()
     for name, tensor in weights:
         if name in names:
-            raise ValueError(_TWICE.format(name))
+            raise ValueError(TWICE.format(name))
         names.add(name)
         yield name, tensor
 
@@ -328,7 +344,7 @@ def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str)
 
 
 def _refuse_reload(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(_NO_RELOAD)
+    raise NotImplementedError(NO_RELOAD)
 
 
 def _log_packed(model: nn.Module) -> None:
@@ -339,4 +355,4 @@ def _log_packed(model: nn.Module) -> None:
     gib = sum(weight.packed_nbytes for weight in packed) / 2**30
     bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
     others = len(layers) - len(packed)
-    _logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
+    logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)

@@ -29,13 +29,13 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from ..ops import _prepare, pack, pack_experts, unpack_experts, why_not
-from ._account import _count_loads, _leave_unpacked, _loads, _logger, _missing, _refuse_missing
+from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 
-_NAME = "unweight"
-_NO_RELOAD = "unweight: the weights of a running engine cannot be replaced (reload_weights); start another engine"
+NAME = "unweight"
+NO_RELOAD = "unweight: the weights of a running engine cannot be replaced (reload_weights); start another engine"
 
 
-def _are_plain(layer: RoutedExperts) -> bool:
+def are_plain(layer: RoutedExperts) -> bool:
     """Returns whether experts compute silu(gate) * up without extras, and nothing but the layer uses their weights."""
     config = layer.moe_config
     parallel = config.moe_parallel_config
@@ -94,12 +94,20 @@ def _begin_packing(layer: nn.Module) -> bool:
     if getattr(layer, "_already_called_process_weights_after_loading", False):
         return False
     if hasattr(layer, "unweight_packed"):
-        raise NotImplementedError(_NO_RELOAD)
-    if _loads[layer].arrived:
+        raise NotImplementedError(NO_RELOAD)
+    if arrivals_of[layer].arrived:
         # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
-        _refuse_missing(_missing(layer))
+        refuse_missing(missing_tensors(layer))
     layer._already_called_process_weights_after_loading = True
     return True
+
+
+def _check_device(device: torch.device) -> bool:
+    """Returns whether packed weights can run on a device; warns once if they cannot."""
+    reason = why_not(device)
+    if reason is not None:
+        logger.warning_once("unweight: %s; weights stay in BF16, which is exact but not smaller", reason)
+    return reason is None
 
 
 @register_weight_loader_v2_supported_method
@@ -127,7 +135,7 @@ class UnweightMethod(LinearMethodBase):
         weight = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         layer.register_parameter("weight", weight)
         initialize_online_processing(layer)
-        _count_loads(layer)
+        wrap_loaders(layer)
         _kernels.prepare(*data.shape)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -135,11 +143,9 @@ class UnweightMethod(LinearMethodBase):
         if not _begin_packing(layer):
             return
         weight = layer.weight.data
-        reason = why_not(weight.device)
-        if reason is not None:
-            _logger.warning_once("unweight: %s; weights stay in BF16, which is exact but not smaller", reason)
+        can_pack = _check_device(weight.device)
         _kernels.finish()
-        packed = pack(weight) if reason is None else None
+        packed = pack(weight) if can_pack else None
         if packed is None:
             is_head = isinstance(layer, ParallelLMHead)
             # When all layers are loaded, vLLM processes each once more, and then calls this method.
@@ -161,7 +167,7 @@ class UnweightMethod(LinearMethodBase):
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
         """Makes the head share the embedding's weight, which is not packed."""
         layer.weight = embed_tokens.weight
-        _leave_unpacked(layer)
+        leave_unpacked(layer)
         return layer
 
 
@@ -204,7 +210,7 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, extra)
         initialize_online_processing(layer)
-        _count_loads(layer)
+        wrap_loaders(layer)
         self._loaders = {name: getattr(layer, name).weight_loader for name in shapes}
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
@@ -215,7 +221,7 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
                 layer.__dict__.pop(name, None)
             return
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
-        packed = pack_experts(gate_up, down) if why_not(gate_up.device) is None else None
+        packed = pack_experts(gate_up, down) if _check_device(gate_up.device) else None
         if packed is None:
             # When all layers are loaded, vLLM processes each once more, and then calls this method.
             layer._replace_quant_method(self._plain)

@@ -17,22 +17,22 @@ from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
-from ._account import _Loads, _loads
+from ._account import Arrivals, arrivals_of
 from ._loader import UnweightLoader
-from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _are_plain
+from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, are_plain
 
 
 class UnweightConfig(QuantizationConfig):
     """The quantization config of packed weights. It has no options, because packing is lossless."""
 
-    def __init__(self, manifest: Optional[str] = None) -> None:
+    def __init__(self, weights_digest: Optional[str] = None) -> None:
         super().__init__()
-        self.manifest = manifest
+        self.weights_digest = weights_digest
         """The digest of the bundle's weights; `None` for a model that is not a bundle."""
         self._is_checked = False
 
     def get_name(self) -> str:
-        return _NAME
+        return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16]
@@ -57,14 +57,14 @@ class UnweightConfig(QuantizationConfig):
             _refuse_unsupported_options(self)
             self._is_checked = True
         if isinstance(layer, RoutedExperts):
-            if not _are_plain(layer):
+            if not are_plain(layer):
                 return None
-            _loads[layer] = _Loads(prefix, {})
+            arrivals_of[layer] = Arrivals(prefix, {})
             return UnweightExpertsMethod(layer.moe_config)
         if not isinstance(layer, (LinearBase, ParallelLMHead)):
             return None
         # The model class fills in the mapping before it builds layers.
-        _loads[layer] = _Loads(prefix, self.packed_modules_mapping)
+        arrivals_of[layer] = Arrivals(prefix, self.packed_modules_mapping)
         return UnweightMethod()
 
 
@@ -87,7 +87,7 @@ def _refuse_unsupported_options(config: UnweightConfig) -> None:
             "--enable-expert-parallel"
         )
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(str(vllm.load_config.load_format))
-    if config.manifest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
+    if config.weights_digest is not None and not (isinstance(loader, type) and issubclass(loader, UnweightLoader)):
         name = vllm.load_config.load_format
         raise ValueError(f"unweight: a bundle cannot be loaded by --load-format {name}; omit the option")
 
@@ -98,12 +98,12 @@ def install() -> None:
     Raises:
         TypeError: vLLM's loader does not have the methods that ours overrides; nothing is registered.
     """
-    if _NAME in QUANTIZATION_METHODS:
+    if NAME in QUANTIZATION_METHODS:
         return
     _check_loader()
     # Every load format of the default loader, including `auto`, because a bundle looks like safetensors files.
     names = [name for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items() if loader is DefaultModelLoader]
-    register_quantization_config(_NAME)(UnweightConfig)
+    register_quantization_config(NAME)(UnweightConfig)
     _LOAD_FORMAT_TO_MODEL_LOADER.update({name: UnweightLoader for name in names})
 
 
@@ -115,6 +115,7 @@ def _check_loader() -> None:
     if not hasattr(DefaultModelLoader, "_prepare_weights"):
         raise TypeError("its DefaultModelLoader has no _prepare_weights")
     for name in (
+        "__init__",
         "load_model",
         "load_weights",
         "track_weights_loading",

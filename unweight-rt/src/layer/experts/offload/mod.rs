@@ -269,7 +269,7 @@ impl OffloadedExperts {
     unsafe fn waves(&self, stream: &Stream, fetcher: &mut Fetcher, run: &Run, plan: &Plan) -> Result<(), DeviceError> {
         let mut stream = stream.clone();
         // No kernel starts before all earlier work, copies included, is done.
-        stream.set_mode(LaunchMode { ordinary: true, ..stream.mode() });
+        stream.set_mode(LaunchMode { serialized: true, ..stream.mode() });
         // Earlier products read their lists before these overwrite them: both are on one stream.
         let lists = fetcher.send(&stream, plan)?;
         let Fetcher { slots_read, marks, stall_events, traffic, .. } = fetcher;
