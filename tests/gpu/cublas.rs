@@ -3,11 +3,13 @@
 use crate::harness::{Random, bf16, gpu, guard_is_intact, poison, stream, value};
 use unweight_rt::{ContextSize, DeviceBuffer, DeviceMatrix, ExecContext, LaunchError, MatrixRef};
 
-/// Checks that rounding and the order of fp32 sums explain all differences.
-fn close(got: &[u16], other: &[u16], what: &str) {
+/// Checks that rounding and the order of fp32 sums explain all differences. A sum of `k` products of N(0, 1) has terms
+/// of about `sqrt(k)` that may cancel.
+fn close(got: &[u16], other: &[u16], k: u32, what: &str) {
+    let slack = f64::from(k).sqrt() * 2e-4;
     for (at, (got, other)) in got.iter().zip(other).enumerate() {
         let (got, other) = (value(*got), value(*other));
-        assert!((got - other).abs() <= other.abs() / 64.0 + 1e-3, "{what}: element {at} is {got}, was {other}");
+        assert!((got - other).abs() <= other.abs() / 64.0 + slack, "{what}: element {at} is {got}, was {other}");
     }
 }
 
@@ -41,7 +43,7 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
             proposed += found.proposals;
             let what = format!("m = {m}, {n} x {k}, add {add}");
             let tuned = product(&mut ctx, &mut y);
-            close(&tuned, &untuned, &what);
+            close(&tuned, &untuned, k, &what);
             assert!(product(&mut ctx, &mut y) == tuned, "{what}: two runs differ");
             // The same in a graph.
             let graph = stream

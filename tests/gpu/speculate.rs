@@ -129,11 +129,12 @@ fn drafts_change_no_bit_of_any_family() {
         let target = home.path().join(format!("{model}-packed"));
         bundle::compress(&source, &target, &CompressOptions::default(), &Silent).unwrap();
         let bundle = Bundle::open(&target).unwrap();
-        for cache in [KvCache::Bf16, KvCache::Packed] {
-            // Two sequences, with space for both to grow.
-            let options = EngineOptions::default().max_batch(4).context(context).memory(1 << 30).kv_cache(cache);
-            let [mut plain, mut drafting] = engines(&bundle, &options, 3);
-            println!("{model}, {cache:?}, context {}", plain.memory().context);
+        // Two sequences, with space for both to grow.
+        let options = EngineOptions::default().max_batch(4).context(context).memory(1 << 30);
+        let head_dim = load(&bundle, options.clone()).config().head_dim;
+        let caches = if head_dim <= 128 { &[KvCache::Bf16, KvCache::Packed][..] } else { &[KvCache::Bf16] };
+        for &cache in caches {
+            let [mut plain, mut drafting] = engines(&bundle, &options.clone().kv_cache(cache), 3);
             let vocab = plain.config().vocab as usize;
             let new = context.min(200) / 2;
             for request in repeating(4, vocab, new, SampleParams::default()) {

@@ -191,7 +191,7 @@ RANDOM = [
     # Scores and logits large enough for soft caps to matter.
     Spec(
         "gemma2-odd", "gemma2",
-        sizes(280, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=30,
+        sizes(288, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=30,
               attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     ),
     Spec("gemma3-odd", "gemma3_text", sizes(264, 520, 7, 1, vocab_size=1003, **GEMMA3)),
