@@ -356,7 +356,7 @@ fn planted_bugs_of_the_product_are_caught() {
         (matmul_header, "skipped = item.x * all;", "skipped = 0;"),
         (matmul_header, "(task_first(task) - (kItems ? share.skipped : 0))", "task_first(task)"),
         (
-            kernel_header,
+            matmul_header,
             "first = skipped + group * each + (group < more ? group : more);",
             "first = skipped + group * each;",
         ),

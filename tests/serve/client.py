@@ -602,7 +602,7 @@ def queue_full():
     error = refused(openai.RateLimitError, complete, code="queue_full")
     assert error.response.headers["retry-after"] == "1"
     error = refused(openai.BadRequestError, lambda: complete(n=3))
-    assert "split it" in str(error), "what never fits is not to be tried again"
+    assert "split the request" in str(error), "what never fits is not to be tried again"
 
 
 CASES = {"chat": conversation}

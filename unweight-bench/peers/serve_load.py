@@ -392,7 +392,9 @@ async def metrics(client: Client) -> dict:
 
 def client_session() -> aiohttp.ClientSession:
     limits = aiohttp.ClientTimeout(total=300)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=1 << 22)
+    # A server may close an idle connection just as a request is sent on it.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(connector=connector, timeout=limits, read_bufsize=1 << 22)
 
 
 async def with_usage(load: Awaitable[dict], process: int | None) -> dict:

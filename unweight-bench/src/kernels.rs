@@ -56,8 +56,8 @@ options! {
         matmul: bool = true,
         /// Measure attention over packed KV pages, and the packing of pages.
         kv_cache: bool = true,
-        /// Measure every variant of attention, and of the report's Table 5 every one that fits the shape, instead of the
-        /// one that dispatch selects.
+        /// Measure every variant of attention, and of the report's Table 5 every one that fits the shape, instead of
+        /// the one that dispatch selects.
         all_variants: bool = false,
         /// Maximum code length of the weights, bits.
         code_limit: u32 = CodeLimit::DEFAULT.bits(),

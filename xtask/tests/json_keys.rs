@@ -81,13 +81,15 @@ fn serializes(attributes: &[Attribute]) -> bool {
 /// unit.
 fn without_type<'a>(doc: &'a str, key: &str) -> &'a str {
     let strip = |text: &'a str, prefix: &str| text.strip_prefix(prefix).unwrap_or(text);
-    let doc = strip(strip(doc, "The "), "number of ");
-    let doc = strip(doc, "Number of ");
-    if !key.ends_with("bytes") {
-        return doc;
-    }
-    let doc = strip(strip(doc, "Bytes of "), "Size of ");
-    doc.strip_suffix(" in bytes").or_else(|| doc.strip_suffix(", bytes")).unwrap_or(doc)
+    let doc = strip(strip(doc, "The number of "), "Number of ");
+    let units: &[&str] = match key {
+        _ if key.ends_with("bytes") => &[" in bytes", ", bytes"],
+        _ if key.ends_with("_us") => &[" in microseconds", ", us"],
+        "seconds" => &[" in seconds"],
+        _ => &[],
+    };
+    let doc = if key.ends_with("bytes") { strip(strip(doc, "Bytes of "), "Size of ") } else { doc };
+    units.iter().find_map(|unit| doc.strip_suffix(unit)).unwrap_or(doc)
 }
 
 /// Returns the doc comment on one line, with links to Rust items as code, and escaped bars.

@@ -61,13 +61,13 @@ const PLAN_FILE_TEXT: &str = "plan file";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RawReason {
-    /// Its type is not compressed.
+    /// The tensor has a type that is not compressed.
     Dtype,
     /// The scope does not contain its role.
     Scope,
-    /// Its name matches an exclude pattern.
+    /// The name of the tensor matches an exclude pattern.
     Excluded,
-    /// Its name matches no include pattern.
+    /// The name of the tensor matches no include pattern.
     NotIncluded,
     /// A rule of the plan file requests it.
     PlanFile,
