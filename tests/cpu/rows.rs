@@ -1,5 +1,5 @@
-//! Helpers of tests whose kernels read and write rows of activations: random rows with gaps, launches, and checks of the
-//! gaps.
+//! Helpers of tests whose kernels read and write rows of activations: random rows with gaps, launches, and checks of
+//! the gaps.
 
 use crate::harness::{Buffer, CpuKernel, Run};
 use unweight_bench::oracle;

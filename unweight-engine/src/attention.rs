@@ -24,7 +24,8 @@ pub struct SplitPlan {
     pub split: bool,
     /// The number of blocks that split a pair.
     pub splits: u32,
-    /// Whether each multiprocessor has work for several blocks. Of a packed cache, a shorter ring lets more of them fit.
+    /// Whether each multiprocessor has work for several blocks. With a packed cache, a shorter ring lets more of them
+    /// fit.
     pub crowded: bool,
 }
 
@@ -41,9 +42,9 @@ impl SplitPlan {
     /// Returns the plan for `pairs` pairs on a device, in sequences of up to `tokens` tokens.
     ///
     /// With clusters: the fastest plan on an H200 (docs/records/2026-11-22 and 2026-11-26) with as many pairs per
-    /// multiprocessor. Without clusters: as many blocks per pair as give each multiprocessor a block, but none that could
-    /// never have a token. A block has 64 KB of loads in flight, which is several times what the memory of any such
-    /// device needs.
+    /// multiprocessor. Without clusters: as many blocks per pair as give each multiprocessor a block, but none that
+    /// could never have a token. A block has 64 KB of loads in flight, which is several times what the memory of any
+    /// such device needs.
     ///
     /// The current length of sequences has no effect, because a recorded step runs at all lengths.
     pub fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
