@@ -1,8 +1,8 @@
 //! Loads a layer of a bundle to the GPU, multiplies with it, and compares the result with the CPU.
 //!
 //! ```text
-//! cargo run --release --example 02_load_layer                    a small demo model, in a temporary folder
-//! cargo run --release --example 02_load_layer -- BUNDLE TENSOR   a tensor [n, k] of a bundle
+//! cargo run --release --features full --example 02_load_layer                    a small demo model
+//! cargo run --release --features full --example 02_load_layer -- BUNDLE TENSOR   a tensor [n, k] of a bundle
 //! ```
 //! Needs an NVIDIA GPU with its driver, and libnvrtc on the first run.
 

@@ -1,4 +1,8 @@
-//! Generates text from a bundle: `cargo run --release --example 04_generate -- BUNDLE "Once upon a time"`.
+//! Generates text from a bundle:
+//!
+//! ```text
+//! cargo run --release --features full --example 04_generate -- BUNDLE "Once upon a time"
+//! ```
 //!
 //! Needs an NVIDIA GPU with its driver, and libnvrtc on the first run. Tested on Hopper; Ampere, Ada and Blackwell are
 //! untested.
