@@ -240,7 +240,7 @@ fn full_disk_is_a_miss_without_partial_entries() {
     bench.prepare(&mut command, 0, 0);
     let before = states(command.spawn().unwrap());
     for state in &before {
-        assert!(state.contains("kept=NotStored(\"kernel.cubin: File too large"), "{state}");
+        assert!(state.contains("kept=NotStored(\"cannot write kernel.cubin: File too large"), "{state}");
     }
     assert!(bench.store().ls().unwrap().is_empty());
     assert_eq!(std::fs::read_dir(bench.root.join("building")).unwrap().count(), 0);
