@@ -197,7 +197,7 @@ impl Texts {
         if let (Some(tools), Some(format)) = (&request.tools, self.text.tool_format()) {
             for (index, choice) in self.choices.iter_mut().enumerate() {
                 choice.tool_calls =
-                    Some(ToolCalls::new(format, tools.functions.clone(), format!("call-{id}-{index}-")));
+                    Some(ToolCalls::new(format, Arc::clone(&tools.functions), format!("call-{id}-{index}-")));
             }
         }
         self

@@ -1,5 +1,7 @@
 //! Finds tool calls in the text of an answer while it is generated.
 
+use std::sync::Arc;
+
 use serde_json::Value;
 
 use crate::text::ToolFormat;
@@ -30,7 +32,7 @@ pub(super) struct ToolCall {
 pub(super) struct ToolCalls {
     format: ToolFormat,
     /// The functions that may be called: name and JSON schema of the arguments.
-    functions: Vec<(String, Value)>,
+    functions: Arc<[(String, Value)]>,
     /// The prefix of the ids of calls.
     id: String,
     /// Text that is part of a call, or may turn out to be.
@@ -53,7 +55,7 @@ pub(super) struct ToolCalls {
 
 impl ToolCalls {
     /// A parser for calls of these functions. The id of a call is `id` and its index.
-    pub fn new(format: ToolFormat, functions: Vec<(String, Value)>, id: String) -> Self {
+    pub fn new(format: ToolFormat, functions: Arc<[(String, Value)]>, id: String) -> Self {
         Self {
             format,
             functions,
@@ -112,7 +114,7 @@ impl ToolCalls {
         }
     }
 
-    /// ToolCalls between [`OPEN`] and [`CLOSE`].
+    /// Parses calls between [`OPEN`] and [`CLOSE`].
     fn tagged(&mut self) -> (String, Vec<ToolCall>) {
         let (mut shown, mut calls) = (String::new(), Vec::new());
         loop {
@@ -299,7 +301,8 @@ mod tests {
         let schema = serde_json::json!({"properties": {
             "a": {"type": "integer"}, "s": {"type": "string"}, "list": {"type": "array"}, "on": {"type": "boolean"}
         }});
-        let mut own = ToolCalls::new(format, vec![("f".into(), schema), ("g".into(), Value::Null)], "call_".into());
+        let functions = [("f".to_owned(), schema), ("g".to_owned(), Value::Null)];
+        let mut own = ToolCalls::new(format, Arc::new(functions), "call_".into());
         let chars: Vec<char> = text.chars().collect();
         let (mut shown, mut calls) = (String::new(), Vec::new());
         for piece in chars.chunks(size) {

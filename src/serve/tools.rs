@@ -1,5 +1,7 @@
 //! Parses tool definitions and the tool choice, and builds the grammar of answers that must call a tool.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value, json, value::RawValue};
 
 use super::{
@@ -33,7 +35,7 @@ pub(super) struct Tools {
     /// The definitions, as the chat template gets them.
     pub definitions: Value,
     /// The functions: name and JSON schema of the arguments.
-    pub functions: Vec<(String, Value)>,
+    pub functions: Arc<[(String, Value)]>,
     pub choice: ToolChoice,
     /// Whether the request names a function. The finish reason is then `stop`.
     pub named: bool,
@@ -71,7 +73,7 @@ impl Tools {
         if functions.is_empty() {
             return Ok(None);
         }
-        Ok(Some(Self { definitions: Value::Array(definitions), functions, choice, named, parallel }))
+        Ok(Some(Self { definitions: Value::Array(definitions), functions: functions.into(), choice, named, parallel }))
     }
 
     /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none. `None` if any answer
@@ -268,6 +270,8 @@ mod tests {
             (&many, MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\": \"1\"}".to_owned(), false),
             (&named, MistralArgs, "[TOOL_CALLS]f[ARGS]{\"a\": 1}".to_owned(), false),
             (&many, QwenCoder, format!("{}\n{}", coder("f", "a", "1"), coder("s", "t", "any </par> \n\n")), true),
+            // No function has a parameter of plain text.
+            (&named, QwenCoder, "<tool_call>\n<function=g>\n</function>\n</tool_call>".to_owned(), true),
             (&many, QwenCoder, coder("f", "a", "x"), false),
             (&many, QwenCoder, coder("f", "b", "1"), false),
             // A required parameter.
