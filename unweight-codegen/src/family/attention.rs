@@ -455,33 +455,30 @@ impl Family for AttentionSpec {
             .chain(AttentionSpec::in_parts().filter(move |_| !arch.has(Instruction::Cluster)))
             .flat_map(AttentionSpec::caches)
             .chain(AttentionSpec::with_tuned_rings())
-            .map(move |spec| AttentionSpec { copy: SmemCopy::of(arch), ..spec })
-            .filter(move |spec| fits(arch, spec))
-            .map(move |spec| VariantSpec::attention(arch, spec))
+            .map(move |spec| VariantSpec::attention(arch, AttentionSpec { copy: SmemCopy::of(arch), ..spec }))
     }
 }
 
-/// Rings that were fastest on an H200 (docs/records/2026-11-26): warps, index of the cluster size, and stages for heads
-/// of 128 with BF16 and with packed pages.
-const TUNED_RINGS: [(u32, usize, u32, u32); 3] = [(4, 0, 3, 2), (4, 3, 3, 5), (8, 1, 2, 3)];
+/// Rings that were fastest on an H200 (docs/records/2026-11-26): warps, blocks per cluster, and stages for heads of 128
+/// with BF16 and with packed pages.
+const TUNED_RINGS: [(u32, ClusterSize, u32, u32); 3] =
+    [(4, ClusterSize::ALL[0], 3, 2), (4, ClusterSize::ALL[3], 3, 5), (8, ClusterSize::ALL[1], 2, 3)];
 
 impl AttentionSpec {
     /// Returns the variants of [`TUNED_RINGS`] for heads of 64 and 128. Slots for heads of 64 have half the bytes, so
     /// there are twice as many.
-    fn with_tuned_rings() -> impl Iterator<Item = Self> {
-        let head_dims = AttentionHeadDim::ALL.into_iter().filter(|head_dim| [64, 128].contains(&head_dim.get()));
-        head_dims.flat_map(|head_dim| {
-            let stages_of = move |stages: u32| (stages * 128 / head_dim.get()).min(AttentionStages::MAX.get());
-            TUNED_RINGS.into_iter().flat_map(move |(warps, cluster, bf16, packed)| {
-                [(KvCache::Bf16, bf16), (KvCache::Packed, packed)].into_iter().flat_map(move |(cache, stages)| {
-                    [false, true].map(move |pdl| {
-                        let cluster = ClusterSize::ALL[cluster];
-                        let spec = variant(AttentionStep::Decode, head_dim, warps, stages_of(stages), cluster, pdl);
-                        Self { cache, ..spec }
-                    })
-                })
-            })
-        })
+    fn with_tuned_rings() -> Vec<Self> {
+        let mut specs = Vec::new();
+        for head_dim in AttentionHeadDim::ALL.into_iter().filter(|head_dim| [64, 128].contains(&head_dim.get())) {
+            for (warps, cluster, bf16, packed) in TUNED_RINGS {
+                for (cache, stages) in [(KvCache::Bf16, bf16), (KvCache::Packed, packed)] {
+                    let stages = (stages * 128 / head_dim.get()).min(AttentionStages::MAX.get());
+                    let of = |pdl| variant(AttentionStep::Decode, head_dim, warps, stages, cluster, pdl);
+                    specs.extend([false, true].map(|pdl| Self { cache, ..of(pdl) }));
+                }
+            }
+        }
+        specs
     }
 
     /// Returns this variant, and for `decode` its variants over packed pages. These have one more stage, because packed
