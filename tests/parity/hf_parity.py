@@ -166,8 +166,8 @@ class Model:
         ratios = {n: error / bounds[n] for n, error in errors.items()}
         if kept < 1.0:
             # One or two positions of a mixture say nothing: rounding decides their experts.
-            positions = {n: sum(int(mask.sum()) for m, mask in zip(lengths, masks) if m == n) for n in ratios}
-            ratios = {n: ratio for n, ratio in ratios.items() if positions[n] >= POSITIONS_MIN}
+            compared = {n: sum(int(mask.sum()) for m, mask in zip(lengths, masks) if m == n) for n in ratios}
+            ratios = {n: ratio for n, ratio in ratios.items() if compared[n] >= POSITIONS_MIN}
         passed = all(ratio <= BOUND for ratio in ratios.values())
         wrong, checked = [], 0
         rounded = [self.truth.rounded[i] for i in which]
