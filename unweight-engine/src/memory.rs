@@ -522,7 +522,7 @@ mod tests {
     fn packed_cache_holds_a_quarter_more_tokens() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         // As many rows as may run: each reserves a hot page, whether used or not.
-        for (context, rows, bits) in [(1024, 192, 12.31), (8192, 24, 12.1)] {
+        for (context, rows, bits) in [(1024, 192, 12.3), (8192, 24, 12.09)] {
             let of = |cache| {
                 let options = EngineOptions::default().max_batch(rows).context(context).kv_cache(cache);
                 plan(&config, &options, (6 * gb, Shared::default()), 24 * gb).unwrap()
@@ -535,7 +535,7 @@ mod tests {
             let gain = f64::from(sequences(&packed)) / f64::from(sequences(&bf16));
             assert!(gain > 1.23, "{context}: {} and {} sequences", sequences(&packed), sequences(&bf16));
             let share = packed.tokens() as f64 / bf16.tokens() as f64;
-            assert!((1.28..4.0 / 3.0).contains(&share), "{context}: {share}");
+            assert!((1.29..4.0 / 3.0).contains(&share), "{context}: {share}");
             // One sequence, its hot page included.
             let pages = u64::from(sequence_pages(KvCache::Packed, context));
             let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page_bytes
