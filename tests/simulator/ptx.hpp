@@ -70,6 +70,7 @@ inline u32 bf16_bits(float v) {
     return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
 inline float ex2_approx(float v) { return __builtin_exp2f(v); }
+inline float rcp_approx(float v) { return 1.0f / v; }
 inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float rsqrt_approx(float v) { return 1.0f / __builtin_sqrtf(v); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

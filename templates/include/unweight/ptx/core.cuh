@@ -77,6 +77,12 @@ UW_DEVICE float ex2_approx(float value) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
+// 1 / value, about 23 bits; subnormal arguments and results are 0.
+UW_DEVICE float rcp_approx(float value) {
+    float d;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
+    return d;
+}
 // The larger one; NaN only if both are NaN.
 UW_DEVICE float max(float a, float b) {
     float d;
