@@ -6,7 +6,7 @@
 //! A node is a chunk of a prompt, or half of one, as [`Cut`] cuts prompts. Its tokens follow those of its ancestors.
 //! Prefill of a prompt that is cut in the same way and starts with the tokens of cached nodes starts after these nodes.
 //! Its later chunks have the same rows as without the cache. Its logits therefore have the same bits, unless a node was
-//! computed in quarters of chunks. Tokens are compared, not their digests.
+//! computed in smaller pieces. Tokens are compared, not their digests.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 

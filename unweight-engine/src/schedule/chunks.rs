@@ -13,6 +13,10 @@ pub(super) enum ChunkStart {
     Alone,
 }
 
+/// From this many running sequences on, halves of chunks run between steps instead of quarters: prefill limits the
+/// throughput of many sequences, and takes less time per token in larger pieces.
+const MANY_ROWS: usize = 32;
+
 /// Prefill of up to this many tokens takes about as long as that of one.
 const PASS_TOKENS: u32 = 128;
 
@@ -36,9 +40,14 @@ impl Schedule {
         let Range { end, .. } = self.next_cut(start, len, backlog);
         // Twice the backlog above a chunk, so that the backlog shrinks.
         let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
-        let budget = budget.max(self.cut.fraction(4)).min(self.cut.chunk());
+        let budget = budget.max(self.step_tokens()).min(self.cut.chunk());
         let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
         fits.then_some(if end == len { ChunkStart::Alone } else { ChunkStart::AfterSteps })
+    }
+
+    /// The number of prompt tokens that run between two steps while at most a chunk waits.
+    fn step_tokens(&self) -> u32 {
+        self.cut.fraction(if self.rows.len() < MANY_ROWS { 4 } else { 2 })
     }
 
     /// The prefill time of all prompts that wait, by [`time_of`]: `start..len` of one prompt, and the prompts of all
@@ -52,7 +61,7 @@ impl Schedule {
     /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
     fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
         let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
-        if steps_first { start..len.min(start + self.cut.fraction(4)) } else { self.cut.next(start, len) }
+        if steps_first { start..len.min(start + self.step_tokens()) } else { self.cut.next(start, len) }
     }
 
     /// Returns the next tokens to run of the current prompt.
