@@ -150,8 +150,8 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Text without special tokens and `--stop` text; null without a tokenizer.
     text: Option<String>,
-    /// `stop` (end token or `--stop`), `length`, `nan` (all logits NaN) or `kv-cache-full` (no BF16 unit in a packed KV
-    /// cache).
+    /// `stop` (end token or `--stop`), `length`, `nan` (all logits NaN) or `kv-cache-units-full` (no BF16 unit in a
+    /// packed KV cache).
     finish: Option<&'static str>,
 }
 
@@ -510,7 +510,7 @@ fn note_end(finish: Finish, report: &Sequence, console: Console) {
         Finish::NotANumber => {
             console.note(format_args!("all logits are NaN after {tokens} tokens: the text ends there"));
         }
-        Finish::CacheFull => {
+        Finish::UnitsFull => {
             console.note(format_args!(
                 "the packed KV cache has no free BF16 unit after {tokens} tokens: the text ends there; use --kv-cache \
                  bf16"

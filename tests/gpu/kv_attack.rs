@@ -173,7 +173,7 @@ fn attack(bf16: &mut Engine, packed: &mut Engine, model: &DemoOptions, (rounds, 
             let whole = got.len() == request.max_new_tokens as usize;
             match outcomes.finish.get(id) {
                 Some(Finish::Length) => assert!(whole, "{what}"),
-                Some(Finish::CacheFull) => {
+                Some(Finish::UnitsFull) => {
                     assert!(!each_fits, "{what}: {id:?} ended with a full cache, although it fits")
                 }
                 None => assert!(cancelled.contains(id), "{what}: {id:?} never ended"),

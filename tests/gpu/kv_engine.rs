@@ -197,13 +197,13 @@ fn a_sequence_that_needs_more_units_than_exist_ends_with_correct_tokens() {
         }
     }
     // The third page is full with token 191, whose successor is the last token.
-    assert_eq!((generated.len(), end), (192 - 100 + 1, Some(Finish::CacheFull)));
+    assert_eq!((generated.len(), end), (192 - 100 + 1, Some(Finish::UnitsFull)));
     assert_eq!(generated, whole[..generated.len()]);
     // A prompt that does not fit ends without a token, and a text without logits.
     let id = packed.add(Request::new(tokens(300, WHOLE_TILES.vocab, 2)).max_new_tokens(5)).unwrap();
     let events = packed.step().unwrap();
     assert_eq!(events.len(), 1);
-    assert_eq!((events[0].seq, events[0].token, events[0].finish), (id, NO_TOKEN, Some(Finish::CacheFull)));
+    assert_eq!((events[0].seq, events[0].token, events[0].finish), (id, NO_TOKEN, Some(Finish::UnitsFull)));
     assert!(packed.logits(&tokens(300, WHOLE_TILES.vocab, 2)).is_err());
     // A sequence that fits runs as before.
     let fits = Request::new(tokens(50, WHOLE_TILES.vocab, 3)).max_new_tokens(60);

@@ -201,11 +201,11 @@ pub enum Finish {
     NotANumber,
     /// A page of the sequence cannot be packed, and the pool of BF16 units is too small for the sequence alone. The
     /// token of the event is right, or [`NO_TOKEN`](crate::NO_TOKEN) if the prompt itself does not fit.
-    CacheFull,
+    UnitsFull,
 }
 
 impl Finish {
-    /// The name in reports: `stop`, `length`, `complete`, `constraint`, `nan` or `kv-cache-full`.
+    /// The name in reports: `stop`, `length`, `complete`, `constraint`, `nan` or `kv-cache-units-full`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -213,7 +213,7 @@ impl Finish {
             Self::Complete => "complete",
             Self::Constraint => "constraint",
             Self::NotANumber => "nan",
-            Self::CacheFull => "kv-cache-full",
+            Self::UnitsFull => "kv-cache-units-full",
         }
     }
 }

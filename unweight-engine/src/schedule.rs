@@ -11,7 +11,7 @@
 //!
 //! One prompt runs at a time, cut by [`Cut`]. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no
 //! sequence waits for a long prompt. While sequences run and at most a chunk of prompt tokens waits, steps have
-//! priority: prompts are cut into quarters of chunks, and one quarter runs between two steps.
+//! priority: prompts are cut into quarters of chunks (halves if many sequences run), and one runs between two steps.
 //!
 //! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it returns its pages,
 //! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be
@@ -674,7 +674,7 @@ impl Schedule {
         let (id, ends) = (running.id, sole_holder && !dropped);
         running.must_recompute = !ends;
         self.retire(running);
-        ends.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull), logprobs: None })
+        ends.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::UnitsFull), logprobs: None })
     }
 
     /// Records the launch of a step of all rows.
@@ -731,7 +731,7 @@ impl Schedule {
                 if sole_holder {
                     // Nothing else holds units: computing the sequence again would end here, too.
                     running.done = true;
-                    events.last_mut().into_iter().for_each(|event| event.finish = Some(Finish::CacheFull));
+                    events.last_mut().into_iter().for_each(|event| event.finish = Some(Finish::UnitsFull));
                 } else {
                     running.must_recompute = true;
                 }

@@ -208,6 +208,22 @@ fn steps_run_between_chunks() {
 }
 
 #[test]
+fn larger_pieces_run_between_steps_of_many_rows() {
+    let prompt = |token: u32, len: usize| Request::new(vec![token; len]).max_new_tokens(900);
+    let limits = Limits { chunk: 1024, context: 10_000, max_batch: 40, shares_prefixes: false, ..LIMITS };
+    for (rows, expected) in [(31, "256 s 256 s 188"), (32, "512 s 188")] {
+        let mut schedule = Schedule::new(limits, 2000);
+        for _ in 0..rows {
+            schedule.add(prompt(8, 5)).unwrap();
+        }
+        order(&mut schedule, rows);
+        schedule.add(prompt(9, 700)).unwrap();
+        let sizes = order(&mut schedule, rows + 1);
+        assert_eq!(sizes.trim_start_matches("s "), expected, "{rows} rows");
+    }
+}
+
+#[test]
 fn youngest_sequence_is_preempted() {
     let mut schedule = Schedule::new(LIMITS, 8);
     for _ in 0..3 {
@@ -256,13 +272,13 @@ fn lost_page_ends_a_single_sequence() {
     let mut schedule = Schedule::new(PACKED, 20);
     let id = schedule.add(request(60, 100)).unwrap();
     join(&mut schedule, 10);
-    let full = event(id, 11, Some(Finish::CacheFull));
+    let full = event(id, 11, Some(Finish::UnitsFull));
     assert_eq!(step(&mut schedule, &[11], &[1]), [full]);
     assert_eq!((schedule.next_action(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
     // The page is lost during the prompt.
     let id = schedule.add(request(130, 100)).unwrap();
     while !chunk(&mut schedule) {}
-    let full = event(id, NO_TOKEN, Some(Finish::CacheFull));
+    let full = event(id, NO_TOKEN, Some(Finish::UnitsFull));
     assert_eq!(schedule.abort_prefill(), Some(full));
     assert_eq!((schedule.next_action(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
     // A sequence that ends with that token is complete.
@@ -397,7 +413,7 @@ fn sequences_do_not_affect_each_other() {
         shared += simulation.schedule.shared_prompt_tokens();
         let DraftCounts { drafted, accepted } = simulation.schedule.draft_counts();
         drafts = DraftCounts { drafted: drafts.drafted + drafted, accepted: drafts.accepted + accepted };
-        full += simulation.clients.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        full += simulation.clients.ended.values().filter(|finish| **finish == Finish::UnitsFull).count();
         cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
     assert!(
@@ -510,7 +526,7 @@ impl Clients {
         for (id, requested) in &self.requested {
             let received = self.received.get(id).map_or(0, Vec::len) as u32;
             let is_right = match self.ended.get(id) {
-                Some(Finish::CacheFull) => may_be_full && received <= requested.end(),
+                Some(Finish::UnitsFull) => may_be_full && received <= requested.end(),
                 Some(Finish::Stop) => requested.stops && received == requested.end(),
                 Some(Finish::Length) => !requested.stops && received == requested.end(),
                 Some(Finish::NotANumber | Finish::Complete | Finish::Constraint) => false,
@@ -798,14 +814,14 @@ impl Simulation {
     fn receive(&mut self, event: Event) {
         let Some(finish) = self.clients.receive(&event) else { return };
         let (seq, token, received) = (event.seq, event.token, &self.clients.received[&event.seq]);
-        if let (Finish::CacheFull, Loss::Units(all)) = (finish, self.loss) {
+        if let (Finish::UnitsFull, Loss::Units(all)) = (finish, self.loss) {
             // Only a sequence that would not fit alone. The token of a step has no keys and values yet.
             let tokens = self.clients.requested[&seq].prompt + received.len() - usize::from(token != NO_TOKEN);
             let pages = tokens as u32 / PAGE_TOKENS;
             let need: u32 = (0..pages).map(|page| self.units_of(seq, page)).sum();
             assert!(need > all, "{event:?}: {need} units of {all}");
         }
-        assert!(token != NO_TOKEN || finish == Finish::CacheFull);
+        assert!(token != NO_TOKEN || finish == Finish::UnitsFull);
     }
 
     /// Checks at the end what every sequence received.

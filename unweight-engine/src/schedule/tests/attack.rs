@@ -379,7 +379,7 @@ impl Attack {
     fn receive(&mut self, event: Event) {
         let Some(finish) = self.clients.receive(&event) else { return };
         let (seq, token, received) = (event.seq, event.token, &self.clients.received[&event.seq]);
-        if finish == Finish::CacheFull {
+        if finish == Finish::UnitsFull {
             // Only a sequence that would not fit alone.
             let count = received.len() - usize::from(token != NO_TOKEN);
             let needed = self.units_of_tokens(&self.tokens(seq, count));
@@ -439,7 +439,7 @@ fn attack(default: u64, change: impl Fn(&mut Plan)) {
         assert!(result.is_ok(), "seed {seed}: {plan:?}");
         preempted += attack.schedule.preempted();
         shared += attack.schedule.shared_prompt_tokens();
-        full += attack.clients.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        full += attack.clients.ended.values().filter(|finish| **finish == Finish::UnitsFull).count();
         prefills += attack.cancelled_prefills;
         (texts, cancelled) = (texts + attack.text_kept, cancelled + attack.clients.cancelled.len());
     }
