@@ -34,6 +34,13 @@ impl Measure<'_> {
     /// [`EngineOptions::max_batch`](crate::EngineOptions::max_batch), `context + steps` exceeds the context of the
     /// engine, or the KV cache has too few free pages; [`EngineError::Device`] if the device fails.
     pub fn prepare(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
+        let pages = self.lend_filled(batch, context, steps)?;
+        self.engine.schedule.give(pages);
+        Ok(())
+    }
+
+    /// Like [`Measure::prepare`], but returns the lent pages.
+    pub(super) fn lend_filled(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
         if !engine.is_idle() || batch > engine.options.max_batch {
@@ -47,8 +54,8 @@ impl Measure<'_> {
         let each = engine.schedule.pages_of(tokens);
         let pages = engine.lend(&vec![each; batch as usize])?;
         let filled = fill(&mut engine.forward, batch, context, &pages);
-        engine.schedule.give(pages);
-        engine.fail_on_error(filled)
+        engine.fail_on_error(filled)?;
+        Ok(pages)
     }
 
     /// Enqueues one step of the batch that [`Measure::prepare`] prepared last.

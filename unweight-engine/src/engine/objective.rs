@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use half::bf16;
+use unweight_codegen::kv::PAGE_TOKENS;
 use unweight_rt::{DeviceError, Graph};
 
 use super::{
@@ -132,14 +133,16 @@ impl PipelineTuner<'_> {
     /// Like [`Measure::prepare`](super::measure::Measure::prepare), for steps that start at the same position
     /// repeatedly ([`PipelineTuner::rewind`]). Returns the lent pages.
     fn begin(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
-        self.engine.measure().prepare(batch, context, steps)?;
-        let each = self.engine.schedule.pages_of(context.saturating_add(steps));
-        self.engine.lend(&vec![each; batch as usize])
+        self.engine.measure().lend_filled(batch, context, steps)
     }
 
-    /// Sets the rows to their first position. Waits for the copies.
+    /// Sets the rows to their first position, and releases the BF16 units of the pages that steps pack. Waits for the
+    /// copies.
     fn rewind(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), EngineError> {
-        let set = set_rows(&mut self.engine.forward, batch, context, pages);
+        let first = (context / PAGE_TOKENS) as usize;
+        let packed: Vec<u32> = pages.iter().flat_map(|pages| pages.iter().skip(first)).copied().collect();
+        let forward = &mut self.engine.forward;
+        let set = forward.release(&packed).and_then(|()| set_rows(forward, batch, context, pages));
         self.engine.fail_on_error(set)
     }
 
