@@ -94,7 +94,7 @@ impl ChoiceState {
     /// Adds a token and returns the new text, and the finish reason if the text ends.
     fn push_text(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
-        self.tokens += 1;
+        self.tokens += u32::from(token != NO_TOKEN);
         let mark = self.marks.iter().find(|(id, _)| self.tool_calls.is_some() && *id == token);
         let mut piece = || mark.map_or_else(|| stream.push(token), |(_, text)| Ok((*text).to_owned()));
         // The token that ends a text is not part of the text.
@@ -235,7 +235,7 @@ impl Texts {
             if let Some(logprobs) = logprobs {
                 state.add_logprobs(&self.text, token, &logprobs)?;
             }
-            self.usage.completion += 1;
+            self.usage.completion += u64::from(token != NO_TOKEN);
             if choice.finish.is_some() {
                 self.unfinished -= 1;
                 if let Some(cancel_flag) = self.sequences.cancel_flags.get(index) {
