@@ -97,13 +97,13 @@ pub enum BundleError {
         source: io::Error,
     },
     /// The path is not a directory.
-    #[error("{}: not a directory; pass the directory of the model", path.display())]
+    #[error("{}: not a directory; pass the directory of the model or bundle", path.display())]
     NotADirectory {
         /// The path given.
         path: PathBuf,
     },
     /// The model contains no `*.safetensors`.
-    #[error("{}: no *.safetensors file inside; nothing to compress", path.display())]
+    #[error("{}: no *.safetensors file inside; pass the directory of a model", path.display())]
     NoWeights {
         /// Path of the source.
         path: PathBuf,

@@ -59,6 +59,7 @@ pub(crate) struct Stage {
     replaceable: Option<Replaceable>,
     /// Bytes still to be written, as far as known; for the error message when the disk is full.
     remaining_bytes: AtomicU64,
+    discarded: bool,
     _lock: Lock,
 }
 
@@ -134,8 +135,10 @@ impl Stage {
         check_owner(&partial)?;
         // The process that held the lock may have finished this output.
         check_output(&output, replaceable.as_ref())?;
-        let stage = Self { output, partial, replaceable, remaining_bytes: AtomicU64::new(0), _lock: lock };
+        let mut stage =
+            Self { output, partial, replaceable, remaining_bytes: AtomicU64::new(0), discarded: false, _lock: lock };
         if !resume {
+            stage.discarded = [stage.records(), stage.work()].iter().any(|dir| has_entries(dir));
             // Records first: a finished shard without a record is not taken over.
             remove(&stage.records())?;
             failpoint("records-removed");
@@ -148,6 +151,11 @@ impl Stage {
         }
         failpoint("prepared");
         Ok(stage)
+    }
+
+    /// Whether the files of an interrupted run were removed.
+    pub(crate) fn discarded(&self) -> bool {
+        self.discarded
     }
 
     pub(crate) fn tree(&self) -> PathBuf {
@@ -378,7 +386,15 @@ impl Stage {
     }
 }
 
+/// Reported if a run discards what an interrupted run left.
+pub(super) const NOT_RESUMED: &str = "an interrupted run was found, but the resume option is off";
+
 const PUBLISH: &str = "rename the finished output to its final name";
+
+/// Whether a directory exists and has entries.
+fn has_entries(dir: &Path) -> bool {
+    fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
+}
 
 fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), BundleError> {
     let metadata = match output.symlink_metadata() {

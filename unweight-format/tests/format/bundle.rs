@@ -847,9 +847,9 @@ impl Progress for StartsOver {
     }
 }
 
-/// With finished or unfinished shards, a run that resumes with other options reports once that it starts over.
+/// With finished or unfinished shards, a run reports once that it starts over: with other options, or without resuming.
 #[test]
-fn resume_with_other_options_says_that_it_starts_over() {
+fn a_run_says_that_it_starts_over() {
     let scratch = Scratch::new();
     let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
     let model = DemoOptions { layers: 4, vocab: 512, shards: 3, ..DemoOptions::default() };
@@ -862,13 +862,20 @@ fn resume_with_other_options_says_that_it_starts_over() {
         let left = read_tree(&partial);
         let finished = left.keys().any(|name| name.starts_with("records/"));
         assert!(finished == (share == 2) && left.keys().any(|name| name.starts_with("work/journal-")), "{share}");
-        for (options, count) in [(options.clone(), 0), (options.clone().sha256(true), 1)] {
+        let other = options.clone().sha256(true).resume(true);
+        let cases = [
+            (options.clone().resume(true), None),
+            (other, Some("had other options")),
+            (options.clone(), Some("resume option is off")),
+        ];
+        for (options, expected) in cases {
             let messages = StartsOver::default();
             write_tree(&partial, &left);
-            let report = compress(&source, &out, &options.resume(true), &messages).unwrap();
+            let report = compress(&source, &out, &options, &messages).unwrap();
             let messages = messages.0.into_inner().unwrap();
-            assert_eq!((messages.len(), report.resumed_tensors == 0), (count, count == 1), "{share}: {messages:?}");
-            assert!(messages.iter().all(|reason| reason.contains("other options")), "{messages:?}");
+            assert_eq!(report.resumed_tensors == 0, expected.is_some(), "{share}: {messages:?}");
+            assert_eq!(messages.len(), usize::from(expected.is_some()), "{share}: {messages:?}");
+            assert!(messages.iter().all(|reason| reason.contains(expected.unwrap_or_default())), "{messages:?}");
             fs::remove_dir_all(&out).unwrap();
         }
     }
