@@ -417,7 +417,9 @@ fn adjusted_tokens_match_the_reference() {
                 continue;
             }
             let rows = adjusted_batch(vocabulary);
-            let some = rows.into_iter().skip(i / 2 % 4).step_by(if single { 1 } else { 5 });
+            // A large vocabulary takes seconds per row.
+            let step = if single && vocabulary < 1000 { 1 } else { 5 };
+            let some = rows.into_iter().skip(i / 2 % 4).step_by(step);
             let wrong = check_adjusted(&mut kernel, spec, some.collect());
             wrong.unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
         }

@@ -250,7 +250,7 @@ fn drafts_change_no_answer() {
         r#""temperature": 0, "min_tokens": 30, "stop": ["e"]"#,
     ] {
         for prompt in ["abcabcabcab", "one two three one two three one"] {
-            let body = format!(r#"{{"prompt": "{prompt}", "max_tokens": 120, {options}}}"#);
+            let body = format!(r#"{{"prompt": "{prompt}", "max_tokens": 48, {options}}}"#);
             let answer = |server: &Server| {
                 let (status, text) = server.ask("/v1/completions", &body);
                 assert_eq!(status, 200, "{text}");
@@ -265,7 +265,7 @@ fn drafts_change_no_answer() {
         (of("draft"), of("accepted"))
     };
     let (drafted, accepted) = counts(&drafting);
-    assert!(accepted > 300.0 && accepted < drafted, "{accepted} of {drafted}");
+    assert!(accepted > 60.0 && accepted < drafted, "{accepted} of {drafted}");
     assert_eq!(counts(&plain), (0.0, 0.0));
 }
 
