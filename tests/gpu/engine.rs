@@ -256,7 +256,8 @@ pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Re
         let best = row.iter().map(|logit| logit.to_f32()).fold(f32::MIN, f32::max);
         let slack = best - row[token as usize].to_f32();
         let scale = rms(row.iter().map(|logit| logit.to_f32()));
-        assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index}: its logit is {slack} below the best, {best}");
+        // A wrong row would cost about twice `scale`; models with outliers round more than others.
+        assert!(f64::from(slack) < 8.0 * BOUND * scale, "token {index}: its logit is {slack} below the best, {best}");
     }
 }
 
