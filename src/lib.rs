@@ -86,8 +86,8 @@ pub mod text;
 /// ```no_run
 /// use unweight::format::bundle::{self, CompressOptions, Silent};
 ///
-/// let report = bundle::compress("model".as_ref(), "bundle".as_ref(), &CompressOptions::default(), &Silent)?;
-/// println!("{:.1} % of the original", report.ratio * 100.0);
+/// bundle::compress("model".as_ref(), "bundle".as_ref(), &CompressOptions::default(), &Silent)?;
+/// let bytes = bundle::Bundle::open("bundle".as_ref())?.tensor("lm_head.weight")?.decode()?;   // damage: Err, error.code()
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[cfg(doctest)]

@@ -52,7 +52,7 @@ pub struct Budget {
     /// Tokens per sequence [default: 4096, at most the model's limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// Encoding of the KV cache; auto is packed where that gives a better plan, else bf16
+    /// Encoding of the KV cache; auto is packed if that makes products faster or the plan smaller, else bf16
     #[arg(long, value_name = "CACHE", default_value = "auto")]
     kv_cache: KvCacheArg,
     #[command(flatten)]
@@ -94,7 +94,7 @@ struct Report {
     slot_bytes: u64,
     /// Modelled time of a step's products, us.
     linear_us: f64,
-    /// Step time without a memory limit, us.
+    /// Modelled time of products without a memory limit, us.
     fastest_us: f64,
     /// `linear_us / fastest_us`.
     slowdown: f64,

@@ -60,7 +60,7 @@ pub enum Kernels {
     Attach(Attach),
     /// Remove the kernels that were attached to a bundle
     Detach(Detach),
-    /// Compile kernels and check their machine code; exit status 1 if one spills or serialises
+    /// Compile kernels and check their machine code; exit status 1 if one spills registers or serialises wgmma
     Check(Names),
 }
 

@@ -32,7 +32,7 @@ pub struct PlacementArgs {
     /// Placement of weights in GPU memory; experts of a mixture are always packed
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     pub placement: PlacementArg,
-    /// Encoding of the KV cache, with identical logits; auto is bf16
+    /// Encoding of the KV cache; logits are equal; auto is bf16
     #[arg(long, value_name = "CACHE", default_value = "auto")]
     pub kv_cache: KvCacheArg,
     /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]

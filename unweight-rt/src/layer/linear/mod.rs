@@ -35,8 +35,9 @@ use crate::{
 /// let bundle = Bundle::open("bundle".as_ref())?;
 /// let progress = |kernel: &Progress<'_>| eprintln!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name);
 /// let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
-/// let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
-/// let down = loader.load("mlp.down_proj.weight")?;
+/// let names = ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"];
+/// let mlp = loader.merge(&names, Merge::SiluMul)?;
+/// let down = loader.load("model.layers.0.mlp.down_proj.weight")?;
 /// let mut ctx = loader.context(&stream)?;
 ///
 /// let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
