@@ -16,8 +16,8 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{
-        AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, NO_TOKEN, Request, SampleParams,
-        SeqId,
+        AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, LoadProgress, NO_TOKEN, Request,
+        SampleParams, SeqId,
     },
     format::{Placement, bundle::Bundle},
     model::ModelConfig,
@@ -136,6 +136,8 @@ struct Report {
     host_bytes: u64,
     /// Experts fetched from host memory.
     experts: Option<ExpertTraffic>,
+    /// Draft model, its KV cache included.
+    draft_model_bytes: u64,
     /// Drafted tokens that steps verified (`--speculate`).
     drafted_tokens: u64,
     /// Drafted tokens that were right.
@@ -224,11 +226,17 @@ impl Generate {
         if let Some(file) = &self.dump_logits {
             check_replaceable(file)?;
         }
+        let draft_model = self.engine.draft_model.as_deref();
+        let draft = draft_model.map(|dir| load_draft(dir, (&config, text.as_ref()), &options)).transpose()?;
 
         let start = Instant::now();
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), console)?;
         note_unused(&options.plan, self.engine.placement_args.placement, &bundle, kernels.device().info(), console);
-        let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(console, loaded))?;
+        let note = |loaded: &LoadProgress<'_>| note_load(console, loaded);
+        let mut engine = match &draft {
+            Some(draft) => Engine::load_with_draft(&kernels, &bundle, draft, options, &note)?,
+            None => Engine::load(&kernels, &bundle, options, &note)?,
+        };
         // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;
@@ -497,6 +505,7 @@ impl Generate {
             kv_cache: memory.kv_cache.tag(),
             host_bytes: memory.host,
             experts: engine.expert_traffic()?,
+            draft_model_bytes: memory.draft,
             drafted_tokens: drafts.drafted,
             accepted_tokens: drafts.accepted,
         })
@@ -546,6 +555,28 @@ fn check_replaceable(file: &Path) -> Result<()> {
     }
     let message = format!("{}: exists and is not a file of logits", file.display());
     Err(Failure::new("output-not-replaceable", message, "choose another name for --dump-logits, or remove the file"))
+}
+
+/// Opens the bundle of a draft model, and checks that it can draft for a model: the vocabularies are equal, if both
+/// bundles have a tokenizer.
+pub fn load_draft(
+    dir: &Path,
+    (target, text): (&ModelConfig, Option<&Text>),
+    options: &EngineOptions,
+) -> Result<Bundle> {
+    let draft = Bundle::open(dir)?;
+    let config = ModelConfig::of_bundle(&draft).map_err(|error| EngineError::Draft(Box::new(error.into())))?;
+    Engine::check_draft(target, &config, options)?;
+    let has_tokenizer = draft.manifest().files.iter().any(|file| file.name() == text::TOKENIZER);
+    let Some(text) = text.filter(|_| has_tokenizer) else { return Ok(draft) };
+    match load_text(&draft, dir)?.first_difference(text) {
+        None => Ok(draft),
+        Some(id) => Err(Failure::new(
+            "draft-vocabulary-differs",
+            format!("{}: token {id} of the draft model differs from that of the model", dir.display()),
+            "use a draft model with the tokenizer of the model",
+        )),
+    }
 }
 
 /// Loads the tokenizer of a bundle. Its files are not trusted: text processes read them.

@@ -1,5 +1,7 @@
 //! Options of an engine: the placement of weights, the KV cache, and the plan for MLPs that `tune` saved.
 
+use std::path::PathBuf;
+
 use clap::{
     Args, ValueEnum,
     builder::{PossibleValue, RangedI64ValueParser},
@@ -40,6 +42,9 @@ pub struct PlacementArgs {
     pub resident_experts: Option<u32>,
 }
 
+/// The default number of tokens that a draft model drafts.
+const DRAFTED: u32 = 4;
+
 /// The engine options that `generate` and `serve` share.
 #[derive(Args)]
 pub struct EngineArgs {
@@ -48,9 +53,12 @@ pub struct EngineArgs {
     /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
-    /// Draft up to N tokens (at most 15) per step from earlier text; 0 is off
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=15))]
-    speculate: u32,
+    /// Draft up to N tokens (at most 15) per step from earlier text; 0 is off [default: 0, or 4 with --draft-model]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=15))]
+    speculate: Option<u32>,
+    /// Bundle of a smaller model with the same vocabulary that drafts instead
+    #[arg(long, value_name = "BUNDLE")]
+    pub draft_model: Option<PathBuf>,
     #[command(flatten)]
     memory: Memory,
     #[command(flatten)]
@@ -64,7 +72,7 @@ impl EngineArgs {
         options.kv_cache = self.placement_args.kv_cache.0;
         options.resident_experts = self.placement_args.resident_experts;
         options.context = self.context;
-        options.speculate = self.speculate;
+        options.speculate = self.speculate.unwrap_or(if self.draft_model.is_some() { DRAFTED } else { 0 });
         options.memory = self.memory.bytes;
     }
 }

@@ -10,8 +10,9 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::{Engine, EngineOptions},
+    engine::{Engine, EngineOptions, LoadProgress},
     format::{bundle::Bundle, raw::return_freed_memory},
+    model::ModelConfig,
     serve::{Backend, CpuError, CpuReference, Ended, ServeError, ServeOptions, serve},
     text::Text,
 };
@@ -19,7 +20,7 @@ use unweight::{
 use super::{
     API_KEY,
     failure::{Failure, Result},
-    generate::load_text,
+    generate::{load_draft, load_text},
     output::Console,
     pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     progress,
@@ -105,8 +106,16 @@ impl Serve {
             Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
         })?;
         let start = Instant::now();
+        let draft = match &self.engine.draft_model {
+            Some(dir) => {
+                let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
+                Some(load_draft(dir, (&config, Some(&text)), &self.engine_options())?)
+            }
+            None => None,
+        };
         if self.cpu_reference {
-            let mut model = CpuReference::load(&bundle, &self.engine_options()).map_err(Failure::other)?;
+            let model = CpuReference::load_with_draft(&bundle, draft.as_ref(), &self.engine_options());
+            let mut model = model.map_err(Failure::other)?;
             return self.serve(&mut model, text, listener, options, start, console);
         }
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), console)?;
@@ -121,7 +130,11 @@ impl Serve {
             kernels.device().info(),
             console,
         );
-        let mut engine = Engine::load(&kernels, &bundle, engine_options, &|loaded| note_load(console, loaded))?;
+        let note = |loaded: &LoadProgress<'_>| note_load(console, loaded);
+        let mut engine = match &draft {
+            Some(draft) => Engine::load_with_draft(&kernels, &bundle, draft, engine_options, &note)?,
+            None => Engine::load(&kernels, &bundle, engine_options, &note)?,
+        };
         if console.verbose > 0 {
             console.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }

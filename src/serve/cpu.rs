@@ -8,10 +8,10 @@ use std::collections::{HashMap, VecDeque};
 use half::bf16;
 use rayon::prelude::*;
 use unweight_engine::{
-    AdmissionError, EngineOptions, Event, KvCache, Logprobs, OptionError, Request, SeqId,
+    AdmissionError, Engine, EngineError, EngineOptions, Event, KvCache, Logprobs, OptionError, Request, SeqId,
     raw::{
         pages::{PAGE_TOKENS, pages_for},
-        schedule::{Limits as ScheduleLimits, Next, Running, Schedule, Speculation},
+        schedule::{Limits as ScheduleLimits, Next, Proposal, Running, Schedule, Speculation},
     },
 };
 use unweight_format::{
@@ -21,7 +21,7 @@ use unweight_format::{
 use unweight_model::{
     BindError, ConfigError, ModelConfig, ModelWeights,
     reference::{Reference, ReferenceError, bundle_values},
-    sampling::{adjust, choose, forbid, logprobs},
+    sampling::{NO_TOKEN, adjust, choose, forbid, logprobs, sample},
 };
 
 use super::backend::{Backend, Limits, Load};
@@ -30,6 +30,8 @@ use super::backend::{Backend, Limits, Load};
 const PARAMETERS_MAX: u64 = 64 << 20;
 /// The default context length, tokens.
 const CONTEXT_DEFAULT: u32 = 2048;
+/// The time of a step of a draft model that the scheduler assumes, whatever its size.
+const DRAFT_STEP_TIME: f32 = 0.1;
 
 /// Why a model cannot run on the CPU.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +55,9 @@ pub enum CpuError {
         /// The number of parameters of the model.
         parameters: u64,
     },
+    /// A model cannot draft for another.
+    #[error(transparent)]
+    Draft(#[from] EngineError),
     /// The forward pass failed.
     #[error(transparent)]
     Forward(#[from] ReferenceError),
@@ -67,28 +72,31 @@ impl CpuError {
             Self::Bind(error) => error.code(),
             Self::Bundle(error) => error.code(),
             Self::TooLarge { .. } => "model-too-large-for-cpu",
+            Self::Draft(error) => error.code(),
             Self::Forward(error) => error.code(),
         }
     }
 }
 
-/// A tiny model on the CPU.
+/// A tiny model on the CPU, and one that drafts for it.
 #[derive(Debug)]
 pub struct CpuReference {
-    config: ModelConfig,
-    weights: ModelWeights,
-    values: HashMap<String, Vec<f32>>,
+    model: Model,
+    draft: Option<Model>,
     schedule: Schedule,
     limits: Limits,
 }
 
-impl CpuReference {
-    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting` and `speculate`.
-    ///
-    /// # Errors
-    /// [`CpuError`].
-    pub fn load(bundle: &Bundle, options: &EngineOptions) -> Result<Self, CpuError> {
-        options.check()?;
+/// A model with all weights in f32.
+#[derive(Debug)]
+struct Model {
+    config: ModelConfig,
+    weights: ModelWeights,
+    values: HashMap<String, Vec<f32>>,
+}
+
+impl Model {
+    fn load(bundle: &Bundle) -> Result<Self, CpuError> {
         let config = ModelConfig::of_bundle(bundle)?;
         let weights = ModelWeights::of_bundle(&config, bundle)?;
         let parameters = config.weight_bytes(Placement::Bf16) / 2;
@@ -98,12 +106,61 @@ impl CpuReference {
         let read = bundle_values(bundle);
         let names = bundle.tensors().map(|tensor| tensor.entry().name.as_str());
         let values = names.map(|name| Ok((name.to_owned(), read(name)?))).collect::<Result<_, BundleError>>()?;
+        Ok(Self { config, weights, values })
+    }
+
+    /// Returns the logits after the last token of a text.
+    fn logits(&self, text: &[u32]) -> Result<Vec<bf16>, ReferenceError> {
+        let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
+        let logits = Reference::new(&self.config, &self.weights, value).logits(text)?;
+        let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
+        Ok(last.iter().copied().map(bf16::from_f32).collect())
+    }
+
+    /// Drafts `count` tokens with the parameters and the noise of their sequence.
+    fn draft(&self, running: &Running, count: u32) -> Result<Proposal, ReferenceError> {
+        let history = running.history();
+        let mut text = [history.prompt, history.answer].concat();
+        let length = text.len();
+        for _ in 0..count {
+            // A text is never longer than the context.
+            let position = text.len().saturating_sub(1) as u32;
+            match sample(&self.logits(&text)?, &running.params, position) {
+                NO_TOKEN => break,
+                token => text.push(token),
+            }
+        }
+        Ok(Proposal::Tokens(text.split_off(length)))
+    }
+}
+
+impl CpuReference {
+    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting` and `speculate`.
+    ///
+    /// # Errors
+    /// [`CpuError`].
+    pub fn load(bundle: &Bundle, options: &EngineOptions) -> Result<Self, CpuError> {
+        Self::load_with_draft(bundle, None, options)
+    }
+
+    /// Like [`CpuReference::load`], with a draft model.
+    ///
+    /// # Errors
+    /// [`CpuError`].
+    pub fn load_with_draft(bundle: &Bundle, draft: Option<&Bundle>, options: &EngineOptions) -> Result<Self, CpuError> {
+        options.check()?;
+        let model = Model::load(bundle)?;
+        let draft = draft.map(Model::load).transpose()?;
+        let config = &model.config;
+        draft.as_ref().map_or(Ok(()), |draft| Engine::check_draft(config, &draft.config, options))?;
         let context = options.context.unwrap_or(CONTEXT_DEFAULT).min(config.max_positions);
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
         let (vocab, kv_cache) = (config.vocab, KvCache::Bf16);
         // A chunk holds any prompt.
         let chunk = context.next_multiple_of(PAGE_TOKENS);
+        // The limit of the largest model, because rows cost little.
+        let speculation = Speculation::of(options, false, u32::MAX);
         let limits = ScheduleLimits {
             max_batch,
             context,
@@ -114,8 +171,10 @@ impl CpuReference {
             chunk,
             shares_prefixes: false,
             adjusted_max: max_batch,
-            // The limit of the largest model, because rows cost little.
-            speculation: Speculation::of(options, false, u32::MAX),
+            speculation: match &draft {
+                Some(draft) => speculation.with_model(draft.config.max_positions.min(context), DRAFT_STEP_TIME),
+                None => speculation,
+            },
         };
         let schedule = Schedule::new(limits, pages);
         let limits = Limits {
@@ -130,7 +189,7 @@ impl CpuReference {
             vocab,
             eos: config.eos.clone(),
         };
-        Ok(Self { config, weights, values, schedule, limits })
+        Ok(Self { model, draft, schedule, limits })
     }
 
     /// Returns the next token of a sequence after `drafted` tokens of its draft, and the log probabilities. If the
@@ -141,13 +200,10 @@ impl CpuReference {
         drafted: usize,
         mask: &[u32],
     ) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
-        let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
         let history = running.history();
         let draft = running.inputs().skip(1).take(drafted).map(|(token, _)| token);
         let text: Vec<u32> = history.prompt.iter().chain(history.answer).copied().chain(draft).collect();
-        let logits = Reference::new(&self.config, &self.weights, value).logits(&text)?;
-        let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
-        let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
+        let last = self.model.logits(&text)?;
         // A text is never longer than the context.
         let position = text.len().saturating_sub(1) as u32;
         let mut adjusted = adjust(&last, &running.adjustments, history);
@@ -174,9 +230,20 @@ impl CpuReference {
                 self.schedule.note_chunk_launched();
                 events.extend(self.schedule.finish_prefill(token).map(|event| Event { logprobs, ..event }));
             }
+            Next::Draft => {
+                let Self { schedule, draft, .. } = self;
+                let draft = draft.as_ref();
+                let requests = schedule.draft_requests();
+                let answer = |(row, count): &(&Running, u32)| match draft {
+                    Some(draft) => draft.draft(row, *count),
+                    None => Ok(Proposal::Unavailable),
+                };
+                let proposals = requests.par_iter().map(answer).collect::<Result<Vec<_>, _>>()?;
+                schedule.set_drafts(proposals);
+            }
             Next::Launch { .. } => {
                 let masks = self.schedule.masks();
-                let mut masks = masks.chunks(self.config.vocab.div_ceil(32) as usize);
+                let mut masks = masks.chunks(self.model.config.vocab.div_ceil(32) as usize);
                 let mut mask = |row: &Running| if row.is_constrained() { masks.next() } else { None };
                 let rows = self.schedule.rows().iter().flat_map(|row| {
                     let mask = mask(row).unwrap_or_default();

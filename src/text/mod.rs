@@ -174,6 +174,11 @@ impl Text {
         self.chat.is_some()
     }
 
+    /// Returns the lowest token id that both vocabularies have, with different texts.
+    pub fn first_difference(&self, other: &Self) -> Option<u32> {
+        self.vocabulary.first_difference(&other.vocabulary)
+    }
+
     /// Creates a stream that decodes tokens one by one.
     pub fn stream(&self) -> TextStream {
         TextStream { vocabulary: Arc::clone(&self.vocabulary), ids: Vec::new(), prefix: String::new(), prefix_ids: 0 }

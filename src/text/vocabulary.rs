@@ -123,6 +123,15 @@ impl Vocabulary {
         (is_complete && vocabulary.as_ref().map_or(true, is_sorted)).then_some(vocabulary)
     }
 
+    /// Returns the lowest id that has different texts in both vocabularies. Ids of one vocabulary alone do not count.
+    pub fn first_difference(&self, other: &Self) -> Option<u32> {
+        let differs = |(at, token): (usize, &Token)| {
+            let same_id = other.index_of(token.id)?;
+            (self.text_at(at) != other.text_at(same_id)).then_some(token.id)
+        };
+        self.tokens.iter().enumerate().find_map(differs)
+    }
+
     /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.tokens.len()

@@ -12,9 +12,10 @@ fn rejects_bad_arguments_before_loading() {
     let notes = home.path().join("notes.txt");
     fs::write(&notes, "dear diary").unwrap();
     let notes = notes.to_str().unwrap();
+    let folder = home.path().to_str().unwrap();
     let shard = shards(Path::new(bundle))[0].to_str().unwrap().to_owned();
     let before = fs::read(&shard).unwrap();
-    let cases: [(&[&str], &str, &[&str]); 20] = [
+    let cases: [(&[&str], &str, &[&str]); 22] = [
         (&["--tokens", "-5"], "usage", &["'-5'"]),
         (&["--tokens", "1.5"], "usage", &["'1.5'", "1,450,4996"]),
         (&["--tokens", ""], "usage", &["1,450,4996"]),
@@ -35,6 +36,8 @@ fn rejects_bad_arguments_before_loading() {
         (&["--tokens", "1", "--prompt", "hello"], "usage", &[]),
         (&["--tokens", "1", "--kv-cache", "fp8"], "usage", &["'fp8'", "auto, packed, bf16"]),
         (&["--tokens", "1", "--kv-cache"], "usage", &["--kv-cache", "auto, packed, bf16"]),
+        (&["--tokens", "1", "--draft-model", bundle, "--speculate", "0"], "option-out-of-range", &["1 to 15"]),
+        (&["--tokens", "1", "--draft-model", folder], "not-a-bundle", &[folder]),
     ];
     for (arguments, code, expected) in cases {
         let output = run(Path::new("."), &[&["generate", bundle, "--json"], arguments].concat(), 2);
@@ -58,6 +61,7 @@ fn rejects_bad_arguments_before_loading() {
             &cache[..],
             &["--kv-cache=bf16"],
             &["--kv-cache=auto"],
+            &["--draft-model", bundle],
             &[&context[..], &["--dump-logits", file]].concat(),
         ] {
             fails(Path::new("."), &[&["generate", bundle, "--tokens", "1,2"], more].concat(), 2, "library-missing");

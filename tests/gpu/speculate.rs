@@ -1,9 +1,10 @@
-//! Speculative decoding: the bits of steps without drafts, and correct results when pages are few or sequences end.
+//! Speculative decoding, by n-gram lookup and by a draft model: the bits of steps without drafts, and correct results
+//! when pages are few or sequences end.
 //!
 //! Steps of other sizes differ by rounding. Where bits are compared, a sequence without drafts therefore runs along,
 //! and all steps have 2 to 8 rows, so that they run as steps of 8 rows with and without drafts.
 
-use std::{collections::BTreeMap, fs, path::Path, sync::Arc};
+use std::{collections::BTreeMap, fs, ops::RangeInclusive, path::Path, sync::Arc};
 
 use unweight::engine::{
     Adjustments, Engine, EngineOptions, Event, KvCache, Logprobs, Placement, Request, SampleParams, SeqId,
@@ -15,9 +16,9 @@ use unweight_format::{
 
 use crate::{
     adjusted::Rule,
-    engine::{MODELS, assert_most_likely, bundle, load, options, run, tokens},
+    engine::{MODELS, assert_most_likely, bundle, load, options, requests, run, tokens},
     families,
-    harness::Random,
+    harness::{Random, gpu},
 };
 
 type Told = Vec<(u32, Option<Box<Logprobs>>)>;
@@ -271,4 +272,148 @@ fn drafting_sequences_are_preempted_shared_and_cancelled() {
         }
         assert!(engine.draft_counts().accepted > 0);
     }
+}
+
+/// Returns an engine with a draft model that is as fast as one of a fiftieth of the target's size.
+fn load_with_draft(bundle: &Bundle, draft: &Bundle, options: EngineOptions) -> Engine {
+    let mut engine = Engine::load_with_draft(gpu(), bundle, draft, options, &|_| {}).expect("an engine");
+    engine.assume_draft_time(0.02);
+    engine
+}
+
+/// Returns bundles of a model and of a smaller one with the same vocabulary.
+fn target_and_draft(home: &Path) -> [Bundle; 2] {
+    let small = DemoOptions { layers: 1, hidden: 256, intermediate: 384, heads: 4, kv_heads: 2, seed: 99, ..MODELS[0] };
+    [&MODELS[0], &small].map(|model| {
+        let home = home.join(model.seed.to_string());
+        fs::create_dir_all(&home).unwrap();
+        bundle(&home, model, Profile::Packed)
+    })
+}
+
+/// Returns options with as little memory as leaves the target a KV cache of `pages` pages.
+fn with_pages(target: &Bundle, draft: &Bundle, options: EngineOptions, pages: RangeInclusive<u32>) -> EngineOptions {
+    let (mut too_small, mut too_large) = (0, 4u64 << 30);
+    loop {
+        assert!(too_large - too_small > 1, "no memory leaves {pages:?} pages");
+        let memory = too_small + (too_large - too_small) / 2;
+        let small = options.clone().memory(memory);
+        match Engine::load_with_draft(gpu(), target, draft, small.clone().graphs(false), &|_| {}) {
+            Ok(engine) if pages.contains(&engine.memory().pages) => return small,
+            Ok(engine) if engine.memory().pages > *pages.end() => too_large = memory,
+            _ => too_small = memory,
+        }
+    }
+}
+
+/// A draft model changes no bit, whether it is right or not. A model that drafts for itself is right but for rounding:
+/// its own steps have one row.
+#[test]
+#[ignore = "needs a GPU"]
+fn draft_models_change_no_bit() {
+    let home = tempfile::tempdir().unwrap();
+    let [target, small] = target_and_draft(home.path());
+    for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Bf16, false)] {
+        for (max_batch, speculate) in [(2, 3), (4, 1)] {
+            let options = options().context(1024).max_batch(max_batch).kv_cache(cache).graphs(graphs);
+            let mut plain = load(&target, options.clone());
+            let drafting = options.clone().speculate(speculate);
+            let mut engines = [&target, &small].map(|draft| load_with_draft(&target, draft, drafting.clone()));
+            for params in [SampleParams::default(), SampleParams::default().temperature(0.7).top_k(40)] {
+                let requests = requests(6, MODELS[0].vocab, params, 31);
+                let expected = run_beside(&mut plain, &requests);
+                for engine in &mut engines {
+                    let memory = *engine.memory();
+                    assert!(memory.draft > 0 && memory.total() <= 4 << 30, "{memory}");
+                    let what = format!("{cache:?}, graphs {graphs}, {max_batch}, {speculate}, {params:?}");
+                    assert!(run_beside(engine, &requests) == expected, "{what}");
+                    assert_eq!(engine.free_pages(), memory.pages, "{what}");
+                }
+            }
+            let [same, other] = engines.map(|engine| engine.draft_counts());
+            println!("{cache:?}, graphs {graphs}, up to {speculate}: itself {same:?}, another {other:?}");
+            assert!(same.drafted > 100 && same.accepted * 10 >= same.drafted * 9, "{same:?}");
+            assert!(other.drafted > 0 && other.accepted < other.drafted, "{other:?}");
+        }
+    }
+}
+
+/// In batches of 1 and 4, tokens are the most likely ones, whatever drafts; a model that drafts for itself is right.
+/// Sequences that are cancelled or preempted affect no other.
+#[test]
+#[ignore = "needs a GPU"]
+fn draft_models_follow_sequences_that_come_and_go() {
+    let home = tempfile::tempdir().unwrap();
+    let [target, small] = target_and_draft(home.path());
+    let vocab = MODELS[0].vocab;
+    for (draft, is_same) in [(&target, true), (&small, false)] {
+        for max_batch in [1, 4] {
+            let whole = options().max_batch(max_batch).chunk(64).speculate(4);
+            let mut engine = load_with_draft(&target, draft, whole.clone());
+            let all = requests(10, vocab, SampleParams::default(), 5);
+            let told = run(&mut engine, &all);
+            for (request, told) in all.iter().zip(&told) {
+                assert_most_likely(&mut engine, vocab, request, told);
+            }
+            let counts = engine.draft_counts();
+            println!("batch {max_batch}, itself {is_same}: {counts:?}");
+            assert!(counts.drafted > 50, "{counts:?}");
+            assert!(!is_same || counts.accepted * 10 >= counts.drafted * 9, "{counts:?}");
+            // Fewer pages than the sequences need.
+            let mut engine = load_with_draft(&target, draft, with_pages(&target, draft, whole, 8..=12));
+            let (free, mut random) = (engine.free_pages(), Random::new(max_batch.into()));
+            for _ in 0..10 {
+                let ids: Vec<SeqId> = all.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
+                let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+                let mut gone = Vec::new();
+                while !engine.is_idle() {
+                    for event in engine.step().unwrap() {
+                        assert!(!gone.contains(&event.seq), "a token of a cancelled sequence");
+                        told.entry(event.seq).or_default().push(event.token);
+                    }
+                    let id = ids[random.below(10) as usize];
+                    if random.below(40) == 0 && engine.cancel(id) {
+                        gone.push(id);
+                    }
+                }
+                assert_eq!(engine.free_pages(), free);
+                for (id, request) in ids.iter().zip(&all).filter(|(id, _)| !gone.contains(id)) {
+                    assert_most_likely(&mut engine, vocab, request, &told[id]);
+                }
+            }
+            assert!(max_batch == 1 || engine.preempted() > 0);
+        }
+    }
+}
+
+/// Beyond the context of the draft model, and with a KV cache that holds little, sequences continue without drafts.
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_end_with_the_memory_of_the_draft_model() {
+    let home = tempfile::tempdir().unwrap();
+    let [target, _] = target_and_draft(home.path());
+    let source = home.path().join(MODELS[0].seed.to_string()).join("model");
+    let mut config = fs::read_to_string(source.join("config.json")).unwrap();
+    let positions = config.find("max_position_embeddings").expect("a limit");
+    let end = positions + config[positions..].find([',', '}']).expect("an end");
+    config.replace_range(positions..end, "max_position_embeddings\": 100");
+    fs::write(source.join("config.json"), config).unwrap();
+    let short = home.path().join("short");
+    bundle::compress(&source, &short, &CompressOptions::default(), &Silent).unwrap();
+    let short = Bundle::open(&short).unwrap();
+    let request = [Request::new(tokens(20, MODELS[0].vocab, 3)).max_new_tokens(400)];
+    let mut engine = load_with_draft(&target, &short, options().max_batch(1).speculate(4));
+    let told = run(&mut engine, &request).remove(0);
+    assert_most_likely(&mut engine, MODELS[0].vocab, &request[0], &told);
+    let counts = engine.draft_counts();
+    assert!((40..=120).contains(&counts.drafted), "{counts:?}");
+    let other = DemoOptions { vocab: 600, seed: 98, ..MODELS[0] };
+    let home = home.path().join("other");
+    fs::create_dir_all(&home).unwrap();
+    let other = bundle(&home, &other, Profile::Packed);
+    let refused = Engine::load_with_draft(gpu(), &target, &other, options().speculate(4), &|_| {});
+    assert_eq!(refused.err().map(|error| error.code()), Some("draft-vocabulary-differs"));
+    let refused = Engine::load_with_draft(gpu(), &target, &target, options().speculate(4).memory(1 << 20), &|_| {});
+    let refused = refused.err().map(|error| (error.code(), error.to_string()));
+    assert!(refused.is_some_and(|(code, text)| code == "engine-memory-insufficient" && text.contains("draft model")));
 }

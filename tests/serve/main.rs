@@ -27,6 +27,7 @@ use unweight::{
     text::Text,
 };
 
+mod draft;
 mod hostile;
 mod memory;
 
@@ -38,9 +39,12 @@ fn bundle() -> PathBuf {
 
 /// Makes a folder with such a bundle, `tiny`, with some of its files replaced.
 fn bundle_with(others: &[(&str, &str)]) -> TempDir {
-    let home = tempfile::tempdir().unwrap();
-    let model = home.path().join("model");
-    let tiny = DemoOptions {
+    bundle_of(&tiny(), others)
+}
+
+/// The shape of the model of these tests.
+fn tiny() -> DemoOptions {
+    DemoOptions {
         layers: 1,
         hidden: 64,
         intermediate: 128,
@@ -48,8 +52,14 @@ fn bundle_with(others: &[(&str, &str)]) -> TempDir {
         kv_heads: 2,
         vocab: 264,
         ..DemoOptions::default()
-    };
-    demo_model::write(&model, &tiny).unwrap();
+    }
+}
+
+/// Like [`bundle_with`], of another model.
+fn bundle_of(options: &DemoOptions, others: &[(&str, &str)]) -> TempDir {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    demo_model::write(&model, options).unwrap();
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve");
     for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
         fs::copy(here.join(file), model.join(file)).unwrap();

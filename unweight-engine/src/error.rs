@@ -31,6 +31,14 @@ pub enum EngineError {
     /// The device memory is too small for the weights, the working memory and the KV cache of one sequence.
     #[error(transparent)]
     Memory(#[from] NoMemory),
+    /// The device memory is too small for the model next to its draft model.
+    #[error("{error}, or use a smaller draft model (this one takes {draft} bytes)")]
+    MemoryWithDraft {
+        /// Bytes of the draft model.
+        draft: u64,
+        /// The memory that the model needs, and what the draft model leaves.
+        error: NoMemory,
+    },
     /// The host memory is too small for the experts.
     #[error(transparent)]
     HostMemory(#[from] NoHostMemory),
@@ -77,6 +85,27 @@ pub enum EngineError {
     /// experts.
     #[error("resident_experts = {0} is set, but the model has no experts; do not set it")]
     NoExperts(u32),
+    /// The vocabularies of draft model and target have different sizes, so token ids have different meanings.
+    #[error(
+        "the draft model has {draft} tokens and the model {target}; use a draft model with the vocabulary of the model"
+    )]
+    DraftVocabulary {
+        /// The vocabulary size of the draft model.
+        draft: u32,
+        /// The vocabulary size of the target.
+        target: u32,
+    },
+    /// The draft model is a mixture of experts.
+    #[error(
+        "the draft model is a mixture of {experts} experts, whose steps take too long for drafts; use a dense model"
+    )]
+    DraftMixture {
+        /// The number of experts of a layer.
+        experts: u32,
+    },
+    /// The draft model cannot be loaded.
+    #[error("draft model: {0}")]
+    Draft(Box<EngineError>),
     /// A pipeline setting cannot run on this device. The source is `raw::pipelines::GraphError` in
     /// builds with the feature `pipelines`.
     #[error("{0}; tune the bundle again, or load it without its plan")]
@@ -103,7 +132,7 @@ impl EngineError {
             Self::Config(error) => error.code(),
             Self::Bind(error) => error.code(),
             Self::Geometry { .. } => "unsupported-geometry",
-            Self::Memory(error) => error.code(),
+            Self::Memory(error) | Self::MemoryWithDraft { error, .. } => error.code(),
             Self::HostMemory(error) => error.code(),
             Self::Load(error) => error.code(),
             Self::AdmissionError(error) => error.code(),
@@ -113,6 +142,9 @@ impl EngineError {
             Self::PackedHeads { .. } => "heads-not-packed",
             Self::NoExperts(_) => "model-without-experts",
             Self::NoPipelines(_) => "built-without-pipelines",
+            Self::DraftVocabulary { .. } => "draft-vocabulary-differs",
+            Self::DraftMixture { .. } => "draft-not-dense",
+            Self::Draft(error) => error.code(),
             Self::Setting(_) => "pipeline-invalid",
             Self::Device(error) => error.code(),
             Self::Failed => "engine-failed",
@@ -124,6 +156,7 @@ impl EngineError {
         match self {
             Self::Load(error) => error.remedy(),
             Self::Device(error) => error.remedy(),
+            Self::Draft(error) => error.remedy(),
             _ => None,
         }
     }

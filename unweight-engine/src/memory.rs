@@ -63,12 +63,14 @@ pub struct Memory {
     pub context: u32,
     /// Bytes of pinned host memory for experts that the device does not hold; 0 if it holds all.
     pub host: u64,
+    /// Bytes of a draft model on the device: weights, KV cache and working memory; 0 without one.
+    pub draft: u64,
 }
 
 impl Memory {
-    /// Bytes of weights, KV cache and working memory together.
+    /// Bytes of weights, KV cache, working memory and draft model together.
     pub fn total(&self) -> u64 {
-        self.weights.saturating_add(self.cache).saturating_add(self.working)
+        self.weights.saturating_add(self.cache).saturating_add(self.working).saturating_add(self.draft)
     }
 
     /// Number of tokens that the KV cache holds, over all sequences, hot pages included.
@@ -90,6 +92,9 @@ impl fmt::Display for Memory {
         )?;
         if self.slot > 0 {
             write!(f, ", including an expansion slot of {:.2} GB", gb(self.slot))?;
+        }
+        if self.draft > 0 {
+            write!(f, ", draft model {:.2} GB", gb(self.draft))?;
         }
         match self.host {
             0 => Ok(()),
@@ -439,7 +444,31 @@ pub fn plan(
         token: cache.token_bytes(),
         context,
         host: 0,
+        draft: 0,
     })
+}
+
+/// Bytes of a model on the device without its KV cache, for sequences of up to its maximum number of tokens.
+pub(crate) fn fixed_bytes(config: &ModelConfig, options: &EngineOptions, (weights, shared): (u64, Shared)) -> u64 {
+    weights.saturating_add(working(config, options, config.max_positions)).saturating_add(shared.bytes)
+}
+
+/// Bytes of a draft model's KV cache, if both models' caches share `have` bytes and a token of the target's cache has
+/// `token` bytes. Both hold equally many tokens, unless the draft model's rows can use fewer, or the target's cache
+/// must hold more: a sequence of `context` tokens.
+pub(crate) fn draft_cache_bytes(
+    draft: &ModelConfig,
+    options: &EngineOptions,
+    (token, context): (u64, u32),
+    have: u64,
+) -> u64 {
+    let page_tokens = u64::from(PAGE_TOKENS);
+    let (page_bytes, target_page_bytes) = (draft.kv_bytes_per_token() * page_tokens, token.saturating_mul(page_tokens));
+    let pages = have / target_page_bytes.saturating_add(page_bytes).max(1);
+    let sequence_bytes = u64::from(pages_for(context)).saturating_mul(target_page_bytes);
+    let pages_left = have.saturating_sub(sequence_bytes) / page_bytes.max(1);
+    let pages_used = u64::from(pages_for(draft.max_positions)) * u64::from(options.max_batch);
+    pages.min(pages_left).min(pages_used).max(1).saturating_mul(page_bytes)
 }
 
 /// Bytes of activations, tables and state.
@@ -491,6 +520,29 @@ mod tests {
         let none = plan(&config, &options, weights, 12 * gb).unwrap_err();
         assert!(none.need > none.have && none.context == 4096, "{none}");
         assert!(none.to_string().contains("shorten the context"));
+    }
+
+    /// The caches of both models hold equally many tokens, unless the draft model's rows can use fewer or a sequence
+    /// of the target would not fit.
+    #[test]
+    fn draft_models_take_a_part_of_the_memory() {
+        let (config, mb) = (llama_8b(), 1_000_000);
+        let mut draft = llama_8b();
+        (draft.layers, draft.max_positions) = (4, 8192);
+        let options = EngineOptions::default().max_batch(8);
+        let page = draft.kv_bytes_per_token() * 64;
+        assert_eq!(page * 8, 131_072 * 64);
+        let pages = |context, have| draft_cache_bytes(&draft, &options, (131_072, context), have) / page;
+        assert_eq!(pages(0, 131_072 * 64 * 9), 8, "8 of each");
+        assert_eq!(pages(0, 1 << 50), 8 * 128);
+        assert_eq!([pages(512, 131_072 * 64 * 9), pages(576, 131_072 * 64 * 9), pages(0, 0)], [8, 1, 1]);
+        let weights = config.weight_bytes(Placement::Packed);
+        let alone = plan(&config, &options, (weights, Shared::default()), 20_000 * mb).unwrap();
+        let fixed = fixed_bytes(&draft, &options, (100 * mb, Shared::default()));
+        assert!(fixed > 200 * mb && fixed < 700 * mb, "{fixed}");
+        let memory = Memory { draft: 500 * mb, ..alone };
+        assert_eq!(memory.total(), alone.total() + 500 * mb);
+        assert!(memory.to_string().contains("draft model 0.50 GB") && !alone.to_string().contains("draft"));
     }
 
     #[test]

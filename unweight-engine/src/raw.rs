@@ -52,5 +52,8 @@ pub mod pipelines {
 /// The scheduler: rows, pages and the next action, without a device.
 pub mod schedule {
     #[doc(inline)]
-    pub use crate::schedule::{Chunk, Limits, Next, Running, Schedule, Speculation};
+    pub use crate::{
+        draft::Proposal,
+        schedule::{Chunk, Limits, Next, Running, Schedule, Speculation},
+    };
 }

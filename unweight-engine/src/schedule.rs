@@ -26,10 +26,11 @@ use rayon::prelude::*;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
 use self::chunks::{ChunkStart, time_of};
-pub use self::speculate::{DraftCounts, Speculation};
+use self::speculate::Drafts;
+pub use self::speculate::{DraftCounts, Speculation, draft_step_time};
 use crate::{
     constraint::{self, ConstraintState},
-    draft::{NgramDrafter, TokenKind},
+    draft::{Drafter, TokenKind},
     options::KvCache,
     pages::{IndexPool, PAGE_TOKENS, sequence_pages, step_pages},
     prefix::{Cut, NodeId, PrefixCache},
@@ -83,7 +84,9 @@ pub struct Running {
     pub position: u32,
     /// Drafted tokens after `last`, which the step verifies.
     draft: Vec<u32>,
-    drafter: Option<NgramDrafter>,
+    /// The number of tokens that a draft model is to draft.
+    wanted_draft: u32,
+    drafter: Option<Drafter>,
     max_new_tokens: u32,
     stop: Vec<u32>,
     /// The prompt and the tokens that were reported.
@@ -161,6 +164,8 @@ pub enum Next {
     /// Run a chunk of a prompt ([`Schedule::begin_prefill`], [`Schedule::next_chunk`]). If it is the last one of the
     /// prompt, no step is in flight.
     Prefill,
+    /// Let the draft model draft ([`Schedule::draft_requests`], [`Schedule::set_drafts`]). No step is in flight.
+    Draft,
     /// Launch a step of all rows.
     Launch {
         /// Whether the rows differ from those of the step before and must be copied to the device. No step is in flight
@@ -222,7 +227,7 @@ pub struct Schedule {
     prefixes: PrefixCache,
     /// [`Schedule::shared_prompt_tokens`].
     shared_prompt_tokens: u64,
-    draft_counts: DraftCounts,
+    drafts: Drafts,
     rows: Vec<Running>,
     /// The steps in flight, the oldest first.
     in_flight: VecDeque<StepInFlight>,
@@ -292,7 +297,7 @@ impl Schedule {
             cut: Cut::new(limits.chunk),
             prefixes: PrefixCache::new(Cut::new(limits.chunk)),
             shared_prompt_tokens: 0,
-            draft_counts: DraftCounts::default(),
+            drafts: Drafts::default(),
             rows: Vec::new(),
             in_flight: VecDeque::new(),
             spent: 0,
@@ -424,11 +429,15 @@ impl Schedule {
         let may_launch = self.in_flight.len() < self.limits.steps_ahead_max as usize;
         let after_steps = chunk == Some(ChunkStart::AfterSteps) && may_launch;
         if after_steps || chunk.is_some() && self.in_flight.is_empty() {
+            self.drop_drafts();
             return Next::Prefill;
         }
         if self.in_flight.is_empty() {
-            self.draft();
-            return if self.rows.is_empty() { Next::Idle } else { Next::Launch { changed: self.changed } };
+            return match self.draft() {
+                true => Next::Draft,
+                false if self.rows.is_empty() => Next::Idle,
+                false => Next::Launch { changed: self.changed },
+            };
         }
         let cache = self.limits.kv_cache;
         let can_run = |row: &Running| row.may_run() && row.need(cache, 0) <= row.pages.len() as u32;
@@ -605,7 +614,8 @@ impl Schedule {
             last: 0,
             position: request.prompt.len() as u32,
             draft: Vec::new(),
-            drafter: (self.limits.speculation.tokens > 0 && !is_adjusted).then(NgramDrafter::new),
+            wanted_draft: 0,
+            drafter: self.limits.speculation.drafter(self.drafts.acceptance).filter(|_| !is_adjusted),
             max_new_tokens: request.max_new_tokens,
             stop: request.stop,
             tokens: request.prompt,
@@ -683,11 +693,8 @@ impl Schedule {
         self.in_flight.push_back(StepInFlight { sole_holder });
         self.changed = false;
         self.spent = 0;
-        for running in &mut self.rows {
-            running.launched += running.step_rows();
-            self.draft_counts.drafted += running.draft.len() as u64;
-            self.changed |= !running.draft.is_empty();
-        }
+        self.rows.iter_mut().for_each(|running| running.launched += running.step_rows());
+        self.note_drafts_launched();
     }
 
     /// The number of rows of the next step, or of those in flight: one per sequence and one per drafted token.
@@ -707,25 +714,15 @@ impl Schedule {
         }
         let mut first = 0;
         for running in &mut self.rows {
-            let draft = std::mem::take(&mut running.draft);
-            let (at, step_rows) = (first, first..first + 1 + draft.len());
+            let step_rows = first..first + running.step_rows() as usize;
+            let at = first;
             first = step_rows.end;
             // A sequence that had already ended was still part of the step.
             if running.done || running.must_recompute {
+                running.draft.clear();
                 continue;
             }
-            for (&token, guess) in tokens[step_rows].iter().zip(draft.iter().map(Some).chain([None])) {
-                running.position += 1;
-                events.push(running.record_token(token));
-                if running.done || guess != Some(&token) {
-                    break;
-                }
-                self.draft_counts.accepted += 1;
-            }
-            if !draft.is_empty() {
-                // No token of the sequence is in flight.
-                running.launched = running.produced;
-            }
+            running.verify(&tokens[step_rows], &mut self.drafts, events);
             // In a packed cache, a step that fills a page of a sequence verifies no draft of that sequence.
             if !running.done && page_losses.get(at).is_some_and(|flag| *flag != 0) {
                 if sole_holder {

@@ -14,7 +14,10 @@ use unweight_rt::{
     raw::choose::{candidates::has_compact_gemms, cost::gpu_model::GpuModel},
 };
 
-use super::{Engine, STEPS_AHEAD_MAX, StepShape, Stepper};
+use super::{
+    Engine, STEPS_AHEAD_MAX, StepShape, Stepper,
+    draft_model::{DraftModel, DraftPlan},
+};
 use crate::{
     error::{EngineError, NoMemory},
     forward::Forward,
@@ -74,17 +77,25 @@ impl Engine {
         options: EngineOptions,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
-        let config = ModelConfig::of_bundle(bundle)?;
-        let names = ModelWeights::of_bundle(&config, bundle)?;
-        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-        let plan = LoadPlan::new(kernels, &config, options, WeightBytes::of(&config, &names, bundle), &compiled)?;
-        let (mut source, _) = Loader::new(kernels, &plan.stream, bundle, plan.load_options(&config), &compiled)?;
-        let weights = plan.weights(kernels, &mut source, &config, &names, progress)?;
-        let ctx = source.context(&plan.stream)?;
-        // Frees the buffers in which layers were merged, before the cache takes the remaining memory.
-        drop(source);
-        let model = bundle.manifest().manifest_digest.to_string();
-        plan.finish(kernels, config, weights, ctx, &model, &compiled)
+        load(kernels, (bundle, None), options, progress)
+    }
+
+    /// Like [`Engine::load`], with a smaller model of the same vocabulary that drafts tokens
+    /// ([`EngineOptions::speculate`]). It samples like the sequence that it drafts for, takes a part of
+    /// [`EngineOptions::memory`], and drafts up to its own context.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`]; [`EngineError::Draft`] if the draft model cannot be loaded,
+    /// [`EngineError::DraftVocabulary`] and [`EngineError::DraftMixture`] if it cannot draft for the other,
+    /// [`EngineError::Option`] if [`EngineOptions::speculate`] is 0.
+    pub fn load_with_draft(
+        kernels: &KernelSet,
+        bundle: &Bundle,
+        draft: &Bundle,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        load(kernels, (bundle, Some(draft)), options, progress)
     }
 
     /// Loads a model of this configuration with random weights, for measurements.
@@ -167,6 +178,40 @@ impl Engine {
     }
 }
 
+/// Loads the model of a bundle, and a draft model.
+fn load(
+    kernels: &KernelSet,
+    (bundle, draft): (&Bundle, Option<&Bundle>),
+    options: EngineOptions,
+    progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+) -> Result<Engine, EngineError> {
+    let config = ModelConfig::of_bundle(bundle)?;
+    let names = ModelWeights::of_bundle(&config, bundle)?;
+    let of_draft = |error: EngineError| EngineError::Draft(error.into());
+    let draft = match draft {
+        Some(draft) => {
+            let draft_config = ModelConfig::of_bundle(draft).map_err(|error| of_draft(error.into()))?;
+            let names = ModelWeights::of_bundle(&draft_config, draft).map_err(|error| of_draft(error.into()))?;
+            Some((draft, DraftPlan::new((draft_config, names), &config, &options)?))
+        }
+        None => None,
+    };
+    let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+    let draft_plan = draft.as_ref().map(|(_, plan)| plan);
+    let stored = WeightBytes::of(&config, &names, bundle);
+    let mut plan = LoadPlan::new(kernels, &config, options, stored, draft_plan, &compiled)?;
+    if let Some((draft, DraftPlan { config, names, options })) = draft {
+        let stored = WeightBytes::of(&config, &names, draft);
+        let options = options.memory(plan.draft_bytes);
+        // On one stream, so that kernels of both models never run at the same time.
+        let stream = plan.stream.clone();
+        let loaded = LoadPlan::new(kernels, &config, options, stored, None, &compiled)
+            .and_then(|plan| LoadPlan { stream, ..plan }.load(kernels, draft, (config, &names), progress));
+        plan.draft_model = Some(DraftModel::new(loaded.map_err(of_draft)?));
+    }
+    plan.load(kernels, bundle, (config, &names), progress)
+}
+
 /// Loads random weights; `imitate` may set their encodings.
 fn random(
     kernels: &KernelSet,
@@ -177,7 +222,7 @@ fn random(
 ) -> Result<Engine, EngineError> {
     let names = ModelWeights::named(&config);
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-    let plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), &compiled)?;
+    let plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), None, &compiled)?;
     let builder = LayerBuilder::new(kernels, &plan.stream, plan.load_options(&config))?;
     let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
@@ -196,6 +241,11 @@ fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
 }
 
+/// Returns the error of a model that does not fit next to a draft model of `draft` bytes; 0 without one.
+fn no_memory(draft: u64) -> impl Fn(NoMemory) -> EngineError {
+    move |error| if draft > 0 { EngineError::MemoryWithDraft { draft, error } } else { error.into() }
+}
+
 fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), EngineError> {
     if !placement.has_pipelines() || runs_pipelines(config) {
         return Ok(());
@@ -207,8 +257,11 @@ fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), Eng
 struct LoadPlan {
     options: EngineOptions,
     stream: Stream,
-    /// Bytes of device memory that may be used.
+    /// Bytes of device memory that may be used, without `draft_bytes`.
     have: u64,
+    /// Bytes of device memory that a draft model may use.
+    draft_bytes: u64,
+    draft_model: Option<DraftModel>,
 }
 
 /// The bytes of a model's weights, packed and with its compact tensors kept compact.
@@ -265,6 +318,13 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
     Ok(options.graphs(false))
 }
 
+/// Bytes that a step of 1 row reads of `weights` bytes: of the experts, it reads the chosen ones.
+fn read_bytes(config: &ModelConfig, weights: u64) -> u64 {
+    let others = config.mixture.map_or(0, |mixture| mixture.experts.saturating_sub(mixture.top_k));
+    let others = u64::from(others) * u64::from(config.layers);
+    weights.saturating_sub(others.saturating_mul(config.expert_bytes(Placement::Packed)))
+}
+
 /// Bytes of the experts that stay in host memory.
 fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
@@ -278,6 +338,7 @@ impl LoadPlan {
         config: &ModelConfig,
         options: EngineOptions,
         stored: WeightBytes,
+        draft: Option<&DraftPlan>,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         options.check()?;
@@ -295,6 +356,8 @@ impl LoadPlan {
         let (free, _) = device.memory()?;
         let have = options.memory.unwrap_or(memory::usual_share(free as u64)).min(free as u64);
         let arch = device.info().arch;
+        let mut draft_bytes = draft.map_or(0, |draft| draft.fixed_bytes(kernels.chooser()));
+        let mut have = have.saturating_sub(draft_bytes);
         let options = offloading(options, config)?;
         let stored = stored.without(&options, config);
         let options = options.settled(config, (stored.packed, stored.compact), has_compact_gemms(arch), have);
@@ -308,11 +371,37 @@ impl LoadPlan {
             (Placement::Compact, Some(compact)) => compact,
             _ => stored.packed,
         };
-        memory::plan(config, &options, (weight_bytes, Shared::default()), have)?;
+        let plan = |draft_bytes, have| {
+            memory::plan(config, &options, (weight_bytes, Shared::default()), have).map_err(no_memory(draft_bytes))
+        };
+        let memory = plan(draft_bytes, have)?;
+        if let Some(draft) = draft {
+            let cache_bytes = draft.cache_bytes(&memory, options.context, have);
+            (draft_bytes, have) = (draft_bytes + cache_bytes, have.saturating_sub(cache_bytes));
+            plan(draft_bytes, have)?;
+        }
         let source = embed_source(config, placement);
         let variants = Variants::of(config, &device.info().into(), source, &options)?;
         kernels.prepare(&variants.all(), progress)?;
-        Ok(Self { stream: device.stream()?, options, have })
+        Ok(Self { stream: device.stream()?, options, have, draft_bytes, draft_model: None })
+    }
+
+    /// Loads the model of a bundle.
+    fn load(
+        self,
+        kernels: &KernelSet,
+        bundle: &Bundle,
+        (config, names): (ModelConfig, &ModelWeights),
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Engine, EngineError> {
+        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+        let (mut source, _) = Loader::new(kernels, &self.stream, bundle, self.load_options(&config), &compiled)?;
+        let weights = self.weights(kernels, &mut source, &config, names, progress)?;
+        let ctx = source.context(&self.stream)?;
+        // Frees the buffers in which layers were merged, before the cache takes the remaining memory.
+        drop(source);
+        let model = bundle.manifest().manifest_digest.to_string();
+        self.finish(kernels, config, weights, ctx, &model, &compiled)
     }
 
     fn load_options(&self, config: &ModelConfig) -> LoadOptions {
@@ -355,7 +444,7 @@ impl LoadPlan {
         model: &str,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Engine, EngineError> {
-        let Self { options, stream, have } = self;
+        let Self { options, stream, have, draft_model, draft_bytes } = self;
         let products = if options.placement.unwrap_or_default().has_pipelines() {
             Products::Stored
         } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
@@ -385,8 +474,13 @@ impl LoadPlan {
             shared += Fetcher::bytes(shape, memory::rows(&options), mixture.top_k);
         }
         let shared = Shared { bytes: shared, expansion_bytes: slot };
-        let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
-        let memory = Memory { host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(), ..memory? };
+        let memory =
+            memory::plan(&config, &options, (weights.bytes(), shared), have).map_err(no_memory(draft_bytes))?;
+        let memory = Memory {
+            host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(),
+            draft: draft_model.as_ref().map_or(0, DraftModel::bytes),
+            ..memory
+        };
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
         let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
         let engine_kernels = Kernels::load(kernels, &variants)?;
@@ -412,6 +506,7 @@ impl LoadPlan {
         }
         // More than 2^32 tokens make no difference.
         let weight_tokens = u32::try_from(memory.weights / memory.token.max(1)).unwrap_or(u32::MAX);
+        let speculation = Speculation::of(&options, config.mixture.is_some(), weight_tokens);
         let limits = Limits {
             max_batch: options.max_batch,
             context: memory.context,
@@ -422,7 +517,10 @@ impl LoadPlan {
             chunk: forward.chunk_rows(),
             shares_prefixes: options.prefix_cache,
             adjusted_max: memory::adjusted_rows(&options),
-            speculation: Speculation::of(&options, config.mixture.is_some(), weight_tokens),
+            speculation: match &draft_model {
+                Some(model) => model.speculate(speculation, read_bytes(&config, memory.weights), config.layers),
+                None => speculation,
+            },
         };
         let schedule = Schedule::new(limits, memory.pages);
         Ok(Engine {
@@ -440,6 +538,7 @@ impl LoadPlan {
             forward,
             stepper,
             weights,
+            draft_model,
             failed: false,
         })
     }

@@ -1,5 +1,6 @@
 //! The engine: a model on a device and the sequences that it generates.
 
+mod draft_model;
 mod load;
 mod logits;
 pub mod measure;
@@ -22,7 +23,10 @@ use unweight_rt::{
 pub use self::load::LoadProgress;
 #[cfg(feature = "pipelines")]
 pub use self::load::RandomStored;
-use self::stepper::{StepShape, Stepper};
+use self::{
+    draft_model::DraftModel,
+    stepper::{StepShape, Stepper},
+};
 use crate::{
     error::EngineError,
     forward::{Forward, RowState},
@@ -77,6 +81,7 @@ pub struct Engine {
     forward: Forward,
     stepper: Stepper,
     weights: Weights,
+    draft_model: Option<DraftModel>,
     /// [`Engine::last_free_units`].
     last_free_units: Option<u32>,
     failed: bool,
@@ -125,6 +130,23 @@ impl Engine {
         let stream = self.forward.stream().clone();
         let poisoned = self.weights.offloaded_mut().try_for_each(|experts| experts.poison(&stream, byte));
         self.fail_on_error(poisoned)
+    }
+
+    /// Checks that a model with configuration `draft` can draft for `target` ([`Engine::load_with_draft`]).
+    ///
+    /// # Errors
+    /// [`EngineError::Option`] if [`EngineOptions::speculate`] is 0, [`EngineError::DraftVocabulary`] if their
+    /// vocabularies have different sizes, [`EngineError::DraftMixture`] if the draft model is a mixture of experts.
+    #[doc(hidden)]
+    pub fn check_draft(target: &ModelConfig, draft: &ModelConfig, options: &EngineOptions) -> Result<(), EngineError> {
+        draft_model::check(target, draft, options)
+    }
+
+    /// Plans drafts as if a step of the draft model took this time, relative to a step of this model, so that tests can
+    /// force drafts.
+    #[doc(hidden)]
+    pub fn assume_draft_time(&mut self, step_time: f32) {
+        self.schedule.assume_draft_time(step_time);
     }
 
     /// The device memory that the engine uses, by purpose.
@@ -264,6 +286,7 @@ impl Engine {
                         return Ok(vec![event]);
                     }
                 }
+                Next::Draft => self.draft()?,
                 Next::Launch { changed } => {
                     let rows = self.schedule.rows();
                     let count = self.schedule.step_rows();
@@ -299,6 +322,16 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Lets the draft model draft, and waits for its tokens.
+    fn draft(&mut self) -> Result<(), DeviceError> {
+        let Self { schedule, draft_model, .. } = self;
+        let running = schedule.rows().iter().map(|row| row.id);
+        let requests: Vec<_> = schedule.draft_requests().iter().map(|(row, count)| row.draft_request(*count)).collect();
+        let proposals = draft_model.as_mut().map(|draft_model| draft_model.draft(running, &requests)).transpose()?;
+        schedule.set_drafts(proposals.unwrap_or_default());
+        Ok(())
     }
 
     /// Waits for the results of the oldest step in flight, records them and returns their events.

@@ -61,9 +61,10 @@ pub struct EngineOptions {
     /// The number of experts per layer that the device holds, for mixture-of-experts models; `None` for all. The others
     /// stay packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
     pub resident_experts: Option<u32>,
-    /// The maximum number of tokens per sequence and step that are drafted by n-gram lookup and verified, 0 to 15; 0,
-    /// the default, disables drafts. Sequences with adjusted logits have no drafts. The tokens are those that steps of
-    /// more rows sample without drafts.
+    /// The maximum number of tokens per sequence and step that are drafted and verified, 0 to 15; 0, the default,
+    /// disables drafts. They are drafted by n-gram lookup, or by the draft model of
+    /// [`Engine::load_with_draft`](crate::Engine::load_with_draft). Sequences with adjusted logits have no drafts. The
+    /// tokens are those that steps of more rows sample without drafts.
     pub speculate: u32,
 }
 
@@ -220,6 +221,9 @@ const DRAFTED_MAX: u32 = 15;
 
 /// The largest number of rows of a step that verifies drafts: with more, a step takes longer than drafts save.
 const VERIFIED_ROWS_MAX: u32 = 64;
+
+/// The largest number of sequences that a step verifies drafts of: each has two rows or more.
+pub(crate) const DRAFTING_MAX: u32 = VERIFIED_ROWS_MAX / 2;
 
 /// The largest number of rows of a step.
 pub const MAX_BATCH: u32 = 1024;

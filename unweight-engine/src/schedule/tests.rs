@@ -3,6 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use unweight_format::testing::Random;
 
 use super::*;
+use crate::draft::simulated::SimulatedModel;
 
 mod attack;
 mod drafts;
@@ -19,11 +20,15 @@ const LIMITS: Limits = Limits {
     chunk: CHUNK,
     shares_prefixes: false,
     adjusted_max: 2,
-    speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1 },
+    speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1, model: None },
 };
 /// Drafts of up to `tokens` tokens, as cheap as for a large model.
 fn speculation(tokens: u32) -> Speculation {
-    Speculation { tokens, rows: 64, is_mixture: false, weight_tokens: 1 << 20 }
+    Speculation { tokens, rows: 64, is_mixture: false, weight_tokens: 1 << 20, model: None }
+}
+/// Drafts by a model whose context is shorter than some sequences.
+fn model_speculation(tokens: u32) -> Speculation {
+    speculation(tokens).with_model(350, 0.1)
 }
 const PACKED: Limits = Limits { kv_cache: KvCache::Packed, ..LIMITS };
 
@@ -177,7 +182,7 @@ fn order(schedule: &mut Schedule, rows: usize) -> String {
                 schedule.note_step_launched();
             }
             Next::Read => schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
-            Next::Idle => panic!("{order:?}"),
+            Next::Idle | Next::Draft => panic!("{order:?}"),
         }
     }
     order.join(" ")
@@ -396,23 +401,31 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 #[test]
 fn sequences_do_not_affect_each_other() {
     let (mut preempted, mut full, mut cancelled, mut shared) = (0, 0, 0, 0);
-    let mut drafts = DraftCounts::default();
-    for seed in 0..300 {
+    let (mut drafts, mut model_drafts) = (DraftCounts::default(), DraftCounts::default());
+    let add = |sum: DraftCounts, counts: DraftCounts| DraftCounts {
+        drafted: sum.drafted + counts.drafted,
+        accepted: sum.accepted + counts.accepted,
+    };
+    for seed in 0..400 {
         let mut random = Random::new(seed);
         let (limits, loss) = match seed % 3 {
             0 => (LIMITS, Loss::None),
             1 => (PACKED, Loss::Units(random.below(6) as u32)),
             _ => (PACKED, Loss::OneIn(2 + random.below(20))),
         };
-        let speculation = speculation(if seed % 2 == 0 { 0 } else { 1 + random.below(9) as u32 });
+        let tokens = 1 + random.below(9) as u32;
+        let speculation =
+            [speculation(0), speculation(tokens), model_speculation(tokens)][[0, 1, 0, 2][seed as usize % 4]];
         let limits = Limits { shares_prefixes: random.below(2) == 0, speculation, ..limits };
         let mut simulation = Simulation::new(limits, random, loss);
         simulation.run(12, 40_000);
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
         shared += simulation.schedule.shared_prompt_tokens();
-        let DraftCounts { drafted, accepted } = simulation.schedule.draft_counts();
-        drafts = DraftCounts { drafted: drafts.drafted + drafted, accepted: drafts.accepted + accepted };
+        match speculation.model {
+            Some(_) => model_drafts = add(model_drafts, simulation.schedule.draft_counts()),
+            None => drafts = add(drafts, simulation.schedule.draft_counts()),
+        }
         full += simulation.clients.ended.values().filter(|finish| **finish == Finish::UnitsFull).count();
         cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
@@ -420,7 +433,9 @@ fn sequences_do_not_affect_each_other() {
         preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
         "{preempted} {full} {cancelled} {shared}: too few cases"
     );
-    assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 5000, "{drafts:?}");
+    for drafts in [drafts, model_drafts] {
+        assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 2000, "{drafts:?}");
+    }
 }
 
 /// How a device loses pages.
@@ -548,9 +563,28 @@ impl Clients {
     }
 }
 
+/// A draft model that lacks pages for some sequences.
+fn draft_model(limits: Limits, random: &mut Random) -> SimulatedModel {
+    let context = limits.speculation.model.map_or(1, |model| model.context);
+    SimulatedModel::new(4 + random.below(20) as u32, context, limits.chunk)
+}
+
+/// Lets a draft model draft; one guess in four is wrong.
+fn draft_with(model: &mut SimulatedModel, random: &mut Random, clients: &Clients, schedule: &mut Schedule) {
+    let running: Vec<SeqId> = schedule.rows().iter().map(|row| row.id).collect();
+    let requests: Vec<_> = schedule.draft_requests().iter().map(|(row, count)| row.draft_request(*count)).collect();
+    assert!(!requests.is_empty() && schedule.in_flight.is_empty());
+    let proposals = model.draft(&running, &requests, LIMITS.vocab, |id, text| {
+        let nth = (text.len() - clients.requested[&id].prompt) as u32;
+        if random.below(4) == 0 { WRONG } else { token_of(id, nth) }
+    });
+    schedule.set_drafts(proposals);
+}
+
 /// A schedule with a simulated device and clients.
 struct Simulation {
     schedule: Schedule,
+    draft_model: SimulatedModel,
     random: Random,
     loss: Loss,
     /// The BF16 units of a page, by its content and its index.
@@ -577,9 +611,10 @@ struct Simulation {
 impl Simulation {
     const PAGES: u32 = 20;
 
-    fn new(limits: Limits, random: Random, loss: Loss) -> Self {
+    fn new(limits: Limits, mut random: Random, loss: Loss) -> Self {
         Self {
             schedule: Schedule::new(limits, Self::PAGES),
+            draft_model: draft_model(limits, &mut random),
             random,
             loss,
             // One page in three does not fit in 12 bits.
@@ -627,6 +662,10 @@ impl Simulation {
                 Next::Idle if self.clients.requested.len() >= count => return,
                 Next::Idle => Vec::new(),
                 Next::Prefill => self.prefill(),
+                Next::Draft => {
+                    draft_with(&mut self.draft_model, &mut self.random, &self.clients, &mut self.schedule);
+                    Vec::new()
+                }
                 Next::Launch { changed } => {
                     self.launch(changed);
                     Vec::new()

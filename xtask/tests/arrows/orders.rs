@@ -110,7 +110,8 @@ pub const CRATES: [Crate; 11] = [
         above: &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"],
         levels: &[
             ("attention constraint options pages", "splits of attention; grammars; engine options; KV pages"),
-            ("draft prefix request", "drafts; shared beginnings of prompts; requests and events"),
+            ("prefix request", "shared beginnings of prompts; requests and events"),
+            ("draft", "drafts by n-gram or by a model"),
             ("schedule", "rows of sequences, and what is next: pure"),
             ("error", "errors"),
             ("memory", "bytes, before anything is allocated"),
@@ -227,7 +228,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/pipelines", "step_graph tune weights < runner space tuned"),
     ("unweight-engine/src/pipelines/step_graph", "clock < build check"),
     ("unweight-engine/src/pipelines/tune", "answer key space < journal < search"),
-    ("unweight-engine/src/engine", "measure stepper < load logits objective"),
+    ("unweight-engine/src/engine", "draft_model measure stepper < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),

@@ -66,6 +66,7 @@ impl Units {
 struct Attack {
     plan: Plan,
     schedule: Schedule,
+    draft_model: SimulatedModel,
     random: Random,
     units: Units,
     clients: Clients,
@@ -87,9 +88,10 @@ fn tree_prompt(id: SeqId, len: usize, chunk: u32) -> Vec<u32> {
 }
 
 impl Attack {
-    fn new(plan: Plan, random: Random) -> Self {
+    fn new(plan: Plan, mut random: Random) -> Self {
         Self {
             schedule: Schedule::new(plan.limits, plan.pages),
+            draft_model: draft_model(plan.limits, &mut random),
             random,
             units: Units { free: (0..plan.units).collect(), ..Units::default() },
             clients: Clients::default(),
@@ -284,6 +286,9 @@ impl Attack {
                         return vec![event];
                     }
                 }
+                Next::Draft => {
+                    draft_with(&mut self.draft_model, &mut self.random, &self.clients, &mut self.schedule);
+                }
                 Next::Launch { changed } => self.launch(changed),
                 Next::Read => {
                     let Some((tokens, lost)) = self.in_flight.pop_front() else { panic!("nothing to read") };
@@ -408,7 +413,10 @@ fn plan(random: &mut Random) -> Plan {
             kv_cache,
             shares_prefixes: random.below(4) != 0,
             steps_ahead_max: 1 + random.below(3) as u32,
-            speculation: speculation([0, 1, 4, 15][random.below(4) as usize]),
+            speculation: match random.below(6) {
+                kind @ 0..4 => speculation([0, 1, 4, 15][kind as usize]),
+                kind => model_speculation([2, 15][kind as usize - 4]),
+            },
             ..LIMITS
         },
         pages: 3 + random.below(30) as u32,

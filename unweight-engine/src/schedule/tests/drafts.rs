@@ -1,6 +1,7 @@
 //! Tests which drafts are verified, and how their tokens are counted.
 
 use super::*;
+use crate::draft::{Acceptance, Proposal};
 
 fn drafting(limits: Limits, tokens: u32) -> Schedule {
     Schedule::new(Limits { speculation: speculation(tokens), ..limits }, 100)
@@ -166,4 +167,150 @@ fn draft_lengths_follow_the_cost_of_rows() {
     let shorter = rows(1, Speculation { weight_tokens: 1, ..cheap });
     assert!((2..16).contains(&shorter), "{shorter}");
     assert_eq!(rows(1, Speculation { tokens: 0, ..cheap }), 1);
+}
+
+/// A sequence of a schedule with a draft model, and a clock that runs as the schedule assumes.
+struct Timed {
+    schedule: Schedule,
+    model: SimulatedModel,
+    speculation: Speculation,
+    time: f32,
+    tokens: u32,
+}
+
+impl Timed {
+    fn new(step_time: f32, chance: Acceptance) -> Self {
+        let speculation = speculation(4).with_model(100_000, step_time);
+        let limits = Limits { context: 100_000, chunk: 1024, speculation, ..LIMITS };
+        let mut schedule = Schedule::new(limits, 2000);
+        schedule.drafts.acceptance = chance;
+        let model = SimulatedModel::new(2000, 100_000, 1024);
+        Self { schedule, model, speculation, time: 0.0, tokens: 0 }
+    }
+
+    /// Runs a request to its end. Every guess is right if `is_right`, else none is.
+    fn run(&mut self, prompt: usize, new: u32, is_right: bool) {
+        let id = self.schedule.add(request(prompt, new)).unwrap();
+        join(&mut self.schedule, 1);
+        let step_time = self.speculation.model.unwrap().step_time;
+        loop {
+            match self.schedule.next_action() {
+                Next::Draft => {
+                    let (chunks, steps) = (self.model.chunks, self.model.steps);
+                    let requests = self.schedule.draft_requests();
+                    let requests: Vec<_> = requests.iter().map(|(row, count)| row.draft_request(*count)).collect();
+                    let proposals = self.model.draft(&[id], &requests, LIMITS.vocab, |_, text| {
+                        (text.len() - prompt) as u32 % 50 + u32::from(!is_right)
+                    });
+                    self.schedule.set_drafts(proposals);
+                    let (chunks, steps) = (self.model.chunks - chunks, self.model.steps - steps);
+                    // A chunk of the model takes up to eight times as long as its step.
+                    self.time += step_time * (steps + chunks * 8.min(prompt as u64 / 128 + 1)) as f32 + 0.05;
+                }
+                Next::Launch { .. } => {
+                    let rows = self.schedule.step_rows();
+                    self.time += self.speculation.step_time(rows) + if rows > 1 { 0.1 } else { 0.0 };
+                    self.schedule.note_step_launched();
+                }
+                Next::Read => {
+                    let row = &self.schedule.rows()[0];
+                    let nth = row.position + 1 - prompt as u32;
+                    let tokens: Vec<u32> = (nth..nth + row.step_rows()).map(|nth| nth % 50).collect();
+                    let mut events = Vec::new();
+                    self.schedule.record_step(&tokens, &[], &mut events);
+                    self.tokens += events.len() as u32;
+                    assert!(events.iter().zip(&tokens).all(|(event, token)| event.token == *token));
+                    if events.iter().any(|event| event.finish.is_some()) {
+                        break;
+                    }
+                }
+                next => panic!("{next:?}"),
+            }
+        }
+    }
+
+    /// The tokens per time, relative to steps without drafts.
+    fn speed(&self) -> f32 {
+        self.tokens as f32 / self.time
+    }
+}
+
+#[test]
+fn draft_steps_take_the_time_of_weights_and_layers() {
+    // Llama-3.2-1B and Llama-3.1-8B, packed.
+    let small = draft_step_time((1_860_000_000, 16), (12_080_000_000, 32));
+    assert!((0.18..0.22).contains(&small), "{small}");
+    assert_eq!(draft_step_time((5, 2), (5, 2)), 1.0);
+    assert!(draft_step_time((0, 0), (0, 0)) < 1.0);
+}
+
+#[test]
+fn draft_models_of_wrong_guesses_cost_little() {
+    for step_time in [0.05, 0.2, 0.4] {
+        // A first sequence, then more of them; the last one has a long prompt, which the model does not see.
+        let mut timed = Timed::new(step_time, Acceptance::default());
+        timed.run(100, 400, false);
+        let first = timed.speed();
+        (0..10).for_each(|_| timed.run(100, 400, false));
+        let (all, chunks) = (timed.speed(), timed.model.chunks);
+        timed.run(20_000, 100, false);
+        assert!(first > 0.975 && all > 0.985, "{step_time}: {first}, then {all}");
+        assert!(timed.model.chunks <= chunks + 1 && chunks > 1, "{step_time}");
+        let counts = timed.schedule.draft_counts();
+        assert!(counts.accepted == 0 && counts.drafted > 10, "{counts:?}");
+    }
+}
+
+#[test]
+fn draft_models_of_right_guesses_shorten_the_time() {
+    for (step_time, expected) in [(0.05, 2.5), (0.2, 1.8), (0.4, 1.2)] {
+        let mut timed = Timed::new(step_time, Acceptance::default());
+        timed.run(100, 400, true);
+        let first = timed.speed();
+        timed.run(3000, 400, true);
+        let all = timed.speed();
+        assert!(first > expected && all > expected, "{step_time}: {first}, then {all}");
+    }
+    // After many wrong guesses, trials find that guesses are right.
+    let mut timed = Timed::new(0.2, Acceptance::default());
+    (0..3).for_each(|_| timed.run(100, 400, false));
+    (0..8).for_each(|_| timed.run(100, 400, true));
+    let before = timed.schedule.draft_counts();
+    timed.run(100, 400, true);
+    let after = timed.schedule.draft_counts();
+    assert!(after.accepted - before.accepted > 250, "{before:?} {after:?}");
+    // A model as slow as its target is never used but for trials.
+    let mut timed = Timed::new(1.0, Acceptance::default());
+    timed.run(100, 800, true);
+    assert!(timed.speed() > 0.98 && timed.schedule.draft_counts().drafted < 10);
+}
+
+/// Drafts are dropped if another sequence joins before they are verified, and a cancelled sequence takes its own along.
+#[test]
+fn drafts_do_not_outlive_the_rows_that_they_are_for() {
+    let draft = |schedule: &mut Schedule| {
+        assert_eq!(schedule.next_action(), Next::Draft);
+        let proposals = schedule.draft_requests().iter().map(|_| Proposal::Tokens(vec![3; 9])).collect();
+        schedule.set_drafts(proposals);
+    };
+    let mut schedule = Schedule::new(Limits { speculation: model_speculation(4), ..LIMITS }, 100);
+    let first = schedule.add(request(5, 200)).unwrap();
+    join(&mut schedule, 10);
+    draft(&mut schedule);
+    assert!((2..=5).contains(&schedule.step_rows()), "no more than requested");
+    schedule.add(request(5, 200)).unwrap();
+    let second = join(&mut schedule, 20);
+    assert_eq!(schedule.step_rows(), 2, "the draft is dropped");
+    draft(&mut schedule);
+    let rows: Vec<u32> = schedule.rows().iter().map(Running::step_rows).collect();
+    assert!(rows.iter().all(|rows| *rows > 1));
+    assert!(schedule.cancel(first));
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    assert_eq!((schedule.step_rows(), schedule.rows()[0].id), (rows[1], second));
+    schedule.note_step_launched();
+    // No guess is right, so the next step needs a new draft; without an answer it has none.
+    schedule.record_step(&vec![7; rows[1] as usize], &[], &mut Vec::new());
+    assert_eq!(schedule.next_action(), Next::Draft);
+    schedule.set_drafts(Vec::new());
+    assert_eq!((schedule.next_action(), schedule.step_rows()), (Next::Launch { changed: true }, 1));
 }

@@ -1,13 +1,14 @@
-//! Drafts: guesses of a sequence's next tokens, which a step verifies.
+//! Drafts by n-gram lookup.
 //!
 //! The drafter searches the earlier tokens of a sequence, prompt and answer, for its newest tokens. What followed their
 //! last occurrence is the draft; the longest n-gram decides. The drafter also learns from every token of the answer how
-//! often such a guess is right, whether the guess was verified or not. Any other source of drafts must offer the same
-//! methods.
+//! often such a guess is right, whether the guess was verified or not.
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
 use unweight_model::sampling::NO_TOKEN;
+
+use super::TokenKind;
 
 /// Lengths of the n-grams that are looked up.
 const LENGTHS: RangeInclusive<usize> = LENGTH_MIN..=LENGTH_MAX;
@@ -18,13 +19,6 @@ const LENGTH_MAX: usize = 4;
 const INITIAL_CHANCE: f32 = 0.25;
 /// The number of guesses over which the share is averaged.
 const AVERAGED_GUESSES: f32 = 8.0;
-
-/// Where a token of a sequence comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenKind {
-    Prompt,
-    Answer,
-}
 
 /// An earlier occurrence of the newest tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
