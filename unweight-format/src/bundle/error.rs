@@ -543,7 +543,7 @@ pub enum BundleError {
         name: String,
     },
     /// The source contained no file of this name.
-    #[error("no file '{name}' in the bundle")]
+    #[error("no file '{name}' in the bundle; unweight.json lists its files")]
     UnknownFile {
         /// The requested name.
         name: String,
