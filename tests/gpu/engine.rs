@@ -69,7 +69,7 @@ const BOUND: f64 = 0.02;
 fn logits_match_the_reference_on_every_route() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
-        for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+        for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
             let bundle = bundle(home.path(), model, profile);
             let config = ModelConfig::of_bundle(&bundle).unwrap();
             let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();

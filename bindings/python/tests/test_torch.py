@@ -506,7 +506,7 @@ class Tensors(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home:
             home = pathlib.Path(home)
             tensors = models.small(home / "model")
-            for profile in ("distribution", "palette", "packed"):
+            for profile in ("distribution", "palette", "packed", "archive"):
                 unweight.compress(home / "model", home / profile, profile=profile)
                 bundle = unweight.Bundle(home / profile)
                 with safe_open(home / "model" / "model.safetensors", "pt") as stock:

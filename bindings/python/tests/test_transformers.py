@@ -85,7 +85,7 @@ class Models(unittest.TestCase):
                 self.assertEqual(got.dtype, torch.bfloat16)
 
     def test_every_profile_and_several_shards(self):
-        for profile in ("distribution", "palette", "inference"):
+        for profile in ("distribution", "palette", "inference", "archive"):
             with self.subTest(profile):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                 model, bundle = self.bundle(profile=profile, max_shard_size="400KB")

@@ -4,7 +4,7 @@
 //! packed   --upload-----------------------------> packed, 12 bits a weight --> matmul (crate::ops::gemm_packed)
 //!    +--unpack on the GPU, to be merged--+
 //! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
-//! palette  --decode on the host----------+     +--what cannot be packed--> BF16 for cuBLAS
+//! palette, rans --decode on the host-----+     +--what cannot be packed--> BF16 for cuBLAS
 //! raw      ------------------------------+
 //! compact  --decode on the GPU-----------+
 //!    +--upload (merged: encoded again), if compact is wanted--> compact, 10.9 bits a weight

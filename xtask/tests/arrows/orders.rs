@@ -197,8 +197,8 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
     (
         "unweight-format/src/encoding",
-        "code id section survey < bands sample tiles < raw < stored < packed palette < huffman < compact exponents \
-         < oracle",
+        "code id section survey < bands sample tiles < raw < stored < packed palette rans < huffman \
+         < compact exponents < oracle",
     ),
     ("unweight-format/src/bundle/compress", "journal predict seal < tensor < shard_writer < resume < encode"),
     (
