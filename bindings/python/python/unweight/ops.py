@@ -316,7 +316,7 @@ def _pack_cuda(weight: Tensor) -> Optional[Packed]:
 def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
     """Packs on a GPU; returns an arena that is not registered yet, and its escape lists."""
     n, k = weight.shape
-    sizes = _native.Runtime.sizes(n, k)
+    sizes = _native.Runtime.buffer_nbytes(n, k)
     if sizes is None:
         return None
     runtime = _runtime(weight.device)
