@@ -27,7 +27,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::Console,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     printable::printable,
     progress, scratch, text_process,
     trust::Trust,
@@ -229,6 +229,7 @@ impl Generate {
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), console)?;
         note_unused(&options.plan, self.engine.placement_args.placement, &bundle, kernels.device().info(), console);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(console, loaded))?;
+        note_bf16_experts(console, &engine);
         // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;

@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::load_text,
     output::Console,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     progress,
     trust::Trust,
 };
@@ -122,6 +122,7 @@ impl Serve {
             console,
         );
         let mut engine = Engine::load(&kernels, &bundle, engine_options, &|loaded| note_load(console, loaded))?;
+        note_bf16_experts(console, &engine);
         if console.verbose > 0 {
             console.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
