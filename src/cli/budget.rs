@@ -29,7 +29,7 @@ use super::{
     common::Threads,
     failure::{Failure, Result},
     output::{self, Console, Table},
-    pipelines::{KvCacheArg, sequences},
+    pipelines::{KvCacheArg, ranges, sequences},
     scratch, size,
     source::{LocatedModel, Source, quoted},
 };
@@ -369,19 +369,6 @@ fn placement_option(huffman: bool, compact: bool) -> &'static str {
     }
 }
 
-/// Formats layers as ranges: `0-3,5,7-9`.
-fn ranges(layers: &[u32]) -> String {
-    let mut parts: Vec<(u32, u32)> = Vec::new();
-    for &layer in layers {
-        match parts.last_mut() {
-            Some((_, last)) if *last + 1 == layer => *last = layer,
-            _ => parts.push((layer, layer)),
-        }
-    }
-    let part = |(first, last): (u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
-    parts.into_iter().map(part).collect::<Vec<_>>().join(",")
-}
-
 /// Parses `5%`, `2.5 %` or `5`.
 fn percent(text: &str) -> std::result::Result<f64, String> {
     let number = text.strip_suffix('%').unwrap_or(text).trim();
@@ -411,11 +398,5 @@ mod tests {
             [placement_option(true, false), placement_option(false, true), placement_option(false, false)],
             ["--placement stored ", "--placement compact ", ""]
         );
-    }
-
-    #[test]
-    fn layers_are_ranges() {
-        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
-        assert_eq!(ranges(&[]), "");
     }
 }

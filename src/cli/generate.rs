@@ -27,7 +27,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::Console,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     printable::printable,
     progress, scratch, text_process,
     trust::Trust,
@@ -237,6 +237,7 @@ impl Generate {
             Some(draft) => Engine::load_with_draft(&kernels, &bundle, draft, options, &note)?,
             None => Engine::load(&kernels, &bundle, options, &note)?,
         };
+        note_bf16_experts(console, &engine);
         // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;

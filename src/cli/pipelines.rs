@@ -8,12 +8,13 @@ use clap::{
 };
 use unweight::{
     engine::{
-        EngineOptions, KvCache, LoadProgress, Plan,
+        Engine, EngineOptions, KvCache, LoadProgress, Plan,
         raw::{options::MAX_BATCH, pipelines::tuned},
     },
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},
+        raw::packed::Unpackable,
     },
     rt::DeviceInfo,
 };
@@ -31,7 +32,7 @@ pub fn sequences() -> RangedI64ValueParser<u32> {
 /// The placement of weights and the KV cache.
 #[derive(Args)]
 pub struct PlacementArgs {
-    /// Placement of weights in GPU memory; experts of a mixture are always packed
+    /// Placement of weights in GPU memory; experts of a mixture are packed, or BF16
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     pub placement: PlacementArg,
     /// Encoding of the KV cache; logits are equal; auto is bf16
@@ -178,5 +179,57 @@ pub fn note_load(console: Console, loaded: &LoadProgress<'_>) {
             console.note(format_args!("{done} of {total} layers"));
         }
         _ => {}
+    }
+}
+
+/// Prints which experts run as BF16, and why.
+pub fn note_bf16_experts(console: Console, engine: &Engine) {
+    if let Some(experts) = engine.bf16_experts() {
+        console.note(bf16_experts(&experts.layers, &experts.why));
+    }
+}
+
+/// Returns a line on layers whose experts cannot be packed; `why` is the reason of the first layer.
+fn bf16_experts(layers: &[u32], why: &Unpackable) -> String {
+    let first = layers.first().copied().unwrap_or_default();
+    let word = if layers.len() == 1 { "layer" } else { "layers" };
+    format!("the experts of {word} {} cannot be packed and run as BF16 (layer {first}: {why})", ranges(layers))
+}
+
+/// Formats layers as ranges: `0-3,5,7-9`.
+pub fn ranges(layers: &[u32]) -> String {
+    let mut parts: Vec<(u32, u32)> = Vec::new();
+    for &layer in layers {
+        match parts.last_mut() {
+            Some((_, last)) if *last + 1 == layer => *last = layer,
+            _ => parts.push((layer, layer)),
+        }
+    }
+    let part = |(first, last): (u32, u32)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    parts.into_iter().map(part).collect::<Vec<_>>().join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_ranges() {
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert_eq!(ranges(&[]), "");
+    }
+
+    #[test]
+    fn one_line_says_which_experts_are_bf16_and_why() {
+        let why = Unpackable::Escapes { outside: 58, elements: 10_000 };
+        assert_eq!(
+            bf16_experts(&[0, 1, 2, 7], &why),
+            "the experts of layers 0-2,7 cannot be packed and run as BF16 (layer 0: 0.58 % of the elements lie outside \
+             the best window of 16 exponents, the limit is 0.39 %)"
+        );
+        let why = Unpackable::Operand { row: 3, col: 4 };
+        let line =
+            "the experts of layer 5 cannot be packed and run as BF16 (layer 5: element [3, 4] has no exact operand)";
+        assert_eq!(bf16_experts(&[5], &why), line);
     }
 }

@@ -22,7 +22,7 @@ use super::{
     failure::{Failure, Result},
     generate::{load_draft, load_text},
     output::Console,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     progress,
     trust::Trust,
 };
@@ -135,6 +135,7 @@ impl Serve {
             Some(draft) => Engine::load_with_draft(&kernels, &bundle, draft, engine_options, &note)?,
             None => Engine::load(&kernels, &bundle, engine_options, &note)?,
         };
+        note_bf16_experts(console, &engine);
         if console.verbose > 0 {
             console.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }

@@ -269,7 +269,7 @@ impl Tune {
         if config.mixture.is_some() {
             return Err(Failure::new(
                 "experts-run-packed-only",
-                "nothing to tune: the MLPs of this bundle are experts, which run only from packed weights",
+                "nothing to tune: the MLPs of this bundle are experts, which run only from packed or BF16 weights",
                 "`generate` and `serve` run this bundle without a plan",
             ));
         }

@@ -155,6 +155,41 @@ fn commands_have_one_limit_of_sequences() {
     }
 }
 
+/// Experts that cannot be packed are planned as BF16, per layer and product.
+#[test]
+fn plans_experts_that_cannot_be_packed_as_bf16() {
+    let home = tempfile::tempdir().unwrap();
+    let options = DemoOptions {
+        layers: 2,
+        hidden: 256,
+        intermediate: 256,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        experts: 3,
+        shards: 1,
+        ..DemoOptions::default()
+    };
+    demo_model::write(&home.path().join("model"), &options).unwrap();
+    let weights = home.path().join("model/model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let header_end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: Value = serde_json::from_slice(&bytes[8..header_end]).unwrap();
+    let offsets = &header["model.layers.1.block_sparse_moe.experts.2.w3.weight"]["data_offsets"];
+    let [from, to] = [0, 1].map(|at| header_end + offsets[at].as_u64().unwrap() as usize);
+    bytes[from..to].chunks_exact_mut(2).step_by(50).for_each(|weight| weight.fill(0));
+    fs::write(&weights, bytes).unwrap();
+    let report = json(&run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--json"], 0));
+    let groups = report["groups"].as_array().unwrap();
+    let layers = |unit: &str, encoding: &str| {
+        let group = groups.iter().find(|group| group["unit"] == unit && group["encoding"] == encoding);
+        group.map(|group| group["layers"].clone())
+    };
+    assert_eq!(layers("gate_up", "raw"), Some(vec![1].into()), "{groups:?}");
+    assert_eq!(layers("gate_up", "packed"), Some(vec![0].into()), "{groups:?}");
+    assert_eq!(layers("down", "packed"), Some(vec![0, 1].into()), "{groups:?}");
+}
+
 /// A model that an engine would not load has no plan. Shared weights count once, and experts are packed.
 #[test]
 fn rejects_models_that_no_engine_loads() {

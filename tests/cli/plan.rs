@@ -43,7 +43,7 @@ fn follows_the_documented_plan_file() {
 fn predicts_the_size_of_small_bundles() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    for profile in ["distribution", "palette", "packed", "compact"] {
+    for profile in ["distribution", "palette", "packed", "compact", "archive"] {
         let plan = json(&run(home.path(), &["plan", "model", "--json", "--profile", profile], 0));
         let made = ["compress", "model", "-o", profile, "--json", "--profile", profile];
         let made = json(&run(home.path(), &made, 0));
@@ -58,10 +58,10 @@ fn compare_agrees_with_each_plan() {
     copy(&fixture().join("model"), &home.path().join("model"));
     let report = json(&run(home.path(), &["plan", "model", "--compare", "--json"], 0));
     let rows = report["rows"].as_array().unwrap();
-    // Two profiles with ten limits each, and three without Huffman codes.
-    assert_eq!(rows.len(), 23);
+    // Two profiles with ten limits each, and four without Huffman codes.
+    assert_eq!(rows.len(), 24);
     for (profile, limit) in
-        [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7), ("compact", 7)]
+        [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7), ("compact", 7), ("archive", 7)]
     {
         let plan = ["plan", "model", "--json", "--profile", profile, "--code-limit", &limit.to_string()];
         let plan = json(&run(home.path(), &plan, 0));

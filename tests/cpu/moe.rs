@@ -201,7 +201,7 @@ fn planted_bugs_of_the_sort_are_caught() {
 
 // ---- products ----
 
-/// Experts stacked in one packed tensor, and rows of X.
+/// Experts stacked in one tensor, and rows of X.
 struct Problem {
     n: usize,
     k: usize,
@@ -209,26 +209,39 @@ struct Problem {
     by_pair: bool,
     routes: Routes,
     weights: Vec<u16>,
-    packed: PackedTensor<Vec<u8>>,
+    /// `None` if the weights cannot be packed.
+    packed: Option<PackedTensor<Vec<u8>>>,
     x: Vec<u16>,
 }
 
 impl Problem {
     /// Makes weights with exponents 108..=123. One in 1000 is outside, and a row of the last expert has a run of these.
     fn random(routes: Routes, (n, k): (usize, usize), by_pair: bool, seed: u64) -> Self {
+        let rows = routes.experts as usize * n;
+        let problem = Self::of(routes, (n, k), by_pair, seed, |i, random| {
+            let r = random.bits();
+            let outside = i / k == rows - 11 && i % k < (rows * k / 1500).min(40) || random.below(1000) == 0;
+            let exponent =
+                if outside { [0, 90, 100, 130][(r >> 32 & 3) as usize] } else { 108 + (r >> 20 & 15) as u16 };
+            (r as u16 & 0x807f) | exponent << 7
+        });
+        assert!(problem.packed.is_some());
+        problem
+    }
+
+    /// Makes the weights with `weight`, from their index in row-major order.
+    fn of(
+        routes: Routes,
+        (n, k): (usize, usize),
+        by_pair: bool,
+        seed: u64,
+        weight: impl Fn(usize, &mut Random) -> u16,
+    ) -> Self {
         let mut random = Random::new(seed);
         let rows = routes.experts as usize * n;
-        let weights: Vec<u16> = (0..rows * k)
-            .map(|i| {
-                let r = random.bits();
-                let outside = i / k == rows - 11 && i % k < (rows * k / 1500).min(40) || random.below(1000) == 0;
-                let exponent =
-                    if outside { [0, 90, 100, 130][(r >> 32 & 3) as usize] } else { 108 + (r >> 20 & 15) as u16 };
-                (r as u16 & 0x807f) | exponent << 7
-            })
-            .collect();
+        let weights: Vec<u16> = (0..rows * k).map(|i| weight(i, &mut random)).collect();
         let matrix = Matrix::new(bytemuck::cast_slice(&weights), rows, k).unwrap();
-        let packed = pack(matrix, &Histogram::of(matrix.bytes())).unwrap();
+        let packed = pack(matrix, &Histogram::of(matrix.bytes())).ok();
         let x_rows = if by_pair { routes.ids.len() } else { routes.tokens() as usize };
         let x =
             (0..x_rows * k).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
@@ -239,14 +252,21 @@ impl Problem {
     fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Vec<u16>, String> {
         let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is not a grouped product") };
         let lists = self.routes.lists(op.batch_tile.get());
-        let (packed, heads) = (Buffer::of(self.packed.packed()), Buffer::of(self.packed.escape_heads()));
-        let (escapes, x) = (Buffer::of(self.packed.escapes()), Buffer::of(bytemuck::cast_slice(&self.x)));
+        // A bf16 variant must not read heads and escapes.
+        let packed = self.packed.as_ref().filter(|_| !op.bf16);
+        let section = |of: fn(&PackedTensor<Vec<u8>>) -> &[u8]| Buffer::of(packed.map_or(&[], of));
+        let weights = match packed {
+            Some(packed) => Buffer::of(packed.packed()),
+            None => Buffer::of(bytemuck::cast_slice(&self.weights)),
+        };
+        let (heads, escapes) = (section(PackedTensor::escape_heads), section(PackedTensor::escapes));
+        let x = Buffer::of(bytemuck::cast_slice(&self.x));
         let (pairs, items) = (words(&lists.pairs), words(&lists.items.concat()));
         let columns = columns(op.epilogue, self.n);
         let y = vec![GUARD; self.routes.ids.len() * columns];
         let y = Buffer::of(bytemuck::cast_slice(&y));
         let args = GemmGroupedArgs {
-            packed: packed.address(),
+            packed: weights.address(),
             escape_heads: heads.address(),
             escapes: escapes.address(),
             y: y.address(),
@@ -254,15 +274,15 @@ impl Problem {
             x_row_bytes: 2 * self.k as u64,
             pairs: pairs.address(),
             items: items.address(),
-            scale: self.packed.window().scale(),
-            escape_words: (self.packed.escapes().len() / 4) as u32,
+            scale: packed.map_or(1.0, |packed| packed.window().scale()),
+            escape_words: packed.map_or(0, |packed| packed.escapes().len() / 4) as u32,
             n: self.n as u32,
             k: self.k as u32,
             tile_cols: self.k as u32 / 64,
             pairs_per_row: if self.by_pair { 1 } else { self.routes.top_k },
         };
         let buffers = [
-            ("packed", &packed),
+            ("packed", &weights),
             ("escape_heads", &heads),
             ("escapes", &escapes),
             ("x", &x),
@@ -292,6 +312,23 @@ impl Problem {
         wrong
     }
 
+    /// Returns, for each element of Y of a `store` variant, the sum and the sum of the magnitudes of its terms. Rows of
+    /// pairs without an expert keep the guard.
+    fn exact(&self) -> Vec<(f64, f64)> {
+        let pairs = self.routes.ids.iter().enumerate();
+        let rows = pairs.flat_map(|(pair, &id)| (0..self.n).map(move |column| (pair, id, column)));
+        let element = |(pair, id, column): (usize, u32, usize)| {
+            if id >= self.routes.experts {
+                return (bf16(GUARD), bf16(GUARD));
+            }
+            let row = if self.by_pair { pair } else { pair / self.routes.top_k as usize };
+            let weights = &self.weights[(id as usize * self.n + column) * self.k..][..self.k];
+            let terms = self.x[row * self.k..][..self.k].iter().zip(weights).map(|(x, w)| bf16(*x) * bf16(*w));
+            terms.fold((0.0, 0.0), |(sum, size): (f64, f64), term| (sum + term, size + term.abs()))
+        };
+        rows.map(element).collect()
+    }
+
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<(), String> {
         let Op::GemmGrouped(op) = spec.op else { panic!("{spec} is not a grouped product") };
         match self.wrong(&self.run(kernel, spec, seed)?, op.epilogue) {
@@ -318,6 +355,11 @@ fn every_pair_is_multiplied_by_its_expert() {
         "gemm_grouped_b16_r4w2p1_pdl_store",
         "gemm_grouped_b32_r2w3p2_silu_mul",
         "gemm_grouped_b64_r2w2p2_pdl_store",
+        "gemm_grouped_b8_r4w4p2_bf16_store",
+        "gemm_grouped_b8_r3w2p1_bf16_pdl_silu_mul",
+        "gemm_grouped_b16_r5w2p3_bf16_pdl_store",
+        "gemm_grouped_b32_r2w3p2_bf16_silu_mul",
+        "gemm_grouped_b64_r1w2p2_bf16_pdl_store",
     ] {
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[]);
@@ -347,6 +389,109 @@ fn bits_of_a_pair_do_not_depend_on_the_batch() {
         alone.run(&mut kernel, &specs[0], 3).unwrap() == expected[34 * 32..36 * 32],
         "a token has other bits alone than in the batch"
     );
+}
+
+/// Operands of packed weights are the weights times a power of two, and both products add in the same order.
+#[test]
+fn packed_and_bf16_weights_give_the_same_bits() {
+    let specs = ["b8_r4w4p2_pdl_silu_mul", "b8_r4w4p1_bf16_pdl_silu_mul", "b16_r3w4p1_bf16_pdl_silu_mul"];
+    let specs = specs.map(|name| spec(&format!("gemm_grouped_{name}")));
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (i, problem) in problems().iter().enumerate() {
+        let packed = problem.run(&mut kernel, &specs[0], 1).unwrap();
+        for spec in &specs[1..] {
+            assert!(problem.run(&mut kernel, spec, 2).unwrap() == packed, "{spec}, problem {i}");
+        }
+    }
+}
+
+/// Experts that cannot be packed, with a name for each.
+fn hostile() -> Vec<(&'static str, Problem)> {
+    let (n, k) = (128, 192);
+    let of = |seed: u64, weight: &dyn Fn(usize, &mut Random) -> u16| {
+        Problem::of(Routes::random(9, 3, 2, 10 + seed), (n, k), false, seed, weight)
+    };
+    let usual = |random: &mut Random| (random.bits() as u16 & 0x807f) | (112 + random.below(8) as u16) << 7;
+    vec![
+        ("zeros in one expert", of(1, &|i, random| if i / (n * k) == 1 { 0 } else { usual(random) })),
+        ("heavy tails", of(2, &|_, random| (random.bits() as u16 & 0x807f) | (60 + random.below(80) as u16) << 7)),
+        ("1 % zeros", of(3, &|_, random| if random.below(100) == 0 { 0x8000 } else { usual(random) })),
+        (
+            "one Inf and 1 % subnormals",
+            of(4, &|i, random| match random.below(100) {
+                _ if i == n * k + 70 => 0x7f80,
+                0 => random.bits() as u16 & 0x807f,
+                _ => usual(random),
+            }),
+        ),
+        ("random bits", of(5, &|_, random| random.bits() as u16)),
+    ]
+}
+
+/// A product of a row is NaN or Inf if an exact sum of its terms is; other rows are not affected.
+#[test]
+fn experts_that_cannot_be_packed_are_multiplied_exactly() {
+    let specs = ["b8_r4w4p1_bf16_store", "b64_r2w4p1_bf16_pdl_store"].map(|name| spec(&format!("gemm_grouped_{name}")));
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (name, problem) in hostile() {
+        assert!(problem.packed.is_none(), "{name}");
+        let expected = problem.exact();
+        for spec in &specs {
+            let y = problem.run(&mut kernel, spec, 4).unwrap();
+            assert!(y == problem.run(&mut kernel, spec, 5).unwrap(), "{name}: {spec} depends on the order of threads");
+            for (at, (&got, &(sum, size))) in y.iter().zip(&expected).enumerate() {
+                let (got, bound) = (bf16(got), sum.abs() / 256.0 + size * 1e-6);
+                let largest = f64::from(f32::MAX) / 2.0;
+                // Near the largest f32, sums may overflow.
+                let right = match () {
+                    () if sum.is_nan() => got.is_nan(),
+                    () if sum.is_infinite() => got == sum,
+                    () if size > largest => true,
+                    () => (got - sum).abs() <= bound,
+                };
+                assert!(right, "{name}: {spec} [{}, {}] is {got} instead of {sum}", at / problem.n, at % problem.n);
+            }
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_bf16_weights_are_caught() {
+    let header = "unweight/kernels/gemm_mma.cuh";
+    for (from, to) in [
+        (
+            "args.packed + u64(block) * packed::kBlockRows * w_row_bytes();",
+            "args.packed + u64(block) * packed::kBlockBytes;",
+        ),
+        ("load_pieces.bytes[0] = left * kBlockBytes<Config>;", "load_pieces.bytes[0] = left * packed::kBlockBytes;"),
+        (
+            "u64(load_column) * (kTile * 2) + row * w_row_bytes() + chunk * 16;",
+            "u64(load_column) * kTile + row * w_row_bytes() + chunk * 16;",
+        ),
+        ("lower + at, from + 4 * w_row_bytes());", "lower + at, from);"),
+        ("from += 8 * w_row_bytes();", "from += 4 * w_row_bytes();"),
+        ("Tile::offset(row + 4, chunk);", "Tile::offset(row, chunk) + 4 * smem::kSwizzleBytes;"),
+        (
+            "const u32 row = b * packed::kBlockRows + lane % 16, chunk = 2 * (2 * half + s) + lane / 16;",
+            "const u32 row = b * packed::kBlockRows + lane % 8, chunk = 2 * (2 * half + s) + lane / 16;",
+        ),
+        ("chunk = 2 * (2 * half + s) + lane / 16;", "chunk = 2 * (2 * half + s);"),
+        ("const u32 a[4] = {v.x, v.y, v.z, v.w};", "const u32 a[4] = {v.x, v.z, v.y, v.w};"),
+        (
+            "x[f][1][0] = v.z;\n                x[f][1][1] = v.w;",
+            "x[f][1][0] = v.x;\n                x[f][1][1] = v.y;",
+        ),
+        (
+            "        slots.release();\n        load_next();\n    }\n\n    // `turn`",
+            "        load_next();\n    }\n\n    // `turn`",
+        ),
+    ] {
+        let spec = spec("gemm_grouped_b8_r3w2p2_bf16_pdl_silu_mul");
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
+        let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let caught = problems().iter().any(|problem| problem.check(&mut kernel, &spec, 3).is_err());
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
+    }
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Whole models: compared with the f32 reference, between execution paths, and over thousands of repetitions.
 
-use std::{collections::BTreeMap, path::Path};
+use std::{collections::BTreeMap, fs, path::Path};
 
 use half::bf16;
 use unweight::engine::{
@@ -10,6 +10,7 @@ use unweight::engine::{
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    raw::packed::Unpackable,
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_model::{
@@ -69,7 +70,7 @@ const BOUND: f64 = 0.02;
 fn logits_match_the_reference_on_every_route() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
-        for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+        for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
             let bundle = bundle(home.path(), model, profile);
             let config = ModelConfig::of_bundle(&bundle).unwrap();
             let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
@@ -453,14 +454,14 @@ fn nan_logits_end_a_sequence_without_stopping_the_engine() {
     demo_model::write(&source, &MODELS[0]).expect("a model");
     // An infinity in the norm before the head makes every logit NaN.
     let file = source.join("model.safetensors");
-    let mut bytes = std::fs::read(&file).unwrap();
+    let mut bytes = fs::read(&file).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let json: serde_json::Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
     let at = 8 + header + json["model.norm.weight"]["data_offsets"][0].as_u64().unwrap() as usize;
     for element in 0..2 {
         bytes[at + 2 * element..at + 2 * element + 2].copy_from_slice(&0x7fc0u16.to_le_bytes());
     }
-    std::fs::write(&file, bytes).unwrap();
+    fs::write(&file, bytes).unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let mut engine = load(&bundle, options());
     for params in [SampleParams::default(), SampleParams::default().temperature(1.0).top_p(0.9)] {
@@ -546,6 +547,67 @@ fn a_mixture_follows_the_reference() {
                 assert_eq!(again[2], batch[1], "another row of the batch gave other bits");
             }
         }
+    }
+}
+
+/// Sets every 50th weight of a model's experts to zero, which is too many for the packed encoding.
+fn zero_experts(model: &Path) {
+    for file in fs::read_dir(model).unwrap().map(|entry| entry.unwrap().path()) {
+        if file.extension().is_none_or(|extension| extension != "safetensors") {
+            continue;
+        }
+        let mut bytes = fs::read(&file).unwrap();
+        let header_end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..header_end]).unwrap();
+        for (_, tensor) in header.as_object().unwrap().iter().filter(|(name, _)| name.contains(".experts.")) {
+            let offset = |at: usize| header_end + tensor["data_offsets"][at].as_u64().unwrap() as usize;
+            bytes[offset(0)..offset(1)].chunks_exact_mut(2).step_by(50).for_each(|weight| weight.fill(0));
+        }
+        fs::write(&file, bytes).unwrap();
+    }
+}
+
+/// Experts that cannot be packed run as BF16, on the device or fetched, and the engine says which and why.
+#[test]
+#[ignore = "needs a GPU"]
+fn experts_that_cannot_be_packed_follow_the_reference() {
+    let model = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
+    let home = tempfile::tempdir().unwrap();
+    demo_model::write(&home.path().join("model"), &model).unwrap();
+    zero_experts(&home.path().join("model"));
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Compact] {
+        let bundle = bundle(home.path(), &model, profile);
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+        let mut engine = load(&bundle, options());
+        let experts = engine.bf16_experts().expect("the experts cannot be packed");
+        assert_eq!(experts.layers, (0..model.layers as u32).collect::<Vec<_>>());
+        assert!(matches!(experts.why, Unpackable::Escapes { .. }), "{}", experts.why);
+        assert_eq!(load(&bundle, options().placement(Placement::Bf16)).bf16_experts(), None, "BF16 was requested");
+        let mut fetching = load(&bundle, options().resident_experts(3));
+        assert_eq!(fetching.bf16_experts(), Some(experts));
+        fetching.poison_experts(0xa5).unwrap();
+        for count in [1, 65, 300] {
+            let text = tokens(count, model.vocab, count as u64);
+            let (expected, whole) = (reference.logits(&text).unwrap(), engine.logits(&text).unwrap());
+            let rows = whole.chunks_exact(model.vocab).zip(expected.chunks_exact(model.vocab));
+            let mut errors: Vec<f64> = rows.map(|(got, expected)| error(got, expected)).collect();
+            errors.sort_by(f64::total_cmp);
+            let median = errors[errors.len() / 2];
+            assert!(median < BOUND, "{profile:?}, {count} tokens: {median}");
+            assert!(
+                fetching.logits(&text).unwrap() == whole,
+                "{profile:?}, {count} tokens: fetched experts, other bits"
+            );
+            let by_steps = engine.logits_by_steps(&[&text[..count.min(65)]]).unwrap();
+            for again in 0..20 {
+                let same = engine.logits_by_steps(&[&text[..count.min(65)]]).unwrap() == by_steps;
+                assert!(same, "{profile:?}, {count} tokens, time {again}: other bits");
+            }
+        }
+        let traffic = fetching.expert_traffic().unwrap().expect("experts were fetched");
+        assert_eq!(traffic.bytes, traffic.misses * config.expert_bytes(Placement::Bf16));
     }
 }
 

@@ -136,6 +136,7 @@ fn every_encoding_loads_as_a_layer() {
         (Profile::Distribution, true),
         (Profile::Palette, true),
         (Profile::Compact, true),
+        (Profile::Archive, true),
     ] {
         let bundle = bundle_of(home.path(), profile);
         let options = LoadOptions::default().max_batch(MAX_BATCH).pdl(pdl);
@@ -245,7 +246,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let [q, k, gate, up, few, v] = [0, 1, 2, 3, 6, 8].map(|i: usize| TENSORS[i].0);
-    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         // The last one is smaller than the previous contents of the scratch memory.
@@ -283,7 +284,7 @@ fn any_bundle_loads_for_cublas() {
     let mut rng = Random::new(11);
     let x: Vec<u16> = (0..8 * 128).map(|_| bf16(rng.normal())).collect();
     let inputs = rows(bytemuck::cast_slice(&x), 128);
-    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
         let bundle = bundle_of(home.path(), profile);
         let options = LoadOptions::default().max_batch(8).placement(Placement::Bf16);
         let mut loader = loader(kernels, &stream, &bundle, options);
@@ -318,7 +319,7 @@ fn other_tensors_load_unchanged() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         for (name, rows, cols, kind) in TENSORS {
@@ -544,7 +545,7 @@ fn loading_compiles_only_reachable_kernels() {
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
         let bundle = bundle_of(home.path(), profile);
         // A separate kernel set, so that no other test has loaded kernels into it.
         let kernels = KernelSet::open(&device, Env::process().unwrap());

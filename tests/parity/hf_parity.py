@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 import models
 from truth import CLEAR, LENGTHS, Truth, rms_by_length, top_margin, worst
 
-PROFILES = ["packed", "distribution", "inference", "palette", "compact"]
+PROFILES = ["packed", "distribution", "inference", "palette", "compact", "archive"]
 # Maximum RMS error, as a multiple of that of transformers' BF16.
 BOUND = 1.25
 # Maximum difference of two results that round independently.

@@ -127,6 +127,8 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
 # Odd layers see all tokens, with another rotary embedding in Gemma 3.
 GEMMA3 = {"sliding_window": 64, "sliding_window_pattern": 2}
+# Mixtral's: four experts per layer, two per token. Few layers, so that most choices of all routers are clear.
+TAILS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 # Eight experts per layer, two per token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
@@ -198,6 +200,8 @@ RANDOM = [
     # Few enough escapes to be packed, and too many.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
+    # Experts with heavy tails, which run as BF16.
+    Spec("mixtral-tails", "mixtral", sizes(256, 512, 4, 2, vocab_size=1024, **TAILS), escapes=0.03),
 ]
 ALL = TRAINED + RANDOM
 

@@ -31,7 +31,7 @@ from safetensors import safe_open
 import models
 from truth import LENGTHS
 
-PROFILES = ["packed", "distribution", "inference", "palette", "compact"]
+PROFILES = ["packed", "distribution", "inference", "palette", "compact", "archive"]
 NEW_TOKENS = ("--max-new-tokens", "64", "--ignore-eos")
 BATCH = ("--max-batch", "16")
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")

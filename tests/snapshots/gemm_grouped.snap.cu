@@ -14,6 +14,7 @@ struct Config {
     static constexpr uw::u32 kRowBlocks = 4;
     static constexpr uw::u32 kWarps = 8;
     static constexpr uw::u32 kStages = 2;
+    static constexpr bool kBf16 = false;
     static constexpr bool kPdl = false;
     static constexpr uw::Epilogue kEpilogue = uw::Epilogue::kStore;
     static constexpr uw::u32 kCluster = 1;

@@ -21,6 +21,7 @@ struct Config {
     static constexpr bool kPdl = false;
     static constexpr uw::Epilogue kEpilogue = uw::Epilogue::kStore;
     static constexpr bool kDump = false;
+    static constexpr bool kBf16 = false;
 };
 
 using Smem = uw::gemm_mma::Smem<Config>;

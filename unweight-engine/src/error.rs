@@ -57,10 +57,10 @@ pub enum EngineError {
          not set the placement"
     )]
     NoPipelines(Placement),
-    /// The options request a placement that experts do not support: experts run from packed weights only.
+    /// The options request a placement that experts do not support: experts run from packed or BF16 weights only.
     #[error(
-        "placement = {0} is not available: the MLPs of this model are experts, which run only from packed weights; do \
-         not set the placement"
+        "placement = {0} is not available: the MLPs of this model are experts, which run only from packed or BF16 \
+         weights; do not set the placement"
     )]
     StoredExperts(Placement),
     /// The options request a placement that the model's family does not support: pipelines need an MLP of three
@@ -199,7 +199,7 @@ impl NoMemory {
 )]
 #[non_exhaustive]
 pub struct NoHostMemory {
-    /// Bytes of all packed experts.
+    /// Bytes of all experts.
     pub need: u64,
     /// Bytes of host memory that are available.
     pub have: u64,

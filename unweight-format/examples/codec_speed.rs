@@ -1,24 +1,21 @@
 //! Times the codec in memory on raw BF16 matrices, for comparison with peers (`cargo xtask bench-peers`).
 //!
 //! ```text
-//! codec_speed FILE N,K[;N,K...] [--threads T] [--rounds R] [--on-demand]
+//! codec_speed FILE N,K[;N,K...] [--encoding NAME] [--threads T] [--rounds R] [--on-demand]
 //! ```
-//! `FILE` contains the matrices without gaps. Each round encodes and decodes all of them into its own memory, with the
+//! `FILE` contains the matrices without gaps; the encoding is `huffman` by default. Each round encodes and decodes all of them into its own memory, with the
 //! matrices distributed over the threads as for bundles, and prints one line of JSON. Encoding includes the digest of
 //! the original and those of every section; decoding includes validating the sections and comparing the digest of the
 //! result. With `--on-demand` a round waits for a line on stdin, so that rounds can be interleaved with those of
 //! another program.
 
-use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
+use std::{error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
 
 use rayon::prelude::*;
-use unweight_format::{
-    CodeLimit, Digest, EncodingId, Matrix, Survey, TileGrid,
-    raw::{Code, HuffmanTensor, huffman, keep_freed_memory},
-};
+use unweight_format::{CodeLimit, Digest, EncodingId, Matrix, StoredTensor, Survey, TileGrid, raw::keep_freed_memory};
 
 struct Stored {
-    tensor: HuffmanTensor<Vec<u8>>,
+    tensor: StoredTensor<Vec<u8>>,
     digest: Digest,
 }
 
@@ -35,7 +32,7 @@ fn main() -> ExitCode {
 fn run() -> Result<(), Box<dyn Error>> {
     // Like the command line.
     keep_freed_memory();
-    let (mut threads, mut rounds, mut on_demand) = (1, 7, false);
+    let (mut threads, mut rounds, mut on_demand, mut encoding) = (1, 7, false, EncodingId::HUFFMAN);
     let mut positional = Vec::new();
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
@@ -43,6 +40,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             "--threads" => threads = arguments.next().ok_or("--threads needs a number")?.parse()?,
             "--rounds" => rounds = arguments.next().ok_or("--rounds needs a number")?.parse()?,
             "--on-demand" => on_demand = true,
+            "--encoding" => encoding = arguments.next().ok_or("--encoding needs a name")?.parse()?,
             _ => positional.push(argument),
         }
     }
@@ -55,21 +53,27 @@ fn run() -> Result<(), Box<dyn Error>> {
     if on_demand {
         for line in std::io::stdin().lock().lines() {
             line?;
-            round(&pool, &matrices, threads)?;
+            round(&pool, &matrices, encoding, threads)?;
         }
     } else {
         for _ in 0..rounds {
-            round(&pool, &matrices, threads)?;
+            round(&pool, &matrices, encoding, threads)?;
         }
     }
     Ok(())
 }
 
-fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> Result<(), Box<dyn Error>> {
+fn round(
+    pool: &rayon::ThreadPool,
+    matrices: &[Matrix<'_>],
+    encoding: EncodingId,
+    threads: usize,
+) -> Result<(), Box<dyn Error>> {
     let start = Instant::now();
-    let stored = pool.install(|| matrices.par_iter().map(|&matrix| store(matrix)).collect::<Result<Vec<_>, _>>())?;
+    let store = |&matrix: &Matrix<'_>| store(matrix, encoding);
+    let stored = pool.install(|| matrices.par_iter().map(store).collect::<Result<Vec<_>, _>>())?;
     let encode_seconds = start.elapsed().as_secs_f64();
-    let stored_bytes: u64 = stored.iter().map(|stored| stored.tensor.coded_bytes()).sum();
+    let stored_bytes: u64 = stored.iter().map(|stored| stored.tensor.stored_bytes()).sum();
     let start = Instant::now();
     let restored = pool.install(|| stored.par_iter().map(restore).collect::<Result<Vec<_>, _>>())?;
     let decode_seconds = start.elapsed().as_secs_f64();
@@ -86,22 +90,19 @@ fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], threads: usize) -> R
     Ok(())
 }
 
-fn store(matrix: Matrix<'_>) -> Result<Stored, String> {
+fn store(matrix: Matrix<'_>, encoding: EncodingId) -> Result<Stored, String> {
     let survey = Survey::of(matrix.bytes());
-    let code = Code::from_histogram(&survey.histogram, CodeLimit::DEFAULT).ok_or("a matrix without elements")?;
-    let tensor = huffman::encode_with(matrix, &code).map_err(|error| error.to_string())?;
-    let sections: Vec<_> =
-        EncodingId::HUFFMAN.encoding().sections().iter().filter_map(|&section| tensor.section(section)).collect();
+    let tensor = StoredTensor::encode(encoding, matrix.into(), &survey, CodeLimit::DEFAULT);
+    let tensor = tensor.map_err(|error| error.to_string())?;
+    let sections: Vec<&[u8]> = tensor.sections().map(|(_, bytes)| bytes).collect();
     black_box(sections.par_iter().map(|bytes| Digest::of(bytes)).collect::<Vec<_>>());
-    drop(sections);
     Ok(Stored { tensor, digest: survey.digest })
 }
 
 fn restore(stored: &Stored) -> Result<Vec<u8>, String> {
-    // Like a reader: sections are validated before they are trusted.
-    let section = |section| stored.tensor.section(section).unwrap_or(Cow::Borrowed(&[]));
-    let tensor = HuffmanTensor::from_sections(stored.tensor.grid(), section).map_err(|error| error.to_string())?;
-    let bytes = huffman::decode(&tensor).map_err(|error| error.to_string())?;
+    // Like a reader: decoding validates the sections first.
+    let mut bytes = vec![0; stored.tensor.grid().map_or(0, |grid| grid.elements() * 2)];
+    stored.tensor.decode(&mut bytes).map_err(|error| error.to_string())?;
     if Digest::of(&bytes) == stored.digest { Ok(bytes) } else { Err("digest mismatch".to_owned()) }
 }
 

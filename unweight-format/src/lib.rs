@@ -7,7 +7,7 @@
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! encoding      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle to test them
+//! encoding      raw, huffman, palette, packed, compact, exponents, rans: a module each, one list; an oracle to test them
 //!   ^
 //! model     safetensors, names to roles
 //!   ^
@@ -49,10 +49,11 @@ pub use bits::{
     tile::{FloatMatrix, Matrix, TileGrid},
 };
 pub use encoding::{ENCODINGS, Encoding, EncodingId, NotEncodable, Sample, StoredTensor, Survey, code::CodeLimit};
-pub(crate) use encoding::{compact, huffman, packed, palette};
+pub(crate) use encoding::{compact, huffman, packed, palette, rans};
 pub(crate) use model::{glob, roles};
 pub use model::{roles::Role, safetensors};
 pub use placement::Placement;
 pub(crate) use raw::{
-    Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, bitstream,
+    Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, RansTensor, Section,
+    TileMetadata, bitstream,
 };

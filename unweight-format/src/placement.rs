@@ -15,7 +15,7 @@ named! {
     /// ```
     #[derive(Default)]
     Placement, "placement" {
-        /// BF16, multiplied by cuBLAS: the BF16 baseline.
+        /// BF16, multiplied by cuBLAS, experts by the grouped product: the BF16 baseline.
         Bf16 = "bf16",
         /// Packed tiles, 12 bits per weight, the default. A weight that cannot be packed is held as BF16; a compact
         /// tensor is expanded when it is loaded.

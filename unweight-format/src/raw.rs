@@ -32,6 +32,7 @@ pub use crate::{
         oracle,
         packed::{self, PackedTensor},
         palette::{self, Palette, PaletteTensor},
+        rans::{self, RansTensor},
     },
     model::{glob, roles},
 };

@@ -18,7 +18,7 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
-    /// Bytes of one expert of a mixture, which is packed unless the placement is BF16; 0 for dense models.
+    /// Bytes of one expert of a mixture, BF16 if that is the placement, else packed; 0 for dense models.
     pub fn expert_bytes(&self, placement: Placement) -> u64 {
         let linear = |[outputs, inputs]: [u32; 2]| match placement {
             Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,

@@ -70,13 +70,16 @@ pub mod cache {
 /// The experts of a mixture-of-experts layer: all of them on the device, or in host memory with slots on the device.
 pub mod experts {
     #[doc(inline)]
-    pub use crate::layer::{
-        build::{ExpertPart, FillExperts},
-        experts::{
-            Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
-            offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+    pub use crate::{
+        layer::{
+            build::{ExpertPart, FillExperts},
+            experts::{
+                Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
+                offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+            },
+            loader::ExpertTensors,
         },
-        loader::ExpertTensors,
+        weight::ExpertWeights,
     };
 }
 

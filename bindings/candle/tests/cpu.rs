@@ -91,7 +91,7 @@ fn bundle(home: &Path, profile: Profile, weight: &Tensor) -> Bundle {
 fn bundles_of_any_profile() {
     let home = tempfile::tempdir().unwrap();
     let (weight, x) = (weights(192, 128), inputs(&[4, 128]));
-    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact, Profile::Archive] {
         let bundle = bundle(home.path(), profile, &weight);
         let layer = UnweightLinear::of_bundle(&bundle, "up.weight", None, &CPU).unwrap();
         assert_eq!(bits(&layer.forward(&x).unwrap()), bits(&stock(&x, &weight)), "{profile}");

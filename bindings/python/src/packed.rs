@@ -180,12 +180,20 @@ impl Packed {
     }
 }
 
-/// Packs a contiguous BF16 matrix `[rows, cols]`; returns `None` if it cannot be packed.
+/// Packs a contiguous BF16 matrix `[rows, cols]`. Returns it, or why it cannot be packed.
 #[pyfunction]
-pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResult<Option<Packed>> {
-    let Ok(grid) = TileGrid::new(rows, cols) else { return Ok(None) };
-    if packed::packable_shape(grid).is_err() {
-        return Ok(None);
+pub fn pack(
+    py: Python<'_>,
+    address: usize,
+    rows: usize,
+    cols: usize,
+) -> PyResult<(Option<Packed>, Option<String>)> {
+    let grid = match TileGrid::new(rows, cols) {
+        Ok(grid) => grid,
+        Err(error) => return Ok((None, Some(error.to_string()))),
+    };
+    if let Err(why) = packed::packable_shape(grid) {
+        return Ok((None, Some(why.to_string())));
     }
     let bytes = grid.elements().checked_mul(2).ok_or_else(|| PyValueError::new_err("the matrix is too large"))?;
     check_addresses(&[(address, bytes)])?;
@@ -193,7 +201,10 @@ pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResul
     let weights = unsafe { at(address, bytes) };
     on_pool(py, || {
         let matrix = Matrix::new(weights, rows, cols).map_err(value_error)?;
-        Ok(packed::pack(matrix, &Histogram::of(weights)).ok().map(Packed))
+        Ok(match packed::pack(matrix, &Histogram::of(weights)) {
+            Ok(packed) => (Some(Packed(packed)), None),
+            Err(why) => (None, Some(why.to_string())),
+        })
     })?
 }
 

@@ -121,8 +121,8 @@ impl Runtime {
         Some((layout.bytes(), Packer::escape_words_max(grid) * 4))
     }
 
-    /// Packs BF16 `[rows, cols]` into `arena` and `escapes`. Returns the used bytes of `escapes`, or `None` if the
-    /// matrix cannot be packed.
+    /// Packs BF16 `[rows, cols]` into `arena` and `escapes`. Returns the used bytes of `escapes`, or why the matrix
+    /// cannot be packed.
     fn pack(
         &self,
         py: Python<'_>,
@@ -131,7 +131,7 @@ impl Runtime {
         cols: u32,
         arena: Memory,
         escapes: Memory,
-    ) -> PyResult<Option<usize>> {
+    ) -> PyResult<(Option<usize>, Option<String>)> {
         let grid = TileGrid::new(rows as usize, cols as usize).map_err(value_error)?;
         let layout = Layout::new(grid)?;
         if arena.1 != layout.bytes() {
@@ -146,7 +146,7 @@ impl Runtime {
             // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
             let (window, words) = match unsafe { self.interop.pack_at(weights, (rows, cols), to) } {
                 Ok(packed) => packed,
-                Err(PackError::Unpackable(_)) => return Ok(None),
+                Err(PackError::Unpackable(why)) => return Ok((None, Some(why.to_string()))),
                 Err(error) => return Err(error),
             };
             // SAFETY: as above; the packer has written `words` words.
@@ -156,7 +156,7 @@ impl Runtime {
             write_head(&mut rest[head..], grid, window, &lists);
             // SAFETY: as above; this is the rest of the arena, after the escape heads.
             unsafe { self.interop.write(arena.0 + layout.heads.end as u64, &rest) }?;
-            Ok(Some(lists.len()))
+            Ok((Some(lists.len()), None))
         })
         .map_err(|error| raised(py, &error))
     }

@@ -1,4 +1,5 @@
-"""Models with random weights for tests. All but `of_transformers` and `of_geometry` need only the standard library."""
+"""Models with random weights for tests. `of_transformers`, `zero_experts` and `of_geometry` need more than the standard
+library."""
 
 import json
 import pathlib
@@ -55,6 +56,19 @@ def of_transformers(
         parameter.data = drawn if parameter.dim() > 1 else parameter.data + drawn
     model.save_pretrained(home, **more)
     return home
+
+
+def zero_experts(model: pathlib.Path) -> pathlib.Path:
+    """Sets every 50th weight of a model's experts to zero, too many for the packed encoding."""
+    import safetensors.torch
+
+    for file in model.glob("*.safetensors"):
+        tensors = safetensors.torch.load_file(file)
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensor.view(-1)[::50] = 0
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    return model
 
 
 def of_geometry(home: pathlib.Path, geometry: str, layers: Optional[int]) -> None:

@@ -16,7 +16,17 @@ import unweight
 import unweight.ops
 from processes import forked
 from torch import nn
-from unweight.ops import Experts, Linear, linear, pack, pack_experts, unpack, unpack_experts
+from unweight.ops import (
+    Experts,
+    Linear,
+    _bf16_experts,
+    _pack_experts,
+    linear,
+    pack,
+    pack_experts,
+    unpack,
+    unpack_experts,
+)
 
 
 def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
@@ -187,6 +197,12 @@ class Grouped(unittest.TestCase):
         self.assertIsNone(pack_experts(self.gate_up[:, :96], self.down[:, :, :48]))
         everything = torch.full_like(self.down, torch.nan)
         self.assertIsNone(pack_experts(self.gate_up, everything))
+        self.assertRegex(_pack_experts(self.gate_up, everything), "100.00 % of the elements lie outside")
+        self.assertIn("multiple of 64", _pack_experts(self.gate_up[:, :96], self.down[:, :, :48]))
+        reasons = {f"experts.{index}": f"reason {index}" for index in range(5)}
+        names = "experts.0, experts.1, experts.2 and 2 more"
+        line = f"unweight: {names} cannot be packed and stay in BF16 (experts.0: reason 0)"
+        self.assertEqual(_bf16_experts(reasons), line)
         with self.assertRaisesRegex(ValueError, "not the shapes of one mixture"):
             pack_experts(self.gate_up, self.down[:2])
         x = inputs(17, 192)
@@ -494,6 +510,7 @@ class Mixture(unittest.TestCase):
         everything = torch.arange(128 * 64, dtype=torch.int32).mul(8).to(torch.int16).view(torch.bfloat16).view(128, 64)
         self.assertIsNone(pack(everything))
         self.assertIsNone(Experts.of(torch.stack([weights(128, 64), everything])))
+        self.assertRegex(Experts._of(torch.stack([weights(128, 64), everything])), "^expert 1: .* % of the elements")
         self.assertIsNone(Experts.of(torch.empty(0, 64, 64, dtype=torch.bfloat16)))
         with self.assertRaisesRegex(ValueError, r"\[experts, n, k\], got \[128, 64\]"):
             Experts.of(everything)
@@ -506,7 +523,7 @@ class Tensors(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home:
             home = pathlib.Path(home)
             tensors = models.small(home / "model")
-            for profile in ("distribution", "palette", "packed"):
+            for profile in ("distribution", "palette", "packed", "archive"):
                 unweight.compress(home / "model", home / profile, profile=profile)
                 bundle = unweight.Bundle(home / profile)
                 with safe_open(home / "model" / "model.safetensors", "pt") as stock:

@@ -19,7 +19,7 @@ import torch
 import transformers
 import unweight
 import unweight.transformers
-from models import MOE, of_transformers
+from models import MOE, of_transformers, zero_experts
 from processes import running
 from transformers import AutoModelForCausalLM
 from unweight.ops import Experts, Linear
@@ -85,7 +85,7 @@ class Models(unittest.TestCase):
                 self.assertEqual(got.dtype, torch.bfloat16)
 
     def test_every_profile_and_several_shards(self):
-        for profile in ("distribution", "palette", "inference"):
+        for profile in ("distribution", "palette", "inference", "archive"):
             with self.subTest(profile):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
                 model, bundle = self.bundle(profile=profile, max_shard_size="400KB")
@@ -117,6 +117,22 @@ class Models(unittest.TestCase):
         with self.assertRaisesRegex(AttributeError, "Experts"):
             got.set_experts_implementation("grouped_mm")
             logits(got)
+
+    def test_experts_that_cannot_be_packed_stay_in_bf16(self):
+        for kind in ("mixtral", "qwen3 moe"):
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model = zero_experts(make(self.home / "model", kind))
+                unweight.compress(model, self.home / "bundle", profile="packed")
+                expected = AutoModelForCausalLM.from_pretrained(model)
+                for path, more in ((self.home / "bundle", {}), (model, dict(quantization_config=UnweightConfig()))):
+                    with self.assertLogs("transformers", "WARNING") as logs:
+                        got = AutoModelForCausalLM.from_pretrained(path, **more)
+                    self.assertEqual(packed(got), 9)
+                    self.assertTrue(torch.equal(logits(got), logits(expected)))
+                    (line,) = [line for line in logs.output if "cannot be packed" in line]
+                    self.assertRegex(line, r"layers\.0\.mlp\.experts.* and 1 more cannot be packed and stay in BF16 \(")
+                    self.assertIn("% of the elements lie outside the best window", line)
 
     def test_tokens_equal_the_model_s_and_graphs_are_whole(self):
         model, bundle = self.bundle()

@@ -18,7 +18,7 @@ import urllib.error
 import urllib.request
 from typing import Optional
 
-from models import MOE, SMALL, of_transformers
+from models import MOE, SMALL, of_transformers, zero_experts
 
 PROMPTS = 3
 TOKENS = 12
@@ -190,6 +190,15 @@ class Engine(Case):
                     runs += [dict(model=str(bundle_of(model, profile))) for profile in ("distribution", "palette")]
                 log = self.hold_equal(runs, enforce_eager=True)
                 self.assertEqual(log.count(f"unweight: {layers} layers packed"), len(runs) - 1, log[-4000:])
+
+    def test_experts_that_cannot_be_packed_stay_in_bf16(self):
+        model = zero_experts(make(self.home / "model", "qwen3 moe"))
+        runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
+        runs.append(dict(model=str(model), quantization="unweight"))
+        log = self.hold_equal(runs, enforce_eager=True)
+        self.assertEqual(log.count("unweight: 5 layers packed"), 2, log[-4000:])
+        lines = re.findall(r"unweight: \S*layers\.0\.\S*, \S* cannot be packed and stay in BF16 \(\S*: .*outside", log)
+        self.assertEqual(len(lines), 2, log[-4000:])
 
     def test_a_head_in_the_files_of_a_tied_model_is_ignored(self):
         model = make(self.home / "model", "llama")

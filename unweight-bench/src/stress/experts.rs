@@ -63,11 +63,12 @@ impl Run<'_> {
         let pairs = DeviceBuffer::from_host(stream, &pairs)?;
         let items = DeviceBuffer::from_host(stream, items.as_flattened())?;
         let columns = if spec.epilogue == Epilogue::SiluMul { FEATURES / 2 } else { FEATURES };
+        let bf16 = spec.bf16.then(|| DeviceBuffer::from_host(stream, &halves(&weights.bytes))).transpose()?;
         let of_launch = kernel.clone();
         let launch: Launch<'a> = Box::new(move |y| {
             let tensor = &weights.with_escapes.device;
             let args = GemmGroupedArgs {
-                packed: tensor.packed().address(),
+                packed: bf16.as_ref().map_or(tensor.packed().address(), DeviceBuffer::address),
                 escape_heads: tensor.escape_heads().address(),
                 escapes: tensor.escapes().address(),
                 y,
@@ -75,7 +76,7 @@ impl Run<'_> {
                 x_row_bytes: 2 * u64::from(k),
                 pairs: pairs.address(),
                 items: items.address(),
-                scale: tensor.window().scale(),
+                scale: if spec.bf16 { 1.0 } else { tensor.window().scale() },
                 escape_words: tensor.escapes().len() as u32,
                 n: FEATURES,
                 k,

@@ -1,11 +1,11 @@
-//! Packed matmul of a mixture of experts, from one packed tensor that holds all experts:
+//! Matmul of a mixture of experts, from one packed tensor or one BF16 matrix that holds all experts:
 //! `templates/include/unweight/kernels/gemm_grouped.cuh`. A block is a `gemm_mma` block that copies by threads, with
-//! the same shared memory.
+//! the same shared memory, apart from larger slots for BF16.
 
 use super::{
     Edge, Family, Op, PRODUCT, VariantSpec,
     entry::Entry,
-    gemm_mma::{GemmMmaSpec, RowBlocks, SmallBatchTile, SmallStages, Warps},
+    gemm_mma::{GemmMmaSpec, RingWeights, RowBlocks, SmallBatchTile, SmallStages, Warps},
     shared::{ClusterSize, Epilogue, SmemCopy},
 };
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
 use unweight_format::EncodingId;
 
 axes! {
-    /// A variant of the packed matmul of a mixture of experts: a block multiplies up to `batch_tile` rows of a list by
+    /// A variant of the matmul of a mixture of experts: a block multiplies up to `batch_tile` rows of a list by
     /// `row_blocks` blocks of 16 output features of one expert.
     pub struct GemmGroupedSpec {
         /// Rows of an item.
@@ -28,6 +28,8 @@ axes! {
         warps: Warps "w",
         /// Stages of each warp's ring.
         stages: SmallStages "p",
+        /// The weights are BF16, row-major; otherwise they are packed.
+        bf16: flag "_bf16" = false,
         /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
         /// How the product is stored: `store` or `silu_mul`.
@@ -38,9 +40,9 @@ axes! {
 args! {
     /// Arguments of the grouped product (`gemm_grouped`).
     pub struct GemmGroupedArgs {
-        /// u8 `[experts * tiles, 6144]`.
+        /// u8 `[experts * tiles, 6144]`; `bf16`: bf16 `[experts * n, k]`.
         pub packed: u64,
-        /// u32 `[experts * tiles, 4]`.
+        /// u32 `[experts * tiles, 4]`; `bf16`: 0, as is the next.
         pub escape_heads: u64,
         /// u32 `[escape_words]`.
         pub escapes: u64,
@@ -54,7 +56,7 @@ args! {
         pub pairs: u64,
         /// u32 `[items, 4]`: expert, first entry of `pairs`, number of entries, 0. Items without entries come last.
         pub items: u64,
-        /// `2^(base - 112)`.
+        /// `2^(base - 112)`; `bf16`: 1.
         pub scale: f32,
         /// Words in `escapes`.
         pub escape_words: u32,
@@ -70,7 +72,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// Returns a packed matmul of a mixture of experts.
+    /// Returns a matmul of a mixture of experts.
     pub const fn gemm_grouped(arch: Arch, spec: GemmGroupedSpec) -> Self {
         Self { arch, op: Op::GemmGrouped(spec) }
     }
@@ -89,10 +91,26 @@ pub const SHAPES_163_KB: [GemmGroupedSpec; 4] =
 pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 1), shape(16, 4, 8, 1), shape(32, 2, 8, 1), shape(64, 2, 8, 1)];
 
+/// [`SHAPES`] for BF16 weights. Their speed was not compared.
+pub const BF16_SHAPES: [GemmGroupedSpec; 4] = of_bf16(SHAPES);
+
+/// [`SHAPES_163_KB`] for BF16 weights.
+pub const BF16_SHAPES_163_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_163_KB);
+
+/// [`SHAPES_99_KB`] for BF16 weights.
+pub const BF16_SHAPES_99_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_99_KB);
+
+/// Returns the same shapes for BF16 weights, whose slots are larger: at batch tile 8 with one stage, so that two blocks
+/// still fit an SM.
+const fn of_bf16([_, b16, b32, b64]: [GemmGroupedSpec; 4]) -> [GemmGroupedSpec; 4] {
+    [shape(8, 4, 8, 1).of_bf16(), b16.of_bf16(), b32.of_bf16(), b64.of_bf16()]
+}
+
 const fn shape(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32) -> GemmGroupedSpec {
     match (SmallBatchTile::new(batch_tile), RowBlocks::new(row_blocks), Warps::new(warps), SmallStages::new(stages)) {
         (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages)) => {
-            GemmGroupedSpec { batch_tile, row_blocks, warps, stages, pdl: false, epilogue: Epilogue::Store }
+            let (bf16, pdl, epilogue) = (false, false, Epilogue::Store);
+            GemmGroupedSpec { batch_tile, row_blocks, warps, stages, bf16, pdl, epilogue }
         }
         _ => panic!("the shapes are within the axes"),
     }
@@ -102,12 +120,19 @@ const fn shape(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32) -> Gem
 const BLOCK_ROWS: u32 = 16;
 
 impl GemmGroupedSpec {
-    /// The shapes of an architecture, by batch tile.
-    pub const fn shapes(arch: Arch) -> &'static [Self; 4] {
-        match arch {
-            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => &SHAPES_99_KB,
-            Arch::Sm80 => &SHAPES_163_KB,
-            Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &SHAPES,
+    const fn of_bf16(self) -> Self {
+        Self { bf16: true, ..self }
+    }
+
+    /// The shapes of an architecture for packed or BF16 weights, by batch tile.
+    pub const fn shapes(arch: Arch, bf16: bool) -> &'static [Self; 4] {
+        match (arch, bf16) {
+            (Arch::Sm86 | Arch::Sm89 | Arch::Sm120a, false) => &SHAPES_99_KB,
+            (Arch::Sm86 | Arch::Sm89 | Arch::Sm120a, true) => &BF16_SHAPES_99_KB,
+            (Arch::Sm80, false) => &SHAPES_163_KB,
+            (Arch::Sm80, true) => &BF16_SHAPES_163_KB,
+            (Arch::Sm90a | Arch::Sm100a | Arch::Sm103a, false) => &SHAPES,
+            (Arch::Sm90a | Arch::Sm100a | Arch::Sm103a, true) => &BF16_SHAPES,
         }
     }
 
@@ -124,7 +149,7 @@ impl GemmGroupedSpec {
             },
             copy: SmemCopy::Async,
             persistent: false,
-            escapes: true,
+            escapes: !self.bf16,
             pdl: self.pdl,
             epilogue: self.epilogue,
             dump: false,
@@ -141,7 +166,8 @@ impl GemmGroupedSpec {
                 "op gemm_grouped only overwrites, and rows are added when they are combined; use epilogue = store";
             return Err(Constraint::Conflict { what });
         }
-        let dense = match self.dense().plan(arch) {
+        let weights = if self.bf16 { RingWeights::Bf16 } else { RingWeights::Packed };
+        let dense = match self.dense().plan_of(arch, weights) {
             Ok(plan) => plan,
             Err(refused) => return Err(refused),
         };
@@ -155,7 +181,13 @@ impl GemmGroupedSpec {
 impl Family for GemmGroupedSpec {
     type Args = GemmGroupedArgs;
     const AXES: &'static [crate::axes::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
+    const EDGES: &'static [Edge] =
+        &[Edge { from: EncodingId::PACKED, to: PRODUCT }, Edge { from: EncodingId::RAW, to: PRODUCT }];
+
+    fn edges(&self) -> &'static [Edge] {
+        let (packed, bf16) = Self::EDGES.split_at(1);
+        if self.bf16 { bf16 } else { packed }
+    }
 
     fn summary(&self, _: &BlockPlan) -> String {
         let (batch_tile, rows, stages) = (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
@@ -164,10 +196,8 @@ impl Family for GemmGroupedSpec {
             Epilogue::Store | Epilogue::StoreAdd => "Y[pair,n] = X[row of pair,k] * W[expert of pair,n,k]^T",
         };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!(
-            "{formula}, W packed to 12 bits, exact escapes; {batch_tile} pairs x {rows} of n per block, a ring of \
-             {stages} per warp{pdl}."
-        )
+        let weights = if self.bf16 { "W in bf16" } else { "W packed to 12 bits, exact escapes" };
+        format!("{formula}, {weights}; {batch_tile} pairs x {rows} of n per block, a ring of {stages} per warp{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
@@ -175,7 +205,7 @@ impl Family for GemmGroupedSpec {
         Entry::new()
             .number("kCluster", 1)
             .word("kCopy", "SmemCopy", "kAsync")
-            .flag("kEscapes", true)
+            .flag("kEscapes", !self.bf16)
             .flag("kPersistent", false)
             .flag("kDump", false)
             .packed_layout()
@@ -183,7 +213,8 @@ impl Family for GemmGroupedSpec {
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        Self::shapes(arch).iter().flat_map(move |shape| {
+        let shapes = [false, true].into_iter().flat_map(move |bf16| Self::shapes(arch, bf16));
+        shapes.flat_map(move |shape| {
             [Epilogue::Store, Epilogue::SiluMul].into_iter().flat_map(move |epilogue| {
                 [false, true].map(move |pdl| VariantSpec::gemm_grouped(arch, Self { pdl, epilogue, ..*shape }))
             })
@@ -200,14 +231,22 @@ mod tests {
     /// depend on the batch.
     #[test]
     fn all_shapes_split_k_over_the_same_warps() {
-        for &arch in Arch::ALL {
-            let shapes = GemmGroupedSpec::shapes(arch);
-            assert!(shapes.iter().all(|shape| shape.warps == shapes[0].warps), "{arch:?}");
+        for (&arch, bf16) in Arch::ALL.iter().flat_map(|arch| [(arch, false), (arch, true)]) {
+            let shapes = GemmGroupedSpec::shapes(arch, bf16);
+            assert!(shapes.iter().all(|shape| shape.warps == SHAPES[0].warps && shape.bf16 == bf16), "{arch:?}");
             assert_eq!(shapes.map(|shape| shape.batch_tile.get()), [8, 16, 32, 64]);
             for shape in shapes {
                 assert!(Plan::new(&VariantSpec::gemm_grouped(arch, *shape)).is_ok(), "{arch:?} {shape:?}");
             }
         }
+    }
+
+    /// A slot has 8 rows of X and 64 of W, 128 bytes each.
+    #[test]
+    fn bf16_slots_hold_two_bytes_per_weight() {
+        let plan = Plan::new(&"uw_sm90a_gemm_grouped_b8_r4w8p1_bf16_pdl_store".parse().unwrap()).unwrap();
+        assert_eq!(plan.pipeline.unwrap().stage_bytes, (8 + 64) * 128);
+        assert_eq!((plan.smem.bytes(), plan.launch.blocks_per_sm), (8 * 72 * 128, 2));
     }
 
     #[test]

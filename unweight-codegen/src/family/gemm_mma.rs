@@ -213,6 +213,8 @@ const X_ROW_BYTES: u32 = 128;
 /// 16 rows and 64 columns of W, 12 bits each.
 const BLOCK_BYTES: u32 = layout::PACKED_BLOCK_BYTES as u32;
 const BLOCK_ROWS: u32 = 16;
+/// 16 rows and 64 columns of W, bf16.
+const BF16_BLOCK_BYTES: u32 = BLOCK_ROWS * X_ROW_BYTES;
 /// The alignment of the copy engine's swizzle pattern, and so of each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
@@ -222,14 +224,26 @@ const BLOCKS_PER_SM_MAX: u32 = 2;
 /// If two blocks would leave fewer registers per thread, an SM gets one block: even a single row block needs this many.
 const REGISTERS_MIN: u32 = 80;
 
+/// The encoding of the weights in a ring.
+#[derive(Clone, Copy)]
+pub(super) enum RingWeights {
+    Packed,
+    /// For the grouped product alone.
+    Bf16,
+}
+
 /// Bytes of X and W in one slot of a warp's ring.
-const fn slot_bytes(spec: &GemmMmaSpec) -> u32 {
-    spec.batch_tile.get() * X_ROW_BYTES + spec.row_blocks.get() * BLOCK_BYTES
+const fn slot_bytes(spec: &GemmMmaSpec, weights: RingWeights) -> u32 {
+    let block_bytes = match weights {
+        RingWeights::Packed => BLOCK_BYTES,
+        RingWeights::Bf16 => BF16_BLOCK_BYTES,
+    };
+    spec.batch_tile.get() * X_ROW_BYTES + spec.row_blocks.get() * block_bytes
 }
 
 /// Bytes of one warp's ring.
-const fn ring_bytes(spec: &GemmMmaSpec) -> u32 {
-    (spec.stages.get() * slot_bytes(spec)).next_multiple_of(SWIZZLE_ALIGN)
+const fn ring_bytes(spec: &GemmMmaSpec, weights: RingWeights) -> u32 {
+    (spec.stages.get() * slot_bytes(spec, weights)).next_multiple_of(SWIZZLE_ALIGN)
 }
 
 /// Bytes of one warp's fp32 sums.
@@ -237,10 +251,10 @@ const fn sum_bytes(spec: &GemmMmaSpec) -> u32 {
     spec.row_blocks.get() * BLOCK_ROWS * spec.batch_tile.get() * 4
 }
 
-const fn smem(spec: &GemmMmaSpec) -> SmemPlan {
+const fn smem(spec: &GemmMmaSpec, weights: RingWeights) -> SmemPlan {
     let warps = spec.warps.get();
     SmemPlan::new()
-        .section("rings", warps, ring_bytes(spec), SWIZZLE_ALIGN)
+        .section("rings", warps, ring_bytes(spec, weights), SWIZZLE_ALIGN)
         .section("sums", if spec.persistent { warps } else { 0 }, sum_bytes(spec), SWIZZLE_ALIGN)
         .section(
             "barriers",
@@ -250,8 +264,8 @@ const fn smem(spec: &GemmMmaSpec) -> SmemPlan {
         )
 }
 
-const fn fits(arch: Arch, spec: &GemmMmaSpec) -> bool {
-    smem(spec).bytes() <= arch.limits().smem_bytes_per_block
+const fn fits((arch, weights): (Arch, RingWeights), spec: &GemmMmaSpec) -> bool {
+    smem(spec, weights).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl GemmMmaSpec {
@@ -270,24 +284,31 @@ impl GemmMmaSpec {
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
-        let limits = arch.limits();
-        let (smem, warps, stages) = (smem(self), self.warps.get(), self.stages.get());
-        let stage_bytes = warps * (slot_bytes(self) + if self.has_barriers() { MBARRIER_BYTES } else { 0 });
-        if !fits(arch, self) {
+        self.plan_of(arch, RingWeights::Packed)
+    }
+
+    /// Returns the plan of a block whose rings hold weights of this encoding.
+    pub(super) const fn plan_of(&self, arch: Arch, weights: RingWeights) -> Result<BlockPlan, Constraint> {
+        let (limits, target) = (arch.limits(), (arch, weights));
+        let (smem, warps, stages) = (smem(self, weights), self.warps.get(), self.stages.get());
+        let slot_bytes = slot_bytes(self, weights);
+        let stage_bytes = warps * (slot_bytes + if self.has_barriers() { MBARRIER_BYTES } else { 0 });
+        if !fits(target, self) {
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: largest_fitting!(fits(arch, self), GemmMmaSpec { stages: SmallStages }),
-                fitting_other: with_axis("warps", largest_fitting!(fits(arch, self), GemmMmaSpec { warps: Warps })),
+                fitting_stages: largest_fitting!(fits(target, self), GemmMmaSpec { stages: SmallStages }),
+                fitting_other: with_axis("warps", largest_fitting!(fits(target, self), GemmMmaSpec { warps: Warps })),
             });
         }
-        if !self.persistent && sum_bytes(self) > ring_bytes(self) {
+        let ring_bytes = ring_bytes(self, weights);
+        if !self.persistent && sum_bytes(self) > ring_bytes {
             return Err(Constraint::SumsExceedRing {
                 sum_bytes: sum_bytes(self),
-                ring_bytes: ring_bytes(self),
-                fitting_stages: sum_bytes(self).div_ceil(slot_bytes(self)),
+                ring_bytes,
+                fitting_stages: sum_bytes(self).div_ceil(slot_bytes),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -301,7 +322,7 @@ impl GemmMmaSpec {
             pipeline: Some(PipelinePlan {
                 rings: warps,
                 stages,
-                stage_bytes: slot_bytes(self),
+                stage_bytes: slot_bytes,
                 full_arrivals: self.has_barriers() as u32,
                 empty_arrivals: 0,
             }),
@@ -360,7 +381,7 @@ impl Family for GemmMmaSpec {
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
-        Entry::new().packed_layout().gate_rows()
+        Entry::new().flag("kBf16", false).packed_layout().gate_rows()
     }
 
     fn workspace(&self, _: &BlockPlan, problem: GemmShape, _: u32) -> WorkspacePlan {

@@ -258,7 +258,7 @@ families! {
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
     /// Matmul for small batches, from a compact tensor.
     gemm_compact: GemmCompact(GemmCompactSpec),
-    /// Packed matmul of a mixture of experts, from one packed tensor that holds all experts.
+    /// Matmul of a mixture of experts, from one packed tensor or one BF16 matrix that holds all experts.
     gemm_grouped: GemmGrouped(GemmGroupedSpec),
     /// Looks up rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),

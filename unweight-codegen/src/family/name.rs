@@ -15,7 +15,7 @@
 //!                                    [_streamk][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_t<tables>]
 //!                                    [_persistent][_pdl]_<store|store_add|silu_mul>
-//! uw_<arch>_gemm_grouped_b<batch tile>_r<row blocks>w<warps>p<stages>[_pdl]_<store|silu_mul>
+//! uw_<arch>_gemm_grouped_b<batch tile>_r<row blocks>w<warps>p<stages>[_bf16][_pdl]_<store|silu_mul>
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
 //! uw_<arch>_norm_t<threads>[_rms_once|_layer|_rms_plus_one][_add][_pdl]
 //! uw_<arch>_rope_d<head dim>[_adjacent][_plus_one][_pdl]
@@ -255,6 +255,7 @@ pub(crate) mod tests {
             "uw_sm90a_decode_compact_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
             "uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul",
+            "uw_sm80_gemm_grouped_b64_r2w8p1_bf16_store",
             "uw_sm90a_route_combine_pdl",
         ] {
             assert_eq!(name.parse::<VariantSpec>().unwrap().to_string(), name);

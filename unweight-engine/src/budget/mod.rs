@@ -9,7 +9,7 @@
 //! A unit is a set of tensors that one product multiplies with: queries, keys and values; output; gate and up; down;
 //! the head; the embedding. MLP units may stay Huffman-coded. Their layers are then spread evenly over the model, and
 //! they need buffers for decoded weights. Alternatively, units stay compact, with one buffer for the largest of them. A
-//! plan never has both, because no engine runs both. Experts are packed, because they run from packed weights only.
+//! plan never has both, because no engine runs both. Experts are packed, or BF16 if they cannot be packed.
 
 mod solve;
 #[cfg(test)]
@@ -129,12 +129,6 @@ pub enum BudgetError {
         /// The role.
         role: Role,
     },
-    /// An expert cannot be packed, and experts run from packed weights only.
-    #[error("'{tensor}' or another expert of its layer cannot be packed, and experts run only from packed weights")]
-    Unpackable {
-        /// The first tensor of the layer's experts.
-        tensor: String,
-    },
     /// No plan fits the given memory.
     #[error(
         "the smallest plan needs {least} bytes (weights {weights}, KV cache {cache}, working memory {working}, slots \
@@ -189,7 +183,6 @@ impl BudgetError {
             Self::PackedHeads { .. } => "heads-not-packed",
             Self::Slowdown(_) => "slowdown-out-of-range",
             Self::Missing { .. } => "model-tensor-missing",
-            Self::Unpackable { .. } => "experts-not-packable",
             Self::TooSmall { .. } => "budget-too-small",
             Self::TooSlow { .. } => "slowdown-unreachable",
         }
@@ -353,12 +346,17 @@ fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, ti
     }
 }
 
-/// Estimated time of a mixture's products in microseconds; `None` unless the experts are packed: they run only so.
+/// Estimated time of a mixture's products in microseconds; `None` unless the experts are packed or BF16.
 fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u32) -> Option<f64> {
     let rows =
         tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
     let one = GemmShape { n: u32::try_from(rows).unwrap_or(u32::MAX), ..shape(tensors.first()?, m) };
-    (encoding == EncodingId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
+    let bf16 = match encoding {
+        EncodingId::PACKED => false,
+        EncodingId::RAW => true,
+        _ => return None,
+    };
+    Some(cost::experts_us(one, (mixture.experts, mixture.top_k), bf16))
 }
 
 /// Whether a device keeps the tensor Huffman-coded, as `pipelines::loads_as` decides.
@@ -419,9 +417,6 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
                 Some(mixture) => experts_us(mixture, tensors, encoding, batch),
                 None => product_us(kind, tensors, encoding, batch, tied),
             });
-            if let (true, Some(tensor)) = (unit.encodings.is_empty(), unit.tensors.first()) {
-                return Err(BudgetError::Unpackable { tensor: tensor.name.clone() });
-            }
             units.push(unit);
         }
     }
@@ -446,8 +441,11 @@ impl<'a> Contexts<'a> {
             let options = options.clone().placement(placement);
             memory::context_size(config, &options, &chooser, |_| placement == Placement::Compact)
         };
-        // cuBLAS multiplies weights that cannot be packed. An untied embedding is only looked up.
-        let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
+        // cuBLAS multiplies weights that cannot be packed, except experts. An untied embedding is only looked up.
+        let multiplied = |unit: &&Unit<'_>| match KINDS[unit.kind].0 {
+            "embed" => config.tied,
+            _ => config.mixture.is_none() || !is_mlp(unit.kind),
+        };
         let whole = units.iter().filter(multiplied).any(|unit| !unit.encodings.contains(&EncodingId::PACKED));
         let with = |ctx: ContextSize| if whole { ctx.with_cublas() } else { ctx };
         Self { config, options, packed: with(of(Placement::Packed)), compact: with(of(Placement::Compact)) }

@@ -314,7 +314,7 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
     let all = u64::from(mixture.experts) * u64::from(config.layers);
-    memory::check_host(all.saturating_mul(config.expert_bytes(Placement::Packed)))?;
+    memory::check_host(all.saturating_mul(config.expert_bytes(options.placement.unwrap_or_default())))?;
     Ok(options.graphs(false))
 }
 

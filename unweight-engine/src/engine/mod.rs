@@ -35,7 +35,7 @@ use crate::{
     request::{AdmissionError, Event, Request, SeqId},
     sampling::{RowSampling, read_logprobs, token_states},
     schedule::{Chunk, DraftCounts, Next, Running, Schedule},
-    weights::Weights,
+    weights::{Bf16Experts, Weights},
 };
 
 /// The number of steps that are launched before the first is read: one runs while the host reads the one before.
@@ -117,6 +117,11 @@ impl Engine {
         self.check_alive()?;
         let traffic = self.forward.expert_traffic();
         self.fail_on_error(traffic)
+    }
+
+    /// The layers whose experts run as BF16, because they cannot be packed; `None` if there are none.
+    pub fn bf16_experts(&self) -> Option<Bf16Experts> {
+        self.weights.bf16_experts()
     }
 
     /// Forgets which experts are on the device and overwrites them, so that an expert that is not fetched shows in the

@@ -4,6 +4,7 @@ mod random;
 #[cfg(feature = "pipelines")]
 mod stored;
 
+use unweight_format::raw::packed::Unpackable;
 use unweight_model::{
     Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
 };
@@ -84,6 +85,16 @@ pub enum MixtureExperts {
     Offloaded(Box<OffloadedExperts>),
 }
 
+/// The layers whose experts run as BF16, in one product or in both, because they cannot be packed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Bf16Experts {
+    /// The layers, ascending.
+    pub layers: Vec<u32>,
+    /// Why the experts of the first of these layers cannot be packed.
+    pub why: Unpackable,
+}
+
 impl MixtureExperts {
     /// The size of the execution context that the experts need.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
@@ -98,6 +109,16 @@ impl MixtureExperts {
             Self::OnDevice(experts) => experts.bytes(),
             Self::Offloaded(experts) => experts.bytes(),
         }
+    }
+
+    /// Why experts are BF16, in the product of gate and up or in that of down; `None` if all are packed, or if BF16 was
+    /// requested.
+    fn unpackable(&self) -> Option<Unpackable> {
+        let [gate_up, down] = match self {
+            Self::OnDevice(experts) => experts.unpackable(),
+            Self::Offloaded(experts) => experts.unpackable(),
+        };
+        gate_up.or(down)
     }
 }
 
@@ -199,6 +220,13 @@ impl Weights {
     /// Whether ids are looked up in packed weights.
     pub fn embed_is_packed(&self) -> bool {
         matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
+    }
+
+    /// The experts that are BF16, because they cannot be packed.
+    pub fn bf16_experts(&self) -> Option<Bf16Experts> {
+        let reasons = self.layers.iter().map(|layer| layer.mlp.mixture()?.1.unpackable());
+        let (layers, reasons): (Vec<_>, Vec<_>) = (0..).zip(reasons).filter_map(|(at, why)| Some((at, why?))).unzip();
+        Some(Bf16Experts { layers, why: *reasons.first()? })
     }
 
     /// The experts of each layer, if the device does not hold all of them.
@@ -377,7 +405,8 @@ pub trait Source {
     fn set_placement(&mut self, placement: Placement);
     /// Sets how the linear layers that are loaded next multiply large batches. Returns the previous value.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// Loads the experts of a mixture, packed; with `resident` in host memory, with room for this many on the device.
+    /// Loads the experts of a mixture, packed if possible; with `resident` in host memory, with room for this many on the
+    /// device.
     fn experts(
         &mut self,
         names: &ExpertWeights,

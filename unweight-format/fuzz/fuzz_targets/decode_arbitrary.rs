@@ -5,8 +5,8 @@ use libfuzzer_sys::fuzz_target;
 use unweight_format::{
     CodeLimit, Float, FloatMatrix, EncodingId, Histogram, Matrix, TileGrid,
     raw::{
-        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, compact, exponents,
-        huffman, oracle, packed, palette,
+        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, RansTensor, Section, compact,
+        exponents, huffman, oracle, packed, palette, rans,
     },
 };
 
@@ -67,8 +67,15 @@ fn check_exponents(tensor: &ExponentsTensor<Vec<u8>>) {
     }
 }
 
+fn check_rans(tensor: &RansTensor<Vec<u8>>) {
+    assert!(rans::decode(tensor) == oracle::decode_rans(tensor), "the decoders differ");
+}
+
 fuzz_target!(|data: &[u8]| {
     let [mode, rows, cols, data @ ..] = data else { return };
+    if mode & 0x8c == 0x88 {
+        return rans_sections(*mode, usize::from(*rows) + 1, usize::from(*cols) + 1, data);
+    }
     if mode & 12 == 8 {
         return exponents_sections(*mode, usize::from(*rows) + 1, usize::from(*cols) + 1, data);
     }
@@ -274,4 +281,54 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         bytes
     };
     CompactTensor::from_sections(grid, damaged).iter().for_each(check_compact);
+}
+
+/// rANS: sections cut from the input, or valid ones changed by (section, offset, xor) triples.
+fn rans_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
+    let grid = TileGrid::new(rows, cols).expect("small");
+    if mode & 1 == 0 {
+        let mut rest = data;
+        let cut = |section: Section| {
+            let bytes = match section {
+                Section::SIGN_MANTISSA_LOW => grid.elements().div_ceil(2).next_multiple_of(16),
+                _ => {
+                    let (&n, tail) = rest.split_first().unwrap_or((&0, &[]));
+                    rest = tail;
+                    usize::from(n) * 16
+                }
+            };
+            let mut out = vec![0; bytes];
+            let n = rest.len().min(bytes);
+            out[..n].copy_from_slice(&rest[..n]);
+            rest = &rest[n..];
+            out
+        };
+        RansTensor::from_sections(grid, cut).iter().for_each(check_rans);
+        return;
+    }
+    // Rows and columns of different scale, and some elements outside the usual range.
+    let weights: Vec<u8> = (0..grid.elements())
+        .flat_map(|i| {
+            let mixed = (i as u32).wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
+            let scale = (i / cols % 4 + i % cols % 3) as u16;
+            let exponent = 115 + scale - (mixed >> 20).trailing_zeros().min(12) as u16;
+            let bits = if mixed % 300 == 0 { mixed as u16 } else { mixed as u16 & 0x807f | exponent << 7 };
+            bits.to_le_bytes()
+        })
+        .collect();
+    let matrix = Matrix::new(&weights, rows, cols).expect("the shape is right");
+    let tensor = rans::encode(matrix, &Histogram::of(&weights));
+    assert!(rans::decode(&tensor).as_ref() == Ok(&weights));
+    let damaged = |section: Section| {
+        let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
+        let own = |change: &&[u8]| EncodingId::RANS.encoding().sections()[usize::from(change[0]) % 3] == section;
+        for change in data.chunks_exact(4).filter(own) {
+            if !bytes.is_empty() {
+                let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
+                bytes[at] ^= change[3];
+            }
+        }
+        bytes
+    };
+    RansTensor::from_sections(grid, damaged).iter().for_each(check_rans);
 }

@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
     CodeLimit, Float, FloatMatrix, Histogram, Matrix,
-    raw::{compact, exponents, huffman, oracle, packed, palette},
+    raw::{compact, exponents, huffman, oracle, packed, palette, rans},
 };
 
 fuzz_target!(|data: &[u8]| {
@@ -24,6 +24,10 @@ fuzz_target!(|data: &[u8]| {
     let mut out = vec![0; weights.len()];
     palette::decode_into(&palette, &mut out).expect("valid");
     assert!(out == weights);
+    let tensor = rans::encode(matrix, &Histogram::of(weights));
+    assert!(tensor == oracle::encode_rans(matrix, &tensor), "encoders differ");
+    assert!(rans::decode(&tensor).expect("valid") == weights);
+    assert!(oracle::decode_rans(&tensor).expect("valid") == weights);
     // The same bytes as other types: rows of the same length, without the remainder.
     for float in [Float::E4M3, Float::E5M2, Float::F16, Float::F32] {
         let rows = weights.len() / float.bytes() / cols;

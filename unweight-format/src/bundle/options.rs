@@ -8,7 +8,7 @@ use crate::{CodeLimit, bits::named::named, glob::matches};
 named! {
     /// The purpose of a bundle; it determines the encoding of each tensor.
     Profile, "profile" {
-        /// Smallest: every eligible tensor in scope is Huffman-coded; a runtime may transcode it when loading.
+        /// Small: every eligible tensor in scope is Huffman-coded; a runtime may transcode it when loading.
         Distribution = "distribution",
         /// For the report's kernels (HHR-PPR): gate and up of hard layers Huffman, of easy layers palette, the rest
         /// raw.
@@ -20,6 +20,8 @@ named! {
         /// Every eligible tensor in scope compact, or Huffman-coded where it cannot be compact or Huffman is smaller:
         /// as small as `distribution`, and in the layout of kernels.
         Compact = "compact",
+        /// Smallest, for storage and transfer: every eligible tensor in scope coded by rANS, which only CPUs decode.
+        Archive = "archive",
     }
 }
 
@@ -28,7 +30,7 @@ impl Profile {
     pub const fn default_scope(self) -> Scope {
         match self {
             Self::Inference => Scope::Mlp,
-            Self::Distribution | Self::Palette | Self::Packed | Self::Compact => Scope::All,
+            Self::Distribution | Self::Palette | Self::Packed | Self::Compact | Self::Archive => Scope::All,
         }
     }
 }
@@ -238,6 +240,6 @@ mod tests {
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
         let error = "zip".parse::<crate::EncodingId>().unwrap_err().to_string();
-        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents");
+        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents, rans");
     }
 }

@@ -321,6 +321,7 @@ impl Planner {
             (Profile::Palette, _) => Ok(EncodingId::PALETTE),
             (Profile::Packed, _) => Ok(EncodingId::PACKED),
             (Profile::Compact, _) => Ok(EncodingId::COMPACT),
+            (Profile::Archive, _) => Ok(EncodingId::RANS),
             (Profile::Inference, None) => Err(Reason::NoLayer),
             (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
             // Report section 6: the first layer is raw, then hard and easy layers alternate.
@@ -424,7 +425,7 @@ mod tests {
     #[test]
     fn other_dtypes_are_always_exponents() {
         let grid = TileGrid::new(64, 64).unwrap();
-        for profile in [Profile::Distribution, Profile::Palette, Profile::Packed, Profile::Compact] {
+        for profile in [Profile::Distribution, Profile::Palette, Profile::Packed, Profile::Compact, Profile::Archive] {
             let planner = planner(profile, Scope::All, &[]);
             for dtype in [Dtype::F8E4M3, Dtype::F8E5M2, Dtype::F8E4M3Fnuz, Dtype::F8E5M2Fnuz, Dtype::F16, Dtype::F32] {
                 assert_eq!(

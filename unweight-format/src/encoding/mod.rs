@@ -1,4 +1,4 @@
-//! The encodings that a weight is stored in (`docs/format.md` A.6 - A.12), one module each, and the list of them.
+//! The encodings that a weight is stored in (`docs/format.md` A.6 - A.13), one module each, and the list of them.
 //!
 //! ```text
 //! floats [n, k] --Survey--> histogram, digest --Encoding::encode--> StoredTensor {encoding, grid, sections} --decode--> floats [n, k]
@@ -16,6 +16,7 @@ mod id;
 pub mod oracle;
 pub mod packed;
 pub mod palette;
+pub mod rans;
 pub mod raw;
 mod sample;
 mod section;
@@ -42,6 +43,7 @@ pub static ENCODINGS: &[&dyn Encoding] = &[
     &packed::Packed,
     &compact::Compact,
     &exponents::Exponents,
+    &rans::Rans,
 ];
 
 /// How a matrix of floats `[n, k]` is stored: the sections, and functions that predict, check, encode and decode them.

@@ -3,7 +3,7 @@
 
 use crate::{
     Code, CodeLimit, CodecError, CompactTensor, ExponentsTensor, FloatMatrix, HuffmanTensor, Matrix, PackedTensor,
-    PaletteTensor, TileMetadata, bf16,
+    PaletteTensor, RansTensor, Section, TileMetadata, bf16,
     bitstream::{BitReader, BitWriter},
     compact,
     histogram::Histogram,
@@ -11,6 +11,7 @@ use crate::{
     layout::{DENSE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, WORDS_ALIGN},
     packed::{self, Unpackable, Window},
     palette::Palette,
+    rans::{self, Symbols},
 };
 
 /// Encodes the Huffman encoding element by element.
@@ -409,6 +410,106 @@ fn decode_exponents_of<B: AsRef<[u8]>>(tensor: &CodedExponents<B>) -> Result<Vec
         }
     }
     Ok(exponents)
+}
+
+/// Encodes by rANS one element and one number at a time, with the model of a tensor, which an encoder chooses.
+///
+/// # Panics
+/// The model is that of another shape, or a symbol of the matrix has no frequency in it.
+pub fn encode_rans<B: AsRef<[u8]>>(matrix: Matrix<'_>, tensor: &RansTensor<B>) -> RansTensor<Vec<u8>> {
+    let (grid, model) = (matrix.grid(), tensor.model());
+    let elements: Vec<u16> =
+        matrix.bytes().chunks_exact(2).map(|element| u16::from_le_bytes([element[0], element[1]])).collect();
+    let mut streams = Vec::new();
+    for first in (0..elements.len()).step_by(rans::CHUNK) {
+        let (mut states, mut words) = ([1u64 << 16; 32], Vec::new());
+        for i in (first..elements.len().min(first + rans::CHUNK)).rev() {
+            let table = &model.tables[model.contexts.table(i / grid.cols(), i % grid.cols())];
+            let (symbol, extra) = rans_symbol(model.symbols, elements[i]);
+            let frequency = u64::from(table[symbol]);
+            let start: u64 = table[..symbol].iter().map(|&earlier| u64::from(earlier)).sum();
+            let factor = if extra.is_some() { 16 } else { 1 };
+            let state = &mut states[(i - first) % 32];
+            if *state >= (frequency << 20) / factor {
+                words.push((*state % 65536) as u16);
+                *state /= 65536;
+            }
+            let above = *state * factor + u64::from(extra.unwrap_or(0));
+            *state = above / frequency * 4096 + above % frequency + start;
+        }
+        streams.extend((words.len() as u32).to_le_bytes());
+        streams.extend(states.iter().flat_map(|&state| (state as u32).to_le_bytes()));
+        streams.extend(words.iter().rev().flat_map(|word| word.to_le_bytes()));
+        streams.resize(streams.len().next_multiple_of(4), 0);
+    }
+    let nibble = |element: u16| (element & 7 | element >> 15 << 3) as u8;
+    let mut nibbles: Vec<u8> =
+        elements.chunks(2).map(|pair| nibble(pair[0]) | pair.get(1).map_or(0, |&second| nibble(second) << 4)).collect();
+    for section in [&mut streams, &mut nibbles] {
+        section.resize(section.len().next_multiple_of(4 * WORDS_ALIGN), 0);
+    }
+    let sections = RansTensor::from_sections(grid, |section| match section {
+        Section::RANS_MODEL => model.to_bytes(),
+        Section::RANS_STREAMS => std::mem::take(&mut streams),
+        _ => std::mem::take(&mut nibbles),
+    });
+    sections.expect("valid sections")
+}
+
+/// The symbol of a weight, and the four bits that follow it if it stands for a whole exponent.
+fn rans_symbol(symbols: Symbols, element: u16) -> (usize, Option<u16>) {
+    let Symbols { first, below, head, .. } = symbols;
+    let exponent = usize::from(bf16::exponent(element)) - usize::from(first);
+    let (below, head, top) = (usize::from(below), usize::from(head), element >> 3 & 15);
+    match exponent {
+        _ if exponent < below => (exponent, Some(top)),
+        _ if exponent < below + head => (below + 16 * (exponent - below) + usize::from(top), None),
+        _ => (exponent + 15 * head, Some(top)),
+    }
+}
+
+/// Decodes rANS one element and one number at a time.
+///
+/// # Errors
+/// The words of a chunk are not those of its elements.
+pub fn decode_rans<B: AsRef<[u8]>>(tensor: &RansTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let (grid, model) = (tensor.grid(), tensor.model());
+    let fail = |reason| Err(CodecError::Code { section: Section::RANS_STREAMS.name(), reason });
+    let mut out = Vec::new();
+    for first in (0..grid.elements()).step_by(rans::CHUNK) {
+        let (mut states, words) = tensor.chunk(first / rans::CHUNK);
+        let mut words = words.chunks_exact(2);
+        for i in first..grid.elements().min(first + rans::CHUNK) {
+            let table = &model.tables[model.contexts.table(i / grid.cols(), i % grid.cols())];
+            let state = &mut states[(i - first) % 32];
+            let (mut symbol, mut start) = (0, 0);
+            while *state % 4096 >= start + u32::from(table[symbol]) {
+                start += u32::from(table[symbol]);
+                symbol += 1;
+            }
+            *state = u32::from(table[symbol]) * (*state / 4096) + *state % 4096 - start;
+            let Symbols { first, below, head, .. } = model.symbols;
+            let (first, below, head) = (usize::from(first), usize::from(below), usize::from(head));
+            let (exponent, top) = if symbol >= below && symbol < below + 16 * head {
+                (first + below + (symbol - below) / 16, ((symbol - below) % 16) as u32)
+            } else {
+                let top = *state % 16;
+                *state /= 16;
+                (first + if symbol < below { symbol } else { symbol - 15 * head }, top)
+            };
+            if *state < 1 << 16 {
+                let Some(word) = words.next() else { return fail(rans::MISSING_WORDS) };
+                *state = *state << 16 | u32::from(u16::from_le_bytes([word[0], word[1]]));
+            }
+            let nibble = u32::from(tensor.sign_mantissa_low()[i / 2] >> (i % 2 * 4) & 15);
+            let element = nibble >> 3 << 15 | (exponent as u32) << 7 | top << 3 | nibble & 7;
+            out.extend_from_slice(&(element as u16).to_le_bytes());
+        }
+        if words.next().is_some() || states != [1 << 16; 32] {
+            return fail(rans::UNEQUAL_END);
+        }
+    }
+    Ok(out)
 }
 
 /// Decodes the palette encoding nibble by nibble.

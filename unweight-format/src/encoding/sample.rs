@@ -19,6 +19,18 @@ pub struct Sample {
     verbatim_rows: u64,
     /// Coded bits of the other rows.
     coded_bits: u64,
+    /// Counts of magnitudes of BF16 elements; empty for other types.
+    magnitudes: Vec<u64>,
+}
+
+/// Values of a magnitude of BF16: exponent and upper four mantissa bits.
+pub(crate) const MAGNITUDES: usize = 1 << 12;
+
+/// Counts the magnitudes of little-endian BF16 elements.
+pub(crate) fn count_magnitudes(elements: &[u8], counts: &mut [u64]) {
+    for element in elements.as_chunks::<2>().0 {
+        counts[usize::from((u16::from_le_bytes(*element) & 0x7fff) >> 3)] += 1;
+    }
 }
 
 impl Sample {
@@ -32,7 +44,12 @@ impl Sample {
     pub fn of_float(float: Float, pieces: &[&[u8]], limit: CodeLimit) -> Self {
         let mut histogram = Histogram::default();
         pieces.iter().for_each(|piece| histogram.merge(&Histogram::of_float(float, piece)));
-        let mut sample = Self { float, histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0 };
+        let mut magnitudes = Vec::new();
+        if float == Float::Bf16 {
+            magnitudes.resize(MAGNITUDES, 0);
+            pieces.iter().for_each(|piece| count_magnitudes(piece, &mut magnitudes));
+        }
+        let mut sample = Self { float, histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0, magnitudes };
         let Some(code) = Code::from_histogram(&sample.histogram, limit) else { return sample };
         let table = code.encode_table();
         for row in pieces.iter().flat_map(|piece| piece.chunks_exact(float.bytes() * TILE)) {
@@ -66,6 +83,11 @@ impl Sample {
     /// Counts of the exponents of the sample.
     pub fn histogram(&self) -> &Histogram {
         &self.histogram
+    }
+
+    /// Counts of the magnitudes of the sample, if it is of BF16.
+    pub(crate) fn magnitudes(&self) -> &[u64] {
+        &self.magnitudes
     }
 
     /// The longest code that an encoder may use.

@@ -277,7 +277,7 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fp8_model(&source);
-    for profile in [Profile::Distribution, Profile::Inference, Profile::Palette, Profile::Packed, Profile::Compact] {
+    for &profile in Profile::ALL {
         let options = CompressOptions::new(profile);
         let bundle = scratch.path(&format!("{profile}"));
         let planned = plan(&source, &options).unwrap();

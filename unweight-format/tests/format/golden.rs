@@ -13,8 +13,8 @@ use unweight_format::{
     Digest, EncodingId, Float, Matrix,
     bundle::{Bundle, BundleError, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
     raw::{
-        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, huffman,
-        oracle,
+        CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, RansTensor, Section, TileMetadata,
+        huffman, oracle,
     },
     safetensors::{Header, SOURCE_HEADER_MAX},
     testing::{Random, float_weights},
@@ -26,12 +26,13 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
 }
 
-const VALID: [(&str, Profile); 5] = [
+const VALID: [(&str, Profile); 6] = [
     ("single", Profile::Distribution),
     ("sharded", Profile::Inference),
     ("packed", Profile::Packed),
     ("compact", Profile::Compact),
     ("floats", Profile::Distribution),
+    ("archive", Profile::Archive),
 ];
 
 /// Names and messages of a folder's cases, from `cases.tsv`.
@@ -77,6 +78,7 @@ fn valid_models_give_the_golden_bytes_and_round_trip() {
                 EncodingId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
                 EncodingId::COMPACT => oracle::decode_compact(&CompactTensor::of(tensor).unwrap()).unwrap(),
                 EncodingId::EXPONENTS => oracle::decode_exponents(&ExponentsTensor::of(tensor).unwrap()).unwrap(),
+                EncodingId::RANS => oracle::decode_rans(&RansTensor::of(tensor).unwrap()).unwrap(),
                 other => panic!("no oracle for {other}"),
             };
             assert_eq!(Digest::of(&bytes), t.entry().digest, "{name}: {}", t.entry().name);
@@ -208,6 +210,16 @@ fn escaping_weights(elements: usize) -> Vec<u8> {
     bytes
 }
 
+/// Weights whose exponents rise with row and column.
+fn scaled_weights(rows: usize, cols: usize) -> Vec<u8> {
+    let mut bytes = weights(rows * cols, 24);
+    for (i, element) in bytes.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let raised = u16::from_le_bytes(*element) + ((i / cols % 3 + i % cols / 50) << 7) as u16;
+        *element = raised.to_le_bytes();
+    }
+    bytes
+}
+
 #[test]
 #[ignore = "rewrites the golden files"]
 fn regenerate() {
@@ -290,6 +302,19 @@ fn regenerate() {
             ],
         ),
     );
+    let archive = golden().join("valid/archive/source");
+    put(
+        archive.join("model.safetensors"),
+        &safetensors_file(
+            &[],
+            &[
+                tensor("classes", "BF16", &[96, 200], &scaled_weights(96, 200)),
+                tensor("edges", "BF16", &[70, 131], &[edge_weights(), weights(70, 18)].concat()),
+                of("e4m3", Float::E4M3, "F8_E4M3", [128, 64], 23),
+                tensor("noise", "BF16", &[64, 64], &Random::new(16).bytes(8192)),
+            ],
+        ),
+    );
     for (name, profile) in VALID {
         let dir = golden().join("valid").join(name);
         compress(&dir.join("source"), &dir.join("bundle"), &CompressOptions::new(profile), &Silent).unwrap();
@@ -343,6 +368,10 @@ fn regenerate() {
         scratch.path("c/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 256], &escaping_weights(128 * 256))]),
     );
+    put(
+        scratch.path("a/t.safetensors"),
+        &safetensors_file(&[], &[tensor("t", "BF16", &[95, 201], &scaled_weights(95, 201))]),
+    );
     put(scratch.path("f/t.safetensors"), &safetensors_file(&[], &[of("t", Float::F16, "F16", [70, 190], 21)]));
     put(
         scratch.path("r/t.safetensors"),
@@ -351,7 +380,7 @@ fn regenerate() {
     // The coded encoding: the profile's own, or the exponents of another type.
     const FLOATS: Profile = Profile::Inference;
     type Change = fn(Section, &mut [u8]);
-    let streams: [(&str, Profile, Change); 31] = [
+    let streams: [(&str, Profile, Change); 38] = [
         ("start-word", Profile::Distribution, |s, b| {
             if s == Section::TILE_METADATA {
                 b[TileMetadata::BYTES] ^= 1
@@ -487,6 +516,42 @@ fn regenerate() {
                 b[64] ^= 1
             }
         }),
+        ("rans-symbols", Profile::Archive, |s, b| {
+            if s == Section::RANS_MODEL {
+                b[0] = 255
+            }
+        }),
+        ("rans-tables", Profile::Archive, |s, b| {
+            if s == Section::RANS_MODEL {
+                b[4] ^= 1
+            }
+        }),
+        ("rans-frequencies", Profile::Archive, |s, b| {
+            if s == Section::RANS_MODEL {
+                b[16..].fill(0xff)
+            }
+        }),
+        ("rans-words", Profile::Archive, |s, b| {
+            if s == Section::RANS_STREAMS {
+                b[3] = 1
+            }
+        }),
+        ("rans-state", Profile::Archive, |s, b| {
+            if s == Section::RANS_STREAMS {
+                b[6..8].fill(0)
+            }
+        }),
+        ("rans-end", Profile::Archive, |s, b| {
+            if s == Section::RANS_STREAMS {
+                // The lowest states.
+                b[4..132].as_chunks_mut().0.iter_mut().for_each(|state| *state = [0, 0, 1, 0]);
+            }
+        }),
+        ("rans-fill", Profile::Archive, |s, b| {
+            if s == Section::SIGN_MANTISSA_LOW {
+                *b.last_mut().unwrap() = 1
+            }
+        }),
         ("exponents-format", FLOATS, |s, b| {
             if s == Section::FLOAT_FORMAT {
                 b[0] = 6
@@ -535,6 +600,7 @@ fn regenerate() {
             Profile::Palette => "p",
             Profile::Packed => "r",
             Profile::Compact => "c",
+            Profile::Archive => "a",
             FLOATS => "f",
             _ => "m",
         });
@@ -548,6 +614,7 @@ fn regenerate() {
             Profile::Palette => EncodingId::PALETTE,
             Profile::Packed => EncodingId::PACKED,
             Profile::Compact => EncodingId::COMPACT,
+            Profile::Archive => EncodingId::RANS,
             FLOATS => EncodingId::EXPONENTS,
             _ => EncodingId::HUFFMAN,
         };

@@ -12,5 +12,6 @@ mod golden;
 mod killed;
 mod memory;
 mod parts;
+mod rans;
 mod safetensors_python;
 mod slices;

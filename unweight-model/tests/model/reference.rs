@@ -122,7 +122,7 @@ fn logits_from_a_bundle_are_equal() {
         ("granite", Profile::Distribution),
         ("olmo2", Profile::Inference),
         ("glm4", Profile::Palette),
-        ("cohere", Profile::Distribution),
+        ("cohere", Profile::Archive),
         ("gemma2", Profile::Compact),
         ("gemma3", Profile::Packed),
     ] {

@@ -33,7 +33,7 @@ use crate::{
         encode_compact::{EncodeCompact, EncodeCompactError},
         pack::{PackError, Packer},
     },
-    weight::{DeviceCompact, DeviceMatrix, DevicePacked},
+    weight::{DeviceCompact, DeviceMatrix, DevicePacked, ExpertWeights},
 };
 
 impl KernelSource for KernelSet {
@@ -278,7 +278,6 @@ impl<'k> LayerBuilder<'k> {
         compact: Option<DeviceCompact>,
     ) -> Result<Linear, LoadError> {
         let (n, k, device) = (weight.n, weight.k, in_tensor(name));
-        let stream = self.packer.stream().clone();
         let too_large = || unsuitable(name, Unsuitable::TooLarge { extent: n.max(k).into() });
         let padded = weight.padded().ok_or_else(too_large)?;
         match (self.pack_scratch((n, k), padded), compact) {
@@ -289,7 +288,7 @@ impl<'k> LayerBuilder<'k> {
                 let layer = CompactLinear::new(compact, escapes, routes).map_err(&device)?;
                 Ok(self.reserve_context(Linear::Compact(layer)))
             }
-            (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
+            (packed, _) => self.layer_of_packed(name, weight, packed),
         }
     }
 
@@ -298,7 +297,6 @@ impl<'k> LayerBuilder<'k> {
         name: &str,
         weight: &Weight,
         packed: Result<DevicePacked, PackError>,
-        stream: &Stream,
     ) -> Result<Linear, LoadError> {
         let (n, k, device) = (weight.n, weight.k, in_tensor(name));
         match packed {
@@ -306,9 +304,7 @@ impl<'k> LayerBuilder<'k> {
             Err(PackError::Device(error)) => Err(device(error)),
             Err(PackError::Unpackable(why)) if weight.gated => Err(unsuitable(name, Unsuitable::GateAndUp(why))),
             Err(PackError::Unpackable(_)) => {
-                let source = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
-                let mut whole = DeviceMatrix::zeroed(stream, n, k).map_err(&device)?;
-                whole.view_mut().copy_from(stream, source).map_err(&device)?;
+                let whole = self.scratch_matrix((n, k)).map_err(&device)?;
                 self.whole(whole).map_err(&device)
             }
         }
@@ -331,24 +327,29 @@ impl<'k> LayerBuilder<'k> {
         (n, k): (u32, u32),
         fill: Fill<'_>,
     ) -> Result<DevicePacked, LoadError> {
-        let device = in_tensor(name);
-        reserve(&mut self.scratch.whole, &self.packer.stream().clone(), (n, k)).map_err(&device)?;
-        let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
-        fill(0, &mut self.packer, whole)?;
+        self.fill_scratch(name, (n, k), fill)?;
         self.pack_scratch((n, k), (n, k)).map_err(|error| match error {
             PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
-            PackError::Device(error) => device(error),
+            PackError::Device(error) => in_tensor(name)(error),
         })
     }
 
-    /// Builds the packed experts of a mixture. `fill` writes the gates of all experts, concatenated by rows, then the
-    /// ups, then the downs. Sizes must be multiples of 64.
+    /// Writes one weight `[n, k]` to the scratch.
+    fn fill_scratch(&mut self, name: &str, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
+        let device = in_tensor(name);
+        reserve(&mut self.scratch.whole, &self.packer.stream().clone(), (n, k)).map_err(&device)?;
+        let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
+        fill(0, &mut self.packer, whole)
+    }
+
+    /// Builds the experts of a mixture. `fill` writes the gates of all experts, concatenated by rows, then the ups, then
+    /// the downs. Sizes must be multiples of 64. Weights that cannot be packed stay BF16 ([`Experts::unpackable`]), as
+    /// do all with [`Placement::Bf16`].
     ///
     /// # Errors
-    /// Weights that cannot be packed, sizes that no kernel supports, errors of `fill`, or a driver error. Errors refer
-    /// to the weights as `name`.
+    /// Sizes that no kernel supports, errors of `fill`, or a driver error. Errors refer to the weights as `name`.
     pub fn experts(&mut self, name: &str, shape: ExpertsShape, fill: FillExperts<'_>) -> Result<Experts, LoadError> {
-        let (gate_up, down) = self.pack_experts(name, shape, fill)?;
+        let [gate_up, down] = self.expert_weights(name, shape, fill)?;
         Experts::new(self.kernels, shape, gate_up, down).map_err(in_tensor(name))
     }
 
@@ -363,17 +364,17 @@ impl<'k> LayerBuilder<'k> {
         slots: u32,
         fill: FillExperts<'_>,
     ) -> Result<OffloadedExperts, LoadError> {
-        let packed = self.pack_experts(name, shape, fill)?;
-        self.offload(name, shape, slots, packed)
+        let weights = self.expert_weights(name, shape, fill)?;
+        self.offload(name, shape, slots, weights)
     }
 
-    /// Moves packed experts to host memory.
+    /// Moves the weights of experts to host memory.
     pub(super) fn offload(
         &mut self,
         name: &str,
         shape: ExpertsShape,
         slots: u32,
-        (gate_up, down): (DevicePacked, DevicePacked),
+        [gate_up, down]: [ExpertWeights; 2],
     ) -> Result<OffloadedExperts, LoadError> {
         let device = in_tensor(name);
         let stream = self.packer.stream().clone();
@@ -384,13 +385,13 @@ impl<'k> LayerBuilder<'k> {
         OffloadedExperts::new(self.kernels, (&stream, &copies), shape, slots, gate_up, down).map_err(device)
     }
 
-    /// Packs gate and up, and down, of all experts.
-    pub(super) fn pack_experts(
+    /// Returns gate and up, and down, of all experts.
+    pub(super) fn expert_weights(
         &mut self,
         name: &str,
         shape: ExpertsShape,
         fill: FillExperts<'_>,
-    ) -> Result<(DevicePacked, DevicePacked), LoadError> {
+    ) -> Result<[ExpertWeights; 2], LoadError> {
         let device = in_tensor(name);
         let rows_of = |[n, k]: [u64; 2]| match (u32::try_from(n), u32::try_from(k)) {
             (Ok(n), Ok(k)) => Ok((n, k)),
@@ -404,13 +405,32 @@ impl<'k> LayerBuilder<'k> {
         self.interleave(&parts, wide, &mut |part, packer, output| {
             fill(if part == 0 { ExpertPart::Gate } else { ExpertPart::Up }, packer.stream(), output)
         })?;
-        let gate_up = self.pack_scratch(wide, wide).map_err(|error| match error {
-            PackError::Unpackable(why) => unsuitable(name, Unsuitable::Unpackable(why)),
-            PackError::Device(error) => device(error),
-        })?;
-        let down =
-            self.pack_alone(name, narrow, &mut |_, packer, output| fill(ExpertPart::Down, packer.stream(), output))?;
-        Ok((gate_up, down))
+        let gate_up = self.experts_of_scratch(wide).map_err(&device)?;
+        self.fill_scratch(name, narrow, &mut |_, packer, output| fill(ExpertPart::Down, packer.stream(), output))?;
+        Ok([gate_up, self.experts_of_scratch(narrow).map_err(&device)?])
+    }
+
+    /// Returns the scratch `[n, k]` as the weights of all experts: packed, unless that is impossible or the placement is
+    /// BF16. Waits.
+    fn experts_of_scratch(&mut self, (n, k): (u32, u32)) -> Result<ExpertWeights, DeviceError> {
+        let why = match self.policy.placement {
+            Placement::Bf16 => None,
+            _ => match self.pack_scratch((n, k), (n, k)) {
+                Ok(packed) => return Ok(packed.into()),
+                Err(PackError::Unpackable(why)) => Some(why),
+                Err(PackError::Device(error)) => return Err(error),
+            },
+        };
+        Ok(ExpertWeights::Bf16 { weights: self.scratch_matrix((n, k))?, why })
+    }
+
+    /// Copies the scratch `[n, k]`. Waits, so that any stream may use the copy.
+    fn scratch_matrix(&self, (n, k): (u32, u32)) -> Result<DeviceMatrix, DeviceError> {
+        let stream = self.packer.stream();
+        let mut whole = DeviceMatrix::zeroed(stream, n, k)?;
+        whole.view_mut().copy_from(stream, MatrixRef::new(&self.scratch.whole, n, k, k.into())?)?;
+        stream.synchronize()?;
+        Ok(whole)
     }
 
     /// Builds a layer of packed weights and loads every kernel that any batch needs.

@@ -4,7 +4,7 @@
 //! packed   --upload-----------------------------> packed, 12 bits a weight --> matmul (crate::ops::gemm_packed)
 //!    +--unpack on the GPU, to be merged--+
 //! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
-//! palette  --decode on the host----------+     +--what cannot be packed--> BF16 for cuBLAS
+//! palette, rans --decode on the host-----+     +--what cannot be packed--> BF16 for cuBLAS
 //! raw      ------------------------------+
 //! compact  --decode on the GPU-----------+
 //!    +--upload (merged: encoded again), if compact is wanted--> compact, 10.9 bits a weight
@@ -39,7 +39,7 @@ use crate::{
         options::{LoadOptions, Merge},
     },
     ops::{decode_compact::CompactDecoder, decode_huffman::Decoder, pack::Packer},
-    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
+    weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, ExpertWeights, pods},
 };
 
 /// Loads layers of a bundle onto one device.
@@ -262,13 +262,13 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// Loads the experts of a mixture as packed weights, from tensors of any encoding; experts are concatenated by
-    /// rows.
+    /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. Weights that cannot
+    /// be packed stay BF16 ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
     ///
     /// # Errors
-    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also if a size is not a multiple of 64.
+    /// [`LoadError`]; tensors of other shapes, or sizes that are not multiples of 64.
     pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
-        let (gate_up, down) = self.pack_experts(names, shape)?;
+        let [gate_up, down] = self.expert_weights(names, shape)?;
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
@@ -282,16 +282,16 @@ impl<'k> Loader<'k> {
         shape: ExpertsShape,
         slots: u32,
     ) -> Result<OffloadedExperts, LoadError> {
-        let packed = self.pack_experts(names, shape)?;
-        self.builder.offload(names.first(), shape, slots, packed)
+        let weights = self.expert_weights(names, shape)?;
+        self.builder.offload(names.first(), shape, slots, weights)
     }
 
-    /// Packs gate and up, and down, of all experts.
-    fn pack_experts(
+    /// Returns gate and up, and down, of all experts.
+    fn expert_weights(
         &mut self,
         names: ExpertTensors<'_>,
         shape: ExpertsShape,
-    ) -> Result<(DevicePacked, DevicePacked), LoadError> {
+    ) -> Result<[ExpertWeights; 2], LoadError> {
         let ExpertsShape { experts, hidden, intermediate } = shape;
         let first = names.first();
         let device = in_tensor(first);
@@ -309,7 +309,7 @@ impl<'k> Loader<'k> {
                 }
                 let (builder, mut tensors) = self.parts();
                 let mut decoding = Packer::new(builder.stream(), builder.kernels).map_err(&device)?;
-                builder.pack_experts(first, shape, &mut |part, _, mut output| {
+                builder.expert_weights(first, shape, &mut |part, _, mut output| {
                     let (rows, cols) = (output.rows() / experts, output.cols());
                     for (expert, names) in (0..experts).zip(each) {
                         let name = names[part as usize];
@@ -332,7 +332,7 @@ impl<'k> Loader<'k> {
                 };
                 let both = stack(gate_up, experts * 2 * intermediate, hidden, &mut builder.packer)?;
                 let downs = stack(down, experts * hidden, intermediate, &mut builder.packer)?;
-                builder.pack_experts(first, shape, &mut |part, stream, mut output| {
+                builder.expert_weights(first, shape, &mut |part, stream, mut output| {
                     if part == ExpertPart::Down {
                         return output.copy_from(stream, downs.view()).map_err(in_tensor(down));
                     }

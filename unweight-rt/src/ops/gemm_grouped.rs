@@ -1,5 +1,4 @@
-//! The grouped matmul of a mixture of experts: one launch multiplies each expert's packed weights with the rows of its
-//! tokens.
+//! The grouped matmul of a mixture of experts: one launch multiplies each expert's weights with the rows of its tokens.
 
 use std::sync::Arc;
 
@@ -13,7 +12,7 @@ use unweight_codegen::{
 
 use crate::{
     device::{DeviceError, KernelSet, LaunchError, Stream, module::LoadedKernel},
-    weight::DevicePacked,
+    weight::ExpertWeights,
 };
 
 /// A grouped matmul kernel.
@@ -75,29 +74,46 @@ impl GroupedGemm {
     pub(crate) unsafe fn launch(
         &self,
         stream: &Stream,
-        w: &DevicePacked,
+        w: &ExpertWeights,
         [n, k]: [u32; 2],
         lists: Lists,
         rows: Rows,
     ) -> Result<(), DeviceError> {
+        if matches!(self.kernel.spec().op, Op::GemmGrouped(op) if op.bf16 != w.is_bf16()) {
+            let (takes, got) = if w.is_bf16() { ("packed", "bf16") } else { ("bf16", "packed") };
+            return self.kernel.refuse(LaunchError::Source { takes, got });
+        }
         let args = GemmGroupedArgs {
-            packed: w.packed().address(),
-            escape_heads: w.escape_heads().address(),
-            escapes: w.escapes().address(),
             y: rows.y,
             x_data: rows.x,
             x_row_bytes: rows.x_row_bytes,
             pairs: lists.pairs,
             items: lists.items,
-            scale: w.window().scale(),
-            // Below 2^32: checked when the tensor was created.
-            escape_words: w.escapes().len() as u32,
             n,
             k,
             tile_cols: k / 64,
             pairs_per_row: rows.pairs_per_row,
+            ..weight_args(w)
         };
         // SAFETY: the caller's promise.
         unsafe { self.kernel.launch(stream, GemmShape { m: lists.count, n, k }, &args) }
+    }
+}
+
+/// Returns the arguments that describe the weights.
+fn weight_args(w: &ExpertWeights) -> GemmGroupedArgs {
+    match w {
+        ExpertWeights::Packed(packed) => GemmGroupedArgs {
+            packed: packed.packed().address(),
+            escape_heads: packed.escape_heads().address(),
+            escapes: packed.escapes().address(),
+            scale: packed.window().scale(),
+            // Below 2^32: checked when the tensor was created.
+            escape_words: packed.escapes().len() as u32,
+            ..GemmGroupedArgs::default()
+        },
+        ExpertWeights::Bf16 { weights, .. } => {
+            GemmGroupedArgs { packed: weights.data().address(), scale: 1.0, ..GemmGroupedArgs::default() }
+        }
     }
 }

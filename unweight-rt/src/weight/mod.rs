@@ -6,6 +6,7 @@
 
 mod coded;
 mod compact;
+mod experts;
 mod exponents;
 mod huffman;
 mod matrix;
@@ -20,6 +21,7 @@ use crate::device::{DeviceBuffer, DeviceError, LaunchError, Stream};
 pub use self::{
     coded::CodedSections,
     compact::DeviceCompact,
+    experts::ExpertWeights,
     exponents::{DeviceExponents, ExponentsSections},
     huffman::{DeviceHuffman, ExponentView, HuffmanSections},
     matrix::DeviceMatrix,

@@ -197,8 +197,8 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
     (
         "unweight-format/src/encoding",
-        "code id section survey < bands sample tiles < raw < stored < packed palette < huffman < compact exponents \
-         < oracle",
+        "code id section survey < bands sample tiles < raw < stored < packed palette rans < huffman \
+         < compact exponents < oracle",
     ),
     ("unweight-format/src/bundle/compress", "journal predict seal < tensor < shard_writer < resume < encode"),
     (
@@ -222,7 +222,7 @@ pub const INNER: &[(&str, &str)] = &[
          sample scale silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < \
          encode_huffman",
     ),
-    ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),
+    ("unweight-rt/src/weight", "coded compact matrix packed palette < experts exponents huffman"),
     ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
     ("unweight-rt/src/layer/linear", "bf16 routes < expanded < compact packed"),
     ("unweight-engine/src/pipelines", "step_graph tune weights < runner space tuned"),

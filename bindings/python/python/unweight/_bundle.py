@@ -49,7 +49,8 @@ class TensorInfo(NamedTuple):
     """The dtype as safetensors names it: `"BF16"`, `"F32"`, ..."""
     shape: tuple[int, ...]
     encoding: str
-    """How the tensor is stored: `"raw"`, `"huffman"`, `"palette"`, `"packed"`, `"compact"` or `"exponents"`."""
+    """How the tensor is stored: `"raw"`, `"huffman"`, `"palette"`, `"packed"`, `"compact"`,
+    `"exponents"` or `"rans"`."""
     file: str
     role: str
     layer: Optional[int]

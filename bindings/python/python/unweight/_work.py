@@ -100,8 +100,8 @@ def compress(
     Args:
         source: model directory with safetensors files.
         output: bundle directory to write.
-        profile: what to optimise for: `"distribution"` (smallest), `"inference"`, `"palette"`, `"packed"` (fastest on
-            a GPU) or `"compact"`.
+        profile: what to optimise for: `"distribution"` (small), `"archive"` (smallest), `"inference"`, `"palette"`,
+            `"packed"` (fastest on a GPU) or `"compact"`.
         scope: tensors to compress: `"mlp"`, `"linear"` (MLP and attention) or `"all"`; `None` is the profile's default.
         code_limit: longest Huffman code, 6 to 15 bits; `None` is the default.
         include: glob patterns (`*`, `?`) of tensor names; if given, only matching tensors are compressed.

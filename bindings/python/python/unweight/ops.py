@@ -289,6 +289,12 @@ def pack(weight: Tensor) -> Optional[Packed]:
     rarely exceed the last two limits. Raises `ValueError` if `weight` is not a bfloat16 matrix or its device has no
     kernels (`why_not`), and `DeviceError` if the GPU or NVRTC fails.
     """
+    packed = _pack(weight)
+    return None if isinstance(packed, str) else packed
+
+
+def _pack(weight: Tensor) -> Union[Packed, str]:
+    """Packs a matrix as `pack`; returns the reason if it cannot be packed."""
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         raise ValueError(f"pack expects a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
     if (reason := why_not(weight.device)) is not None:
@@ -298,9 +304,9 @@ def pack(weight: Tensor) -> Optional[Packed]:
     n, k = contiguous.shape
     if contiguous.device.type == "cuda":
         return _pack_cuda(contiguous)
-    packed = _native.pack(contiguous.data_ptr(), n, k)
+    packed, reason = _native.pack(contiguous.data_ptr(), n, k)
     if packed is None:
-        return None
+        return reason or "it cannot be packed"
     arena = torch.empty(packed.arena_nbytes, dtype=torch.uint8)
     lists = torch.empty(packed.escapes_nbytes, dtype=torch.uint8)
     packed.store(_memory(arena), _memory(lists))
@@ -308,25 +314,29 @@ def pack(weight: Tensor) -> Optional[Packed]:
     return Packed(arena, _escapes(digest, lists), n, k)
 
 
-def _pack_cuda(weight: Tensor) -> Optional[Packed]:
+def _pack_cuda(weight: Tensor) -> Union[Packed, str]:
     packed = _packed_cuda(weight)
-    return None if packed is None else Packed(packed[0], place(*packed), *weight.shape)
+    return packed if isinstance(packed, str) else Packed(packed[0], place(*packed), *weight.shape)
 
 
-def _packed_cuda(weight: Tensor) -> Optional[tuple[Tensor, Tensor]]:
-    """Packs on a GPU; returns an arena that is not registered yet, and its escape lists."""
+# Why matrices of other shapes cannot be packed.
+_SHAPE = "rows or columns are not a multiple of 64"
+
+
+def _packed_cuda(weight: Tensor) -> Union[tuple[Tensor, Tensor], str]:
+    """Packs on a GPU; returns an arena that is not registered yet, and its escape lists, or why it cannot be packed."""
     n, k = weight.shape
-    sizes = _native.Runtime.sizes(n, k)
+    sizes = _native.Runtime.buffer_nbytes(n, k)
     if sizes is None:
-        return None
+        return _SHAPE
     runtime = _runtime(weight.device)
     with torch.cuda.device(weight.device):
         arena = torch.empty(sizes[0], dtype=torch.uint8, device=weight.device)
         lists = torch.empty(sizes[1] + _PAD, dtype=torch.uint8, device=weight.device)
         # Wait until the weights are written, and until earlier users of the new buffers are done.
         torch.cuda.current_stream().synchronize()
-        nbytes = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), sizes[1]))
-    return None if nbytes is None else (arena, lists[:nbytes])
+        nbytes, reason = runtime.pack(weight.data_ptr(), n, k, _memory(arena), (lists.data_ptr(), sizes[1]))
+    return (reason or "it cannot be packed") if nbytes is None else (arena, lists[:nbytes])
 
 
 class PackedExperts(NamedTuple):
@@ -359,6 +369,12 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
     `[experts, hidden, intermediate]`. All experts share an exponent window. Raises the errors of `pack`, and
     `ValueError` if the shapes are not those of one mixture.
     """
+    packed = _pack_experts(gate_up, down)
+    return None if isinstance(packed, str) else packed
+
+
+def _pack_experts(gate_up: Tensor, down: Tensor) -> Union[PackedExperts, str]:
+    """Packs experts as `pack_experts`; returns the reason if they cannot be packed."""
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"expected weights [experts, n, k], got {list(gate_up.shape)} and {list(down.shape)}")
     experts, rows, hidden = gate_up.shape
@@ -366,23 +382,34 @@ def pack_experts(gate_up: Tensor, down: Tensor) -> Optional[PackedExperts]:
         shapes = f"{list(gate_up.shape)} and {list(down.shape)}"
         raise ValueError(f"gate_up and down are {shapes}, which are not the shapes of one mixture")
     if rows % 128 or hidden % 64:
-        return None
+        return _SHAPE
     gate_up, down = gate_up.detach().resolve_neg(), down.detach().resolve_neg()
     interleaved = gate_up.reshape(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
     upper, lower = interleaved.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
     if gate_up.device.type != "cuda":
-        first, second = pack(upper), pack(lower)
-        if first is None or second is None:
-            return None
+        first, second = _pack(upper), _pack(lower)
+        if isinstance(first, str):
+            return first
+        if isinstance(second, str):
+            return second
         kept = (first.escapes, second.escapes)
         return PackedExperts(first.arena, second.arena, kept, experts, gate_up.nbytes + down.nbytes)
     if (reason := why_not(gate_up.device)) is not None:
         raise ValueError(f"{reason}; pass weights on the CPU")
     first, second = _packed_cuda(upper), _packed_cuda(lower.contiguous())
-    if first is None or second is None:
-        return None
+    if isinstance(first, str):
+        return first
+    if isinstance(second, str):
+        return second
     placed = _place_experts(experts, first[0], second[0], first[1], second[1])
     return PackedExperts(*placed.arenas, (placed,), experts, gate_up.nbytes + down.nbytes)
+
+
+def _bf16_experts(reasons: dict[str, str]) -> str:
+    """Returns a line on experts that cannot be packed, from their names with the reason of each."""
+    first, reason = next(iter(reasons.items()))
+    names = ", ".join(list(reasons)[:3]) + (f" and {len(reasons) - 3} more" if len(reasons) > 3 else "")
+    return f"unweight: {names} cannot be packed and stay in BF16 ({first}: {reason})"
 
 
 def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, lower: Tensor) -> Placed:
@@ -705,19 +732,25 @@ class Experts(nn.Module):
     def of(cls, weights: Tensor) -> Optional[Experts]:
         """Packs BF16 `[experts, n, k]` on its device; returns `None` if one of the matrices cannot be packed. Raises
         `ValueError` if `weights` has another rank, and the errors of `pack`."""
+        experts = cls._of(weights)
+        return None if isinstance(experts, str) else experts
+
+    @classmethod
+    def _of(cls, weights: Tensor) -> Union[Experts, str]:
+        """Packs experts as `of`; returns the reason if one of them cannot be packed."""
         if weights.dim() != 3:
             raise ValueError(f"Experts.of expects weights [experts, n, k], got {list(weights.shape)}")
         arenas: Optional[Tensor] = None
         escapes = []
         for index, weight in enumerate(weights):
-            packed = pack(weight)
-            if packed is None:
-                return None
+            packed = _pack(weight)
+            if isinstance(packed, str):
+                return f"expert {index}: {packed}"
             if arenas is None:
                 arenas = packed.arena.new_empty(len(weights), packed.arena.nbytes)
             arenas[index].copy_(packed.arena)
             escapes.append(packed.escapes.data)
-        return None if arenas is None else cls(arenas, escapes, *weights.shape[1:])
+        return "there are no experts" if arenas is None else cls(arenas, escapes, *weights.shape[1:])
 
     def linear(self, x: Tensor, expert: int) -> Tensor:
         """Returns `x @ weight.T`, bfloat16 `[..., n]`, for x `[..., k]` and the matrix with index `expert`."""

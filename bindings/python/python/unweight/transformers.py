@@ -34,7 +34,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import _native
 from ._bundle import Bundle, TensorInfo
-from .ops import Experts, Linear, why_not
+from .ops import Experts, Linear, _bf16_experts, why_not
 
 __all__ = ["UnweightConfig"]
 
@@ -57,13 +57,12 @@ class UnweightConfig(QuantizationConfigMixin):
         """The digest of the bundle's weights; `None` for a model that is not a bundle."""
 
 
-def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
-    """Replaces a weight by its packed encoding; returns false, and changes nothing, if it cannot be packed."""
-    if isinstance(module, Linear):
-        return module.pack(weight)
-    experts = Experts.of(weight)
-    if experts is None:
-        return False
+def _pack_experts(module: nn.Module, name: str, weight: Tensor) -> Optional[str]:
+    """Replaces a weight of experts by its packed encoding; returns the reason, and changes nothing, if it cannot be
+    packed."""
+    experts = Experts._of(weight)
+    if isinstance(experts, str):
+        return experts
     whole = getattr(module, name)
     if isinstance(whole, DTensor):
         # An empty sharded parameter tells transformers that the output of this process is a partial sum.
@@ -72,7 +71,7 @@ def _packed(module: nn.Module, name: str, weight: Tensor) -> bool:
         experts.register_parameter("part", nn.Parameter(none, requires_grad=False))
     delattr(module, name)
     setattr(module, name, experts)
-    return True
+    return None
 
 
 def _has_kernels() -> bool:
@@ -116,7 +115,11 @@ ALL_EXPERTS_FUNCTIONS.register("unweight", _experts_forward)
 
 
 class _Pack(ConversionOps):
-    """Packs a loaded weight, or this process's shard of it, as a step of transformers' loader."""
+    """Packs a loaded weight, or this process's shard of it, as a step of transformers' loader. Adds experts that cannot
+    be packed to `unpackable`: the name of the weight, and the reason."""
+
+    def __init__(self, unpackable: dict[str, str]) -> None:
+        self._unpackable = unpackable
 
     def convert(
         self,
@@ -132,7 +135,13 @@ class _Pack(ConversionOps):
         if (reason := why_not(weight.device)) is not None:
             _logger.warning_once("unweight: %s; weights stay in BF16 there, which is exact but not smaller", reason)
             return {full_layer_name: weight}
-        if weight.dtype != torch.bfloat16 or not _packed(module, name, weight):
+        if weight.dtype != torch.bfloat16:
+            return {full_layer_name: weight}
+        if isinstance(module, Linear):
+            if not module.pack(weight):
+                return {full_layer_name: weight}
+        elif (reason := _pack_experts(module, name, weight)) is not None:
+            self._unpackable[full_layer_name] = reason
             return {full_layer_name: weight}
         if missing_keys is not None:
             missing_keys.discard(full_layer_name)
@@ -147,6 +156,7 @@ class UnweightHfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **arguments)
         # Even for a bundle, the loader reads BF16 tensors, which are then packed.
         self.pre_quantized = False
+        self._unpackable: dict[str, str] = {}
 
     def validate_environment(self, device_map: Any = None, **_: Any) -> None:
         """Raises `ValueError` if `device_map` offloads layers: accelerate fetches them with a state_dict, which packed
@@ -218,6 +228,8 @@ class UnweightHfQuantizer(HfQuantizer):
                 f"transformers {transformers.__version__} has read a bundle without unweight: it did not find its "
                 "tensors, and the model's weights are random; install transformers 5.17, which unweight supports"
             )
+        if self._unpackable:
+            _logger.warning(_bf16_experts(self._unpackable))
         # The operator has no backward. Without gradients, a trace contains the operator itself.
         model.requires_grad_(False)
         if any(isinstance(module, Experts) for module in model.modules()):
@@ -227,7 +239,7 @@ class UnweightHfQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """Returns the operation that packs a weight."""
-        return _Pack()
+        return _Pack(self._unpackable)
 
     def is_serializable(self) -> bool:
         """Returns false, with a warning that says what to do: packed weights cannot be saved."""

@@ -1,11 +1,13 @@
 // Packed GEMM for mixture of experts, with few rows per expert: for every pair of a token and one of its experts,
 // Y[pair, n] = X[row of pair, k] * W[expert, n, k]^T, from one packed tensor (docs/format.md, A.9) in which the experts
-// are stacked along n. Routing stays on the device: a block reads an item, which names an expert and at most kBatchTile
-// entries of a list of pairs sorted by expert (kernels/route.cuh). It processes those rows as gemm_mma processes
-// contiguous rows.
+// are stacked along n, or from one bf16 matrix, for experts that cannot be packed. Routing stays on the device: a block
+// reads an item, which names an expert and at most kBatchTile entries of a list of pairs sorted by expert
+// (kernels/route.cuh). It processes those rows as gemm_mma processes contiguous rows.
 //
 // Config  that of gemm_mma (kernels/gemm_mma.cuh), whose kernel this is: cp.async copies, no cluster, not persistent,
 //         kEpilogue kStore or kSiluMul
+//   bool kBf16  W is bf16 [experts * n, k], row-major, at GemmGroupedArgs::packed: heads and escapes are not read, and
+//               the scale is 1. Otherwise W is packed, with escapes
 //   bool kPdl   programmatic dependent launch: all global accesses follow griddepcontrol.wait, because a preceding
 //               kernel writes the items
 //
@@ -17,8 +19,10 @@
 // Roles, barriers, shared memory: those of gemm_mma with kAsync.
 //   Preceding kernels write items, pairs and X: griddepcontrol.wait or stream order precedes their reads.
 // Order of sums: a row of Y is summed over the tile columns of a warp, then over warps, whatever the batch tile and the
-//   other rows of the item are: its bits depend only on the row of X, the expert and kWarps.
-// Bound: device memory, 1.5 * n * k bytes for each expert that has pairs, once per kBatchTile of them.
+//   other rows of the item are: its bits depend only on the row of X, the expert and kWarps. Bf16 and packed weights
+//   give the same bits, because operands differ from weights by a power of two.
+// Bound: device memory, 1.5 * n * k bytes (kBf16: 2 * n * k) for each expert that has pairs, once per kBatchTile of
+//   them.
 #pragma once
 
 #include "unweight/kernels/gemm_mma.cuh"

@@ -21,6 +21,7 @@
 //                        touched after it
 //   bool kPersistent     a cluster processes several tasks, and its rings continue across them
 //   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
+//   bool kBf16           W is bf16, row-major, and is not decoded: GemmGroupedArgs, no escapes
 // Args is GemmPackedArgs, or GemmGroupedArgs, with which a block's batch rows are an item of a list (gemm_grouped.cuh).
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
@@ -44,7 +45,7 @@
 //   writing; clusters: one more before exit.
 //
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), for kAsync
-//   without the last term,
+//   without the last term, for kBf16 with 2048 instead of 1536,
 //   kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
 //   Without kPersistent a warp's sums (fp32 [batch][row]) overlay its own drained ring.
 // Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: from L2 after the first), and
@@ -84,12 +85,16 @@ constexpr bool kOfItems = false;
 template <>
 constexpr bool kOfItems<GemmGroupedArgs> = true;
 
+// Bytes of a row block of W in a slot. Rows of bf16 have the layout of X.
+template <class Config>
+constexpr u32 kBlockBytes = Config::kBf16 ? packed::kBlockRows * smem::kSwizzleBytes : packed::kBlockBytes;
+
 // Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
     static constexpr u32 kRows = Config::kRowBlocks * packed::kBlockRows;
     static constexpr u32 kXBytes = Config::kBatchTile * smem::kSwizzleBytes;
-    static constexpr u32 kWBytes = Config::kRowBlocks * packed::kBlockBytes;
+    static constexpr u32 kWBytes = Config::kRowBlocks * kBlockBytes<Config>;
     static constexpr u32 kStageBytes = kXBytes + kWBytes;
     // One warp's ring: X of all stages, then W of all stages.
     static constexpr u32 kRingBytes = (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) /
@@ -128,6 +133,7 @@ struct Kernel {
     static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
     static_assert(!kItems || (kAsync<Config> && Config::kCluster == 1 && !Config::kPersistent && !kStoreAdd<Config>),
                   "rows of X that a list names are gathered by threads; an item's row blocks are distributed once");
+    static_assert(!Config::kBf16 || (kItems && !Config::kEscapes && !Config::kDump), "bf16 weights are of experts");
     // Rows of X of an item that lane l holds: those of entries l, l + 32, ...
     static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;
 
@@ -254,6 +260,11 @@ struct Kernel {
     UW_DEVICE void set_load_task(u32 task) {
         load_task = task;
         u32 block = task_first(task), left = task_blocks(task);
+        if constexpr (Config::kBf16) {
+            load_pieces.source[0] = args.packed + u64(block) * packed::kBlockRows * w_row_bytes();
+            load_pieces.bytes[0] = left * kBlockBytes<Config>;
+            return;
+        }
         load_pieces.slot_bytes = S::kXBytes + left * packed::kBlockBytes;
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
@@ -270,8 +281,26 @@ struct Kernel {
     // Whether this lane issues copies: every lane its share, or one lane all of them.
     UW_DEVICE static bool issues() { return kAsync<Config> || ptx::elect_sync(); }
 
+    // kBf16: bytes from one row of W to the next.
+    UW_DEVICE u64 w_row_bytes() const { return u64(args.k) * 2; }
+    // kBf16: copies the rows of the task's row blocks in one tile column, eight lanes per row, in the swizzle of X. Not
+    // unrolled: the compiler would keep the address of every row in registers.
+    UW_DEVICE void load_w_rows() const {
+        using Tile = smem::Bf16Tile<S::kRows>;
+        const u32 row = lane / 8, chunk = lane % 8;
+        const u8* from = load_pieces.source[0] + u64(load_column) * (kTile * 2) + row * w_row_bytes() + chunk * 16;
+        const u32 upper = w_slot(load_slot) + Tile::offset(row, chunk);
+        const u32 lower = w_slot(load_slot) + Tile::offset(row + 4, chunk);
+#pragma unroll 1
+        for (u32 at = 0; at < load_pieces.bytes[0]; at += 8 * smem::kSwizzleBytes) {
+            ptx::cp_async_x4(upper + at, from);
+            ptx::cp_async_x4(lower + at, from + 4 * w_row_bytes());
+            from += 8 * w_row_bytes();
+        }
+    }
     // Called by the lanes that issue: copies the task's row blocks of one tile column.
     UW_DEVICE void load_w() const {
+        if constexpr (Config::kBf16) return load_w_rows();
         u32 to = w_slot(load_slot);
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
@@ -422,6 +451,38 @@ struct Kernel {
         }
     }
 
+    // kBf16: multiplies a tile by halves of its columns, so that few fragments are in registers. The four 8x8 matrices of
+    // a step of W are the registers of its operand: rows 0-7 and 8-15 of the first chunk, then of the second.
+    UW_DEVICE void compute_rows() {
+        slots.wait(slot, parity);
+#pragma unroll
+        for (u32 half = 0; half < kSteps / 2; ++half) {
+            u32 x[kFragments][2][2];
+#pragma unroll
+            for (u32 f = 0; f < kFragments; ++f) {
+                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
+                const U32x4 v = ptx::ldmatrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                x[f][0][0] = v.x;
+                x[f][0][1] = v.y;
+                x[f][1][0] = v.z;
+                x[f][1][1] = v.w;
+            }
+#pragma unroll
+            for (u32 b = 0; b < Config::kRowBlocks; ++b) {
+#pragma unroll
+                for (u32 s = 0; s < 2; ++s) {
+                    const u32 row = b * packed::kBlockRows + lane % 16, chunk = 2 * (2 * half + s) + lane / 16;
+                    const U32x4 v = ptx::ldmatrix_x4(w_slot(slot) + smem::Bf16Tile<S::kRows>::offset(row, chunk));
+                    const u32 a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (u32 f = 0; f < kFragments; ++f) ptx::mma_m16n8k16(sums[b][f], a, x[f][s]);
+                }
+            }
+        }
+        slots.release();
+        load_next();
+    }
+
     // `turn`: index of the tile in `heads`. Two instantiations keep the common one free of branches among its operands.
     // A task with fewer than kRowBlocks row blocks multiplies stale data of the slot and discards the sums: a branch
     // would cost every task more than the multiply costs this one.
@@ -484,7 +545,9 @@ struct Kernel {
     }
 
     UW_DEVICE void compute(const Heads& heads, u32 turn, u32 task) {
-        if (Config::kEscapes && (heads.tiles >> turn & 1)) {
+        if constexpr (Config::kBf16) {
+            compute_rows();
+        } else if (Config::kEscapes && (heads.tiles >> turn & 1)) {
             compute_tile<Config::kEscapes>(heads, turn, task);
         } else {
             compute_tile<false>(heads, turn, task);

@@ -25,6 +25,8 @@ const CUBLAS_MEMORY: f64 = 4.55e6;
 const CUBLAS_FLOP: f64 = 7.0e8;
 /// Weights that a grouped product reads per us: as many as the packed matmul at batch 1.
 const GROUPED: f64 = 3.5e6;
+/// BF16 weights that a grouped product reads per us: as many bytes as cuBLAS (not measured).
+const GROUPED_BF16: f64 = CUBLAS_MEMORY / 2.0;
 /// Weights decoded to BF16 per us, limited by the writes.
 const FULL_DECODE: f64 = 0.94e6;
 /// Weights decoded to exponents per us.
@@ -77,22 +79,25 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
     Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
-/// Returns the microseconds of the products of a mixture's experts from packed weights. `problem` is the shape of one
-/// expert and the number of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts are not read;
-/// choices are assumed to be uniform.
+/// Returns the microseconds of the products of a mixture's experts from packed weights, or from `bf16` ones. `problem` is
+/// the shape of one expert and the number of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts
+/// are not read; choices are assumed to be uniform.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
 /// use unweight_rt::raw::choose::cost::experts_us;
-/// let at = |m| experts_us(GemmShape { m, n: 1536, k: 2048 }, 128, 8);
+/// let of = |m, bf16| experts_us(GemmShape { m, n: 1536, k: 2048 }, (128, 8), bf16);
+/// let at = |m| of(m, false);
 /// assert!(at(8) < 8.0 * at(1) && at(64) > 2.0 * at(8), "more tokens, more experts");
 /// assert!(at(4096) - at(1024) < 1.0, "until all are read");
+/// assert!(of(64, true) > 1.3 * at(64));
 /// ```
-pub fn experts_us(problem: GemmShape, experts: u32, top_k: u32) -> f64 {
+pub fn experts_us(problem: GemmShape, (experts, top_k): (u32, u32), bf16: bool) -> f64 {
     let GemmShape { m, n, k } = problem;
     let experts = f64::from(experts);
     let unchosen = (1.0 - f64::from(top_k) / experts).max(0.0).powf(f64::from(m));
-    LAUNCH_US + experts * (1.0 - unchosen) * f64::from(n) * f64::from(k) / GROUPED
+    let rate = if bf16 { GROUPED_BF16 } else { GROUPED };
+    LAUNCH_US + experts * (1.0 - unchosen) * f64::from(n) * f64::from(k) / rate
 }
 
 /// Returns the microseconds of decoding a Huffman-coded weight and multiplying with it, and the decoder's output:

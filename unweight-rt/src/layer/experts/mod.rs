@@ -1,4 +1,4 @@
-//! The experts of a mixture: their packed weights, and the launches from a router's logits to rows of tokens.
+//! The experts of a mixture: their weights, and the launches from a router's logits to rows of tokens.
 //!
 //! ```text
 //! logits --choose--> ids, weights --sort--> pairs by expert, items --gate and up, silu_mul--> [pairs, intermediate]
@@ -18,6 +18,7 @@ use unweight_codegen::{
     abi::RouteArgs,
     spec::{Arch, Epilogue, GemmGroupedSpec, RouteSpec, RouteStage},
 };
+use unweight_format::raw::packed::Unpackable;
 
 pub use crate::ops::route::RouterConfig;
 use crate::{
@@ -30,7 +31,7 @@ use crate::{
         gemm_grouped::{self, GroupedGemm, Lists, Rows},
         route::{self, Router},
     },
-    weight::{DevicePacked, elements, shape},
+    weight::{ExpertWeights, elements},
 };
 
 /// The maximum number of tokens processed at once; determines the size of the scratch.
@@ -73,29 +74,30 @@ pub struct RoutedAt {
     pub top_k: u32,
 }
 
-/// The packed experts of a mixture, all on the device.
+/// The experts of a mixture, all on the device: packed, or BF16 where they cannot be packed.
 #[derive(Debug)]
 pub struct Experts {
     shape: ExpertsShape,
-    gate_up: DevicePacked,
-    down: DevicePacked,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     router: Router,
     /// By ascending batch tile: the product of gate and up, and the product of down.
     products: Vec<(u32, [GroupedGemm; 2])>,
 }
 
-/// Returns the kernels of [`Experts`] on an architecture.
+/// Returns the kernels of [`Experts`] on an architecture, for packed and BF16 weights.
 ///
 /// ```
 /// # use unweight_codegen::spec::Arch;
 /// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul".to_owned()));
-/// assert_eq!(names.len(), 3 + 2 * 4);
+/// assert_eq!(names.len(), 3 + 2 * 2 * 4);
 /// ```
 pub fn variants(arch: Arch) -> Vec<VariantSpec> {
     let routes = RouteStage::ALL.iter().map(|stage| route::variant(arch, *stage));
-    let products = GemmGroupedSpec::shapes(arch).iter().flat_map(|shape| {
+    let shapes = [false, true].into_iter().flat_map(|bf16| GemmGroupedSpec::shapes(arch, bf16));
+    let products = shapes.flat_map(|shape| {
         [Epilogue::SiluMul, Epilogue::Store].map(|epilogue| gemm_grouped::variant(arch, *shape, epilogue))
     });
     routes.chain(products).collect()
@@ -117,12 +119,12 @@ impl ExpertsShape {
     pub(super) fn check_weights(
         self,
         kernels: &KernelSet,
-        gate_up: &DevicePacked,
-        down: &DevicePacked,
+        gate_up: &ExpertWeights,
+        down: &ExpertWeights,
     ) -> Result<(), LaunchError> {
         self.check(1)?;
         for (weights, expected) in [(gate_up, self.gate_up()), (down, self.down())] {
-            let have = shape(weights.grid());
+            let have = weights.shape();
             if have != expected {
                 return Err(LaunchError::Shape { y: [0, expected[0]], x: [0, expected[1]], w: have });
             }
@@ -183,7 +185,7 @@ fn tile_for(pairs: u32, experts: u32) -> u32 {
 }
 
 impl Experts {
-    /// Creates experts from packed weights. Gate and up are `[experts * 2 * intermediate, hidden]`
+    /// Creates experts from their weights. Gate and up are `[experts * 2 * intermediate, hidden]`
     /// ([`ExpertsShape::gate_up`]), experts concatenated by rows; [`Epilogue::GATE_ROWS`] rows of a gate alternate with
     /// as many rows of its up. Down is `[experts * hidden, intermediate]`.
     ///
@@ -193,16 +195,20 @@ impl Experts {
     pub fn new(
         kernels: &KernelSet,
         sizes: ExpertsShape,
-        gate_up: DevicePacked,
-        down: DevicePacked,
+        gate_up: impl Into<ExpertWeights>,
+        down: impl Into<ExpertWeights>,
     ) -> Result<Self, DeviceError> {
+        let (gate_up, down) = (gate_up.into(), down.into());
         sizes.check_weights(kernels, &gate_up, &down)?;
         let arch = kernels.device().info().arch;
         kernels.prepare(&variants(arch), &|_| {})?;
         let mut products = Vec::new();
-        for shape in GemmGroupedSpec::shapes(arch) {
-            let product = |epilogue| GroupedGemm::of(kernels, *shape, epilogue);
-            products.push((shape.batch_tile.get(), [product(Epilogue::SiluMul)?, product(Epilogue::Store)?]));
+        let shapes = |weights: &ExpertWeights| GemmGroupedSpec::shapes(arch, weights.is_bf16());
+        // Both lists have the same batch tiles in the same order.
+        for (upper, lower) in shapes(&gate_up).iter().zip(shapes(&down)) {
+            let product = |shape: &GemmGroupedSpec, epilogue| GroupedGemm::of(kernels, *shape, epilogue);
+            let pair = [product(upper, Epilogue::SiluMul)?, product(lower, Epilogue::Store)?];
+            products.push((upper.batch_tile.get(), pair));
         }
         Ok(Self { shape: sizes, gate_up, down, router: Router::of(kernels)?, products })
     }
@@ -218,11 +224,11 @@ impl Experts {
     }
 
     /// Returns the weights of gate and up, and of down.
-    pub(super) fn weights(&self) -> [&DevicePacked; 2] {
+    pub(super) fn weights(&self) -> [&ExpertWeights; 2] {
         [&self.gate_up, &self.down]
     }
 
-    /// Sets every byte of tiles and heads.
+    /// Sets every byte of the weights except lists of escapes.
     pub(super) fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.gate_up.fill(stream, byte)?;
         self.down.fill(stream, byte)
@@ -231,6 +237,11 @@ impl Experts {
     /// Returns the size of the weights on the device in bytes.
     pub fn bytes(&self) -> u64 {
         self.gate_up.bytes() + self.down.bytes()
+    }
+
+    /// Returns why gate and up, and down, are BF16; `None` if they are packed, or if BF16 was requested.
+    pub fn unpackable(&self) -> [Option<Unpackable>; 2] {
+        self.weights().map(ExpertWeights::unpackable)
     }
 
     /// Returns the context size that [`Experts::enqueue`] needs.

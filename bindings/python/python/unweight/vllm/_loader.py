@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
+from ..ops import _bf16_experts
 from ._account import (
     TWICE,
     arrivals_of,
@@ -348,7 +349,7 @@ def _refuse_reload(*_: Any, **__: Any) -> None:
 
 
 def _log_packed(model: nn.Module) -> None:
-    """Logs how many layers are packed, and their size in GiB packed and in BF16."""
+    """Logs how many layers are packed, their size in GiB packed and in BF16, and experts that cannot be packed."""
     kinds = (LinearBase, ParallelLMHead, RoutedExperts)
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
@@ -356,3 +357,7 @@ def _log_packed(model: nn.Module) -> None:
     bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
     others = len(layers) - len(packed)
     logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
+    reasons = {name: getattr(layer, "unweight_unpackable", None) for name, layer in model.named_modules()}
+    unpackable = {name: reason for name, reason in reasons.items() if reason is not None}
+    if unpackable:
+        logger.info(_bf16_experts(unpackable))

@@ -28,7 +28,7 @@ from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ..ops import _prepare, pack, pack_experts, unpack_experts, why_not
+from ..ops import _pack_experts, _prepare, pack, unpack_experts, why_not
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 
 NAME = "unweight"
@@ -221,8 +221,11 @@ class UnweightExpertsMethod(FusedMoEMethodBase):
                 layer.__dict__.pop(name, None)
             return
         gate_up, down = layer.w13_weight.data, layer.w2_weight.data
-        packed = pack_experts(gate_up, down) if _check_device(gate_up.device) else None
-        if packed is None:
+        packed = _pack_experts(gate_up, down) if _check_device(gate_up.device) else None
+        if packed is None or isinstance(packed, str):
+            if packed is not None:
+                # The loader logs it.
+                layer.unweight_unpackable = packed
             # When all layers are loaded, vLLM processes each once more, and then calls this method.
             layer._replace_quant_method(self._plain)
             return

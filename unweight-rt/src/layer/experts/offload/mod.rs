@@ -1,9 +1,9 @@
-//! Experts of which only some are on the device. All are packed in pinned host memory. A layer has slots for a few
-//! experts on the device, and fetches experts that the router chooses and that are missing.
+//! Experts of which only some are on the device. All are in pinned host memory, packed or BF16. A layer has slots for a
+//! few experts on the device, and fetches experts that the router chooses and that are missing.
 //!
 //! ```text
 //! ids --to the host--> slots: hits, misses, waves --lists--> products of a wave --> ... --combine--> y
-//!                                    \--copies of packed tiles, on a stream of their own--> slots of a wave
+//!                                    \--copies of weights, on a stream of their own--> slots of a wave
 //! ```
 //! The host needs the routing decision before it can copy experts, so [`OffloadedExperts::enqueue`] waits for it and
 //! cannot be captured. The host also builds the lists that [`Experts`] builds on the device, with slots in place of
@@ -22,7 +22,10 @@ use std::{
 };
 
 use serde::Serialize;
-use unweight_format::{TileGrid, raw::packed};
+use unweight_format::{
+    TileGrid,
+    raw::packed::{self, Unpackable},
+};
 
 use self::slots::{Slots, Wave};
 use crate::{
@@ -33,7 +36,7 @@ use crate::{
     exec::{ExecContext, context::ContextParts},
     layer::experts::{CHUNK_TOKENS, Experts, ExpertsShape, Routed, RouterConfig, Run},
     ops::gemm_grouped::Lists,
-    weight::DevicePacked,
+    weight::{DeviceMatrix, DevicePacked, ExpertWeights},
 };
 
 /// The number of words in an item.
@@ -77,62 +80,109 @@ impl fmt::Display for ExpertTraffic {
     }
 }
 
-/// The packed matrices of all experts in host memory.
+/// The matrices of all experts in host memory.
 #[derive(Debug)]
-struct HostPacked {
-    tiles: Source<u8>,
-    heads: Source<u32>,
-    /// The number of tiles per expert.
-    each: usize,
+enum HostWeights {
+    Packed {
+        tiles: Source<u8>,
+        heads: Source<u32>,
+        /// The number of tiles per expert.
+        each: usize,
+    },
+    Bf16 {
+        rows: Source<u16>,
+        /// The number of elements per expert.
+        each: usize,
+    },
 }
 
-impl HostPacked {
-    /// Copies packed weights from the device to the host, and replaces them by room for `slots` experts of `rows` rows.
-    /// Waits.
+impl HostWeights {
+    /// Copies weights from the device to the host, and replaces them by room for `slots` experts of `rows` rows. Waits.
     fn take(
         stream: &Stream,
         copies: &Stream,
-        weights: DevicePacked,
+        weights: ExpertWeights,
         rows: u32,
         slots: u32,
+    ) -> Result<(Self, ExpertWeights), DeviceError> {
+        // At most as many rows as all experts have.
+        let all = rows.checked_mul(slots).ok_or(LaunchError::TooLarge {
+            what: "rows of slots",
+            value: u64::from(rows) * u64::from(slots),
+            limit: u32::MAX.into(),
+        })?;
+        match weights {
+            ExpertWeights::Packed(packed) => {
+                let (host, slots) = Self::take_packed(stream, copies, packed, rows as usize, all as usize)?;
+                Ok((host, slots.into()))
+            }
+            ExpertWeights::Bf16 { weights, why } => {
+                let cols = weights.cols();
+                let elements = Pinned::zeroed(stream.device(), weights.data().len())?;
+                let elements = weights.data().read_later(stream, 0, elements)?.wait()?;
+                // Freed first, so that both need not fit in memory.
+                drop(weights);
+                let weights = DeviceMatrix::zeroed(stream, all, cols)?;
+                let each = rows as usize * cols as usize;
+                let rows = Source::new(copies, elements);
+                Ok((Self::Bf16 { rows, each }, ExpertWeights::Bf16 { weights, why }))
+            }
+        }
+    }
+
+    fn take_packed(
+        stream: &Stream,
+        copies: &Stream,
+        weights: DevicePacked,
+        rows: usize,
+        all: usize,
     ) -> Result<(Self, DevicePacked), DeviceError> {
         let (device, cols) = (stream.device(), weights.grid().cols());
         let tiles = Pinned::zeroed(device, weights.packed().len())?;
         let tiles = weights.packed().read_later(stream, 0, tiles)?.wait()?;
         let heads = Pinned::zeroed(device, weights.escape_heads().len())?;
         let heads = weights.escape_heads().read_later(stream, 0, heads)?.wait()?;
-        let each = TileGrid::new(rows as usize, cols)?.tiles();
-        let all = (rows as usize).checked_mul(slots as usize).ok_or(LaunchError::TooLarge {
-            what: "rows of slots",
-            value: slots.into(),
-            limit: u32::MAX.into(),
-        })?;
+        let each = TileGrid::new(rows, cols)?.tiles();
         let slots = weights.into_slots(stream, TileGrid::new(all, cols)?)?;
-        Ok((Self { tiles: Source::new(copies, tiles), heads: Source::new(copies, heads), each }, slots))
+        Ok((Self::Packed { tiles: Source::new(copies, tiles), heads: Source::new(copies, heads), each }, slots))
     }
 
     fn bytes(&self) -> u64 {
-        self.tiles.bytes() + self.heads.bytes()
+        match self {
+            Self::Packed { tiles, heads, .. } => tiles.bytes() + heads.bytes(),
+            Self::Bf16 { rows, .. } => rows.bytes(),
+        }
     }
 
-    /// Enqueues copies of an expert's tiles and heads; returns their bytes.
-    fn copy(&self, expert: u32, to: &DevicePacked, slot: u32) -> Result<u64, DeviceError> {
+    /// Enqueues copies of an expert's weights; returns their bytes.
+    fn copy(&self, expert: u32, to: &ExpertWeights, slot: u32) -> Result<u64, DeviceError> {
         let (expert, slot) = (expert as usize, slot as usize);
-        let (bytes, words) = (self.each * packed::TILE_BYTES, self.each * packed::ROW_BLOCKS);
-        self.tiles.copy(expert * bytes, bytes, to.packed(), slot * bytes)?;
-        self.heads.copy(expert * words, words, to.escape_heads(), slot * words)?;
-        Ok((bytes + words * size_of::<u32>()) as u64)
+        match (self, to) {
+            (Self::Packed { tiles, heads, each }, ExpertWeights::Packed(to)) => {
+                let (bytes, words) = (each * packed::TILE_BYTES, each * packed::ROW_BLOCKS);
+                tiles.copy(expert * bytes, bytes, to.packed(), slot * bytes)?;
+                heads.copy(expert * words, words, to.escape_heads(), slot * words)?;
+                Ok((bytes + words * size_of::<u32>()) as u64)
+            }
+            (Self::Bf16 { rows, each }, ExpertWeights::Bf16 { weights, .. }) => {
+                rows.copy(expert * each, *each, weights.data(), slot * each)?;
+                Ok((each * size_of::<u16>()) as u64)
+            }
+            (Self::Packed { .. }, ExpertWeights::Bf16 { .. }) | (Self::Bf16 { .. }, ExpertWeights::Packed(_)) => {
+                unreachable!("`take` returns host memory and slots of the same encoding")
+            }
+        }
     }
 }
 
-/// The experts of a mixture, packed in host memory, with slots on the device for some of them.
+/// The experts of a mixture in host memory, with slots on the device for some of them.
 ///
 /// Only one stream may run it, because only the order of that stream protects the slots that an earlier call filled.
 #[derive(Debug)]
 pub struct OffloadedExperts {
     /// The shape of all experts.
     shape: ExpertsShape,
-    host: [HostPacked; 2],
+    host: [HostWeights; 2],
     /// The stream of the copies from the host.
     copies: Stream,
     /// The slots as experts. Declared after `host`, so that copies are waited for before the slots are dropped.
@@ -151,14 +201,15 @@ impl OffloadedExperts {
         (stream, copies): (&Stream, &Stream),
         shape: ExpertsShape,
         slots: u32,
-        gate_up: DevicePacked,
-        down: DevicePacked,
+        gate_up: impl Into<ExpertWeights>,
+        down: impl Into<ExpertWeights>,
     ) -> Result<Self, DeviceError> {
+        let (gate_up, down) = (gate_up.into(), down.into());
         shape.check_weights(kernels, &gate_up, &down)?;
         let slots = slots.clamp(1, shape.experts);
         // Below 2^32, like the number of rows of all experts.
-        let wide = HostPacked::take(stream, copies, gate_up, 2 * shape.intermediate, slots)?;
-        let narrow = HostPacked::take(stream, copies, down, shape.hidden, slots)?;
+        let wide = HostWeights::take(stream, copies, gate_up, 2 * shape.intermediate, slots)?;
+        let narrow = HostWeights::take(stream, copies, down, shape.hidden, slots)?;
         let on_device = ExpertsShape { experts: slots, ..shape };
         Ok(Self {
             shape,
@@ -186,7 +237,12 @@ impl OffloadedExperts {
 
     /// Returns the size of the weights in host memory in bytes.
     pub fn host_bytes(&self) -> u64 {
-        self.host.iter().map(HostPacked::bytes).sum()
+        self.host.iter().map(HostWeights::bytes).sum()
+    }
+
+    /// Returns why gate and up, and down, are BF16, as [`Experts::unpackable`] does.
+    pub fn unpackable(&self) -> [Option<Unpackable>; 2] {
+        self.resident.unpackable()
     }
 
     /// Returns the context size that [`OffloadedExperts::enqueue`] needs.
