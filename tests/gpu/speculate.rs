@@ -350,7 +350,9 @@ fn draft_models_follow_sequences_that_come_and_go() {
         for max_batch in [1, 4] {
             let whole = options().max_batch(max_batch).chunk(64).speculate(4);
             let mut engine = load_with_draft(&target, draft, whole.clone());
-            let all = requests(10, vocab, SampleParams::default(), 5);
+            // Sequences of several pages, so that a small cache has too few.
+            let all = requests(10, vocab, SampleParams::default(), 5).into_iter();
+            let all: Vec<Request> = all.map(|request| request.max_new_tokens(180)).collect();
             let told = run(&mut engine, &all);
             for (request, told) in all.iter().zip(&told) {
                 assert_most_likely(&mut engine, vocab, request, told);

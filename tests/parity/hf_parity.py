@@ -10,7 +10,7 @@ between its BF16 forward pass and the truth, over all logits of prompts of one l
 - prefill and steps (one token each), also of the BF16 baseline on cuBLAS, against the truth: the RMS error is at
   most 1.25 x the bf16 error, and the most likely token is the truth's wherever the truth's margin is above 6 x the
   bf16 error of the length, or of the position if that is larger;
-- for a mixture, the same at the nearest three of four positions where every router's choice is clear of rounding
+- for a mixture, the same at the nearest nine of ten positions of all prompts where every router's choice is clear of rounding
   (`truth.py`), and one in a hundred of these may have another most likely token;
 - steps = prefill, a row alone = the row in a batch, packed = cuBLAS: the RMS difference is at most 1.25 x sqrt(2) x
   the bf16 error, by which two results within the first bound differ if they round independently;
@@ -157,10 +157,10 @@ class Model:
         return [tensor.float() for tensor in logits], raw
 
     def against_truth(self, name: str, logits: list[torch.Tensor], which=ALL_PROMPTS) -> None:
-        lengths, truth = [LENGTHS[i] for i in which], [self.truth.logits[i] for i in which]
+        lengths, truth = [self.truth.lengths[i] for i in which], [self.truth.logits[i] for i in which]
         masks = [self.truth.clear[i] for i in which]
         bounds, kept = self.truth.errors, self.truth.kept
-        if len(lengths) < len(LENGTHS):
+        if len(which) < len(LENGTHS):
             bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths, masks, kept)
         errors = rms_by_length(logits, truth, lengths, masks, kept)
         ratios = {n: error / bounds[n] for n, error in errors.items()}
@@ -188,7 +188,7 @@ class Model:
 
     def equal(self, name: str, left: list[torch.Tensor], right: list[torch.Tensor], which=ALL_PROMPTS) -> None:
         masks = [self.truth.clear[i] for i in which]
-        differences = rms_by_length(left, right, [LENGTHS[i] for i in which], masks, self.truth.kept)
+        differences = rms_by_length(left, right, [self.truth.lengths[i] for i in which], masks, self.truth.kept)
         ratios = {n: difference / self.truth.errors[n] for n, difference in differences.items()}
         passed = all(ratio <= APART for ratio in ratios.values())
         self.case(name, passed, ratio=worst(ratios), ratios=ratios)

@@ -193,10 +193,10 @@ RANDOM = [
     # Scores and logits large enough for soft caps to matter.
     Spec(
         "gemma2-odd", "gemma2",
-        sizes(288, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=30,
-              attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+        sizes(288, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=80,
+              attn_logit_softcapping=4.0, final_logit_softcapping=3.0),
     ),
-    Spec("gemma3-odd", "gemma3_text", sizes(266, 520, 7, 1, vocab_size=1003, **GEMMA3)),
+    Spec("gemma3-odd", "gemma3_text", sizes(280, 520, 7, 1, vocab_size=1003, **GEMMA3)),
     # Few enough escapes to be packed, and too many.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
