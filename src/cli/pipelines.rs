@@ -184,8 +184,8 @@ pub fn note_load(console: Console, loaded: &LoadProgress<'_>) {
 
 /// Prints which experts run as BF16, and why.
 pub fn note_bf16_experts(console: Console, engine: &Engine) {
-    if let Some(experts) = engine.bf16_experts() {
-        console.note(bf16_experts(&experts.layers, &experts.why));
+    if let Some((layers, why)) = engine.bf16_experts() {
+        console.note(bf16_experts(&layers, &why));
     }
 }
 

@@ -591,8 +591,8 @@ fn experts_that_cannot_be_packed_follow_the_reference() {
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
         let mut engine = load(&bundle, options());
         let experts = engine.bf16_experts().expect("the experts cannot be packed");
-        assert_eq!(experts.layers, (0..model.layers as u32).collect::<Vec<_>>());
-        assert!(matches!(experts.why, Unpackable::Escapes { .. }), "{}", experts.why);
+        assert_eq!(experts.0, (0..model.layers as u32).collect::<Vec<_>>());
+        assert!(matches!(experts.1, Unpackable::Escapes { .. }), "{}", experts.1);
         assert_eq!(load(&bundle, options().placement(Placement::Bf16)).bf16_experts(), None, "BF16 was requested");
         let mut fetching = load(&bundle, options().resident_experts(3));
         assert_eq!(fetching.bf16_experts(), Some(experts));

@@ -54,5 +54,3 @@ pub use unweight_model::{
 };
 #[doc(inline)]
 pub use unweight_rt::experts::ExpertTraffic;
-#[doc(inline)]
-pub use weights::Bf16Experts;

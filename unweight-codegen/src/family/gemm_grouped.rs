@@ -92,13 +92,13 @@ pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 1), shape(16, 4, 8, 1), shape(32, 2, 8, 1), shape(64, 2, 8, 1)];
 
 /// [`SHAPES`] for BF16 weights. Their speed was not compared.
-pub const BF16_SHAPES: [GemmGroupedSpec; 4] = of_bf16(SHAPES);
+const BF16_SHAPES: [GemmGroupedSpec; 4] = of_bf16(SHAPES);
 
 /// [`SHAPES_163_KB`] for BF16 weights.
-pub const BF16_SHAPES_163_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_163_KB);
+const BF16_SHAPES_163_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_163_KB);
 
 /// [`SHAPES_99_KB`] for BF16 weights.
-pub const BF16_SHAPES_99_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_99_KB);
+const BF16_SHAPES_99_KB: [GemmGroupedSpec; 4] = of_bf16(SHAPES_99_KB);
 
 /// Returns the same shapes for BF16 weights, whose slots are larger: at batch tile 8 with one stage, so that two blocks
 /// still fit an SM.

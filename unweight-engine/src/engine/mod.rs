@@ -10,6 +10,7 @@ mod stepper;
 
 use std::{collections::VecDeque, fmt, mem};
 
+use unweight_format::raw::packed::Unpackable;
 use unweight_model::ModelConfig;
 use unweight_rt::{
     DeviceError, Graph, LaunchError, RowFault, Stream,
@@ -35,7 +36,7 @@ use crate::{
     request::{AdmissionError, Event, Request, SeqId},
     sampling::{RowSampling, read_logprobs, token_states},
     schedule::{Chunk, DraftCounts, Next, Running, Schedule},
-    weights::{Bf16Experts, Weights},
+    weights::Weights,
 };
 
 /// The number of steps that are launched before the first is read: one runs while the host reads the one before.
@@ -119,8 +120,9 @@ impl Engine {
         self.fail_on_error(traffic)
     }
 
-    /// The layers whose experts run as BF16, because they cannot be packed; `None` if there are none.
-    pub fn bf16_experts(&self) -> Option<Bf16Experts> {
+    /// The layers whose experts run as BF16, in one product or in both, because they cannot be packed, ascending; and
+    /// why those of the first cannot. `None` if there are none.
+    pub fn bf16_experts(&self) -> Option<(Vec<u32>, Unpackable)> {
         self.weights.bf16_experts()
     }
 

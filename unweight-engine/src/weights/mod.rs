@@ -85,16 +85,6 @@ pub enum MixtureExperts {
     Offloaded(Box<OffloadedExperts>),
 }
 
-/// The layers whose experts run as BF16, in one product or in both, because they cannot be packed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Bf16Experts {
-    /// The layers, ascending.
-    pub layers: Vec<u32>,
-    /// Why the experts of the first of these layers cannot be packed.
-    pub why: Unpackable,
-}
-
 impl MixtureExperts {
     /// The size of the execution context that the experts need.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
@@ -222,11 +212,12 @@ impl Weights {
         matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
     }
 
-    /// The experts that are BF16, because they cannot be packed.
-    pub fn bf16_experts(&self) -> Option<Bf16Experts> {
+    /// The layers whose experts are BF16 in one product or in both, because they cannot be packed, ascending; and the
+    /// reason of the first.
+    pub fn bf16_experts(&self) -> Option<(Vec<u32>, Unpackable)> {
         let reasons = self.layers.iter().map(|layer| layer.mlp.mixture()?.1.unpackable());
         let (layers, reasons): (Vec<_>, Vec<_>) = (0..).zip(reasons).filter_map(|(at, why)| Some((at, why?))).unzip();
-        Some(Bf16Experts { layers, why: *reasons.first()? })
+        Some((layers, *reasons.first()?))
     }
 
     /// The experts of each layer, if the device does not hold all of them.
@@ -405,8 +396,8 @@ pub trait Source {
     fn set_placement(&mut self, placement: Placement);
     /// Sets how the linear layers that are loaded next multiply large batches. Returns the previous value.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// Loads the experts of a mixture, packed if possible; with `resident` in host memory, with room for this many on the
-    /// device.
+    /// Loads the experts of a mixture, packed if possible; with `resident` in host memory, with room for this many on
+    /// the device.
     fn experts(
         &mut self,
         names: &ExpertWeights,

@@ -342,9 +342,9 @@ impl<'k> LayerBuilder<'k> {
         fill(0, &mut self.packer, whole)
     }
 
-    /// Builds the experts of a mixture. `fill` writes the gates of all experts, concatenated by rows, then the ups, then
-    /// the downs. Sizes must be multiples of 64. Weights that cannot be packed stay BF16 ([`Experts::unpackable`]), as
-    /// do all with [`Placement::Bf16`].
+    /// Builds the experts of a mixture. `fill` writes the gates of all experts, concatenated by rows, then the ups,
+    /// then the downs. Sizes must be multiples of 64. Weights that cannot be packed stay BF16
+    /// ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
     ///
     /// # Errors
     /// Sizes that no kernel supports, errors of `fill`, or a driver error. Errors refer to the weights as `name`.
@@ -410,8 +410,8 @@ impl<'k> LayerBuilder<'k> {
         Ok([gate_up, self.experts_of_scratch(narrow).map_err(&device)?])
     }
 
-    /// Returns the scratch `[n, k]` as the weights of all experts: packed, unless that is impossible or the placement is
-    /// BF16. Waits.
+    /// Returns the scratch `[n, k]` as the weights of all experts: packed, unless that is impossible or the placement
+    /// is BF16. Waits.
     fn experts_of_scratch(&mut self, (n, k): (u32, u32)) -> Result<ExpertWeights, DeviceError> {
         let why = match self.policy.placement {
             Placement::Bf16 => None,

@@ -262,8 +262,8 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. Weights that cannot
-    /// be packed stay BF16 ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
+    /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. Weights that
+    /// cannot be packed stay BF16 ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
     ///
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, or sizes that are not multiples of 64.

@@ -34,12 +34,12 @@ impl From<DeviceMatrix> for ExpertWeights {
 
 impl ExpertWeights {
     /// Returns whether the weights are BF16.
-    pub fn is_bf16(&self) -> bool {
+    pub(crate) fn is_bf16(&self) -> bool {
         matches!(self, Self::Bf16 { .. })
     }
 
     /// Returns why the weights are not packed; `None` if they are, or if BF16 was requested.
-    pub fn unpackable(&self) -> Option<Unpackable> {
+    pub(crate) fn unpackable(&self) -> Option<Unpackable> {
         match self {
             Self::Packed(_) => None,
             Self::Bf16 { why, .. } => *why,
@@ -47,7 +47,7 @@ impl ExpertWeights {
     }
 
     /// Returns the rows of all experts, and the columns.
-    pub fn shape(&self) -> [u64; 2] {
+    pub(crate) fn shape(&self) -> [u64; 2] {
         match self {
             Self::Packed(packed) => shape(packed.grid()),
             Self::Bf16 { weights, .. } => [weights.rows().into(), weights.cols().into()],
@@ -55,7 +55,7 @@ impl ExpertWeights {
     }
 
     /// Returns the device of the weights.
-    pub fn device(&self) -> &Device {
+    pub(crate) fn device(&self) -> &Device {
         match self {
             Self::Packed(packed) => packed.device(),
             Self::Bf16 { weights, .. } => weights.data().device(),
@@ -63,7 +63,7 @@ impl ExpertWeights {
     }
 
     /// Returns the size of the weights in bytes.
-    pub fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Packed(packed) => packed.bytes(),
             Self::Bf16 { weights, .. } => weights.bytes() as u64,

@@ -451,8 +451,8 @@ struct Kernel {
         }
     }
 
-    // kBf16: multiplies a tile by halves of its columns, so that few fragments are in registers. The four 8x8 matrices of
-    // a step of W are the registers of its operand: rows 0-7 and 8-15 of the first chunk, then of the second.
+    // kBf16: multiplies a tile by halves of its columns, so that few fragments are in registers. The four 8x8 matrices
+    // of a step of W are the registers of its operand: rows 0-7 and 8-15 of the first chunk, then of the second.
     UW_DEVICE void compute_rows() {
         slots.wait(slot, parity);
 #pragma unroll

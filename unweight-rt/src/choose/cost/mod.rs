@@ -79,9 +79,9 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
     Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
-/// Returns the microseconds of the products of a mixture's experts from packed weights, or from `bf16` ones. `problem` is
-/// the shape of one expert and the number of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts
-/// are not read; choices are assumed to be uniform.
+/// Returns the microseconds of the products of a mixture's experts from packed weights, or from `bf16` ones. `problem`
+/// is the shape of one expert and the number of all tokens, each of which chooses `top_k` of `experts`. Unchosen
+/// experts are not read; choices are assumed to be uniform.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
