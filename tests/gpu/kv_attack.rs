@@ -133,8 +133,8 @@ impl Outcomes {
     }
 }
 
-/// Returns the largest distance to the largest logit that rounding explains, relative to the RMS of the logits. Outliers
-/// make rounding larger: it is measured as the difference between logits by steps and by a prompt.
+/// Returns the largest distance to the largest logit that rounding explains, relative to the RMS of the logits.
+/// Outliers make rounding larger: it is measured as the difference between logits by steps and by a prompt.
 fn rounding(engine: &mut Engine, vocab: usize) -> f64 {
     let text = tokens(150, vocab, 9);
     let (by_steps, by_prompt) = (engine.logits_by_steps(&[&text[..]]).unwrap(), engine.logits(&text).unwrap());

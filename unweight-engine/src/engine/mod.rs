@@ -122,6 +122,7 @@ impl Engine {
 
     /// The layers whose experts run as BF16, in one product or in both, because they cannot be packed, ascending; and
     /// why those of the first cannot. `None` if there are none.
+    #[doc(hidden)]
     pub fn bf16_experts(&self) -> Option<(Vec<u32>, Unpackable)> {
         self.weights.bf16_experts()
     }
