@@ -132,7 +132,11 @@ fn planted_bugs_are_caught() {
         (kernel, "load_pieces.slot_bytes = S::kXBytes +", "load_pieces.slot_bytes = 0 *"),
         (kernel, "left -= here;", "left = 0;"),
         (kernel, "gate + packed::kGateRows, up_low", "gate, up_low"),
-        (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
+        (
+            kernel,
+            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;",
+            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8 % 2;",
+        ),
         // A race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.
         (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),

@@ -359,7 +359,7 @@ fn draft_models_follow_sequences_that_come_and_go() {
             }
             let counts = engine.draft_counts();
             println!("batch {max_batch}, itself {is_same}: {counts:?}");
-            assert!(counts.drafted > 50, "{counts:?}");
+            assert!(counts.drafted > 20, "{counts:?}");
             assert!(!is_same || counts.accepted * 10 >= counts.drafted * 9, "{counts:?}");
             // Fewer pages than the sequences need.
             let mut engine = load_with_draft(&target, draft, with_pages(&target, draft, whole, 8..=12));

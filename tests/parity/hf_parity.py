@@ -113,7 +113,7 @@ class Model:
         self.truth.forward()
         clear = [
             (top_margin(logits) > CLEAR * self.truth.errors[length]).float().mean().item()
-            for logits, length in zip(self.truth.logits, LENGTHS)
+            for logits, length in zip(self.truth.logits, self.truth.lengths)
             if length in self.truth.errors
         ]
         routed = torch.cat(self.truth.clear).float().mean().item()

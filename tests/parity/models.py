@@ -128,7 +128,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_la
 # Odd layers see all tokens, with another rotary embedding in Gemma 3.
 GEMMA3 = {"sliding_window": 64, "sliding_window_pattern": 2}
 # Mixtral's: four experts per layer, two per token. Few layers, so that most choices of all routers are clear.
-TAILS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+TAILS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 # Eight experts per layer, two per token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
@@ -193,7 +193,7 @@ RANDOM = [
     # Scores and logits large enough for soft caps to matter.
     Spec(
         "gemma2-odd", "gemma2",
-        sizes(288, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=80,
+        sizes(288, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=160,
               attn_logit_softcapping=4.0, final_logit_softcapping=3.0),
     ),
     Spec("gemma3-odd", "gemma3_text", sizes(280, 520, 7, 1, vocab_size=1003, **GEMMA3)),
