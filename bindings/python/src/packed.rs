@@ -182,12 +182,7 @@ impl Packed {
 
 /// Packs a contiguous BF16 matrix `[rows, cols]`. Returns it, or why it cannot be packed.
 #[pyfunction]
-pub fn pack(
-    py: Python<'_>,
-    address: usize,
-    rows: usize,
-    cols: usize,
-) -> PyResult<(Option<Packed>, Option<String>)> {
+pub fn pack(py: Python<'_>, address: usize, rows: usize, cols: usize) -> PyResult<(Option<Packed>, Option<String>)> {
     let grid = match TileGrid::new(rows, cols) {
         Ok(grid) => grid,
         Err(error) => return Ok((None, Some(error.to_string()))),
