@@ -87,7 +87,7 @@ pub mod text;
 /// use unweight::format::bundle::{self, CompressOptions, Silent};
 ///
 /// bundle::compress("model".as_ref(), "bundle".as_ref(), &CompressOptions::default(), &Silent)?;
-/// let bytes = bundle::Bundle::open("bundle".as_ref())?.tensor("lm_head.weight")?.decode()?;   // damage: Err, error.code()
+/// let bytes = bundle::Bundle::open("bundle".as_ref())?.tensor("lm_head.weight")?.decode()?;   // Err: damage
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[cfg(doctest)]

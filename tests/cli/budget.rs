@@ -155,21 +155,24 @@ fn commands_have_one_limit_of_sequences() {
     }
 }
 
-/// Experts that cannot be packed are planned as BF16, per layer and product.
-#[test]
-fn plans_experts_that_cannot_be_packed_as_bf16() {
-    let home = tempfile::tempdir().unwrap();
-    let options = DemoOptions {
+/// A model of two small layers.
+fn small() -> DemoOptions {
+    DemoOptions {
         layers: 2,
         hidden: 256,
         intermediate: 256,
         heads: 4,
         kv_heads: 2,
         vocab: 512,
-        experts: 3,
-        shards: 1,
         ..DemoOptions::default()
-    };
+    }
+}
+
+/// Experts that cannot be packed are planned as BF16, per layer and product.
+#[test]
+fn plans_experts_that_cannot_be_packed_as_bf16() {
+    let home = tempfile::tempdir().unwrap();
+    let options = DemoOptions { experts: 3, shards: 1, ..small() };
     demo_model::write(&home.path().join("model"), &options).unwrap();
     let weights = home.path().join("model/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
@@ -194,17 +197,8 @@ fn plans_experts_that_cannot_be_packed_as_bf16() {
 #[test]
 fn rejects_models_that_no_engine_loads() {
     let home = tempfile::tempdir().unwrap();
-    let small = DemoOptions {
-        layers: 2,
-        hidden: 256,
-        intermediate: 256,
-        heads: 4,
-        kv_heads: 2,
-        vocab: 512,
-        ..DemoOptions::default()
-    };
     let write = |name: &str, options: DemoOptions| demo_model::write(&home.path().join(name), &options).unwrap();
-    write("mixture", DemoOptions { experts: 3, shards: 1, ..small });
+    write("mixture", DemoOptions { experts: 3, shards: 1, ..small() });
     let ask = |model: &'static str| ["budget", model, "--memory", "1G", "--context", "128", "--json"];
     run(home.path(), &ask("mixture"), 0);
     // A mixture's MLPs have only one placement.
@@ -224,7 +218,7 @@ fn rejects_models_that_no_engine_loads() {
     let refused = fails(home.path(), &ask("mixture"), 2, "model-tensor-missing");
     assert!(refused.contains("'model.layers.1.block_sparse_moe.experts.2.w1.weight'"), "{refused}");
     // The same weights again, in a file that is not loaded.
-    write("model", DemoOptions { shards: 1, ..small });
+    write("model", DemoOptions { shards: 1, ..small() });
     let once = json(&run(home.path(), &ask("model"), 0));
     let weights = home.path().join("model/model.safetensors");
     fs::copy(&weights, home.path().join("model/consolidated.safetensors")).unwrap();

@@ -134,8 +134,10 @@ fn planted_bugs_are_caught() {
         (kernel, "gate + packed::kGateRows, up_low", "gate, up_low"),
         (
             kernel,
-            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;",
-            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8 % 2;",
+            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, \
+             chunk = half * 4 + lane / 8;",
+            "++half) {\n                const u32 row = f * kBatchFragment + lane % 8, \
+             chunk = half * 4 + lane / 8 % 2;",
         ),
         // A race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.

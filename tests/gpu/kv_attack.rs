@@ -13,7 +13,7 @@ use unweight_format::{
 
 use crate::{
     engine::{assert_likely, bundle, load, options, run, tokens},
-    harness::{Random, WHOLE_TILES, fresh},
+    harness::{Random, WHOLE_TILES, error, fresh},
 };
 
 const LARGE_HEADS: DemoOptions =
@@ -138,12 +138,8 @@ impl Outcomes {
 fn rounding(engine: &mut Engine, vocab: usize) -> f64 {
     let text = tokens(150, vocab, 9);
     let (by_steps, by_prompt) = (engine.logits_by_steps(&[&text[..]]).unwrap(), engine.logits(&text).unwrap());
-    let rms = |values: &mut dyn Iterator<Item = f64>| {
-        let (sum, count) = values.fold((0.0, 0u32), |(sum, count), value| (sum + value * value, count + 1));
-        (sum / f64::from(count)).sqrt()
-    };
-    let pairs = || by_steps[0].iter().zip(&by_prompt).map(|(a, b)| (a.to_f64(), b.to_f64()));
-    let relative = rms(&mut pairs().map(|(a, b)| a - b)) / rms(&mut pairs().map(|(_, b)| b));
+    let by_prompt: Vec<f32> = by_prompt.iter().map(|logit| logit.to_f32()).collect();
+    let relative = error(&by_steps[0], &by_prompt);
     // A wrong row differs by about 2.
     assert!(relative < 0.15, "rounding of {relative} hides wrong rows");
     // The difference of two logits, each with an error of up to five times its RMS.

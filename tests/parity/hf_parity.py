@@ -10,8 +10,8 @@ between its BF16 forward pass and the truth, over all logits of prompts of one l
 - prefill and steps (one token each), also of the BF16 baseline on cuBLAS, against the truth: the RMS error is at
   most 1.25 x the bf16 error, and the most likely token is the truth's wherever the truth's margin is above 6 x the
   bf16 error of the length, or of the position if that is larger;
-- for a mixture, the same at the nearest nine of ten positions of all prompts where every router's choice is clear of rounding
-  (`truth.py`), and one in a hundred of these may have another most likely token;
+- for a mixture, the same at the nearest nine of ten positions of all prompts where every router's choice is clear of
+  rounding (`truth.py`), and one in a hundred of these may have another most likely token;
 - steps = prefill, a row alone = the row in a batch, packed = cuBLAS: the RMS difference is at most 1.25 x sqrt(2) x
   the bf16 error, by which two results within the first bound differ if they round independently;
 - the bytes are the same in every run, and with a bundle that the GPU made (`compress --device cuda`);

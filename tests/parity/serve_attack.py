@@ -42,6 +42,8 @@ STALL = 5.0
 # The largest distance of a greedy token's logit from the maximum, in standard deviations of the logits. A random token
 # is 3.7 away on average; the BF16 error of this model is below 0.1.
 DISTANCE = 0.4
+# What a client does with a request, as often as it stands here.
+KINDS = ("whole", "whole", "whole", "slow", "cancelled", "dropped", "choices", "adjusted", "sampled")
 # Checked answers: the reference computes each of them.
 CHECKED = 6000
 
@@ -99,7 +101,7 @@ class Attack:
         self.newest = now
 
     async def request(self, source: random.Random) -> None:
-        kind = source.choice(("whole", "whole", "whole", "slow", "cancelled", "dropped", "choices", "adjusted", "sampled"))
+        kind = source.choice(KINDS)
         prompt, new = self.prompt(source), source.randrange(1, 200)
         if source.random() < 0.3:
             # Such sequences grow by many pages, so others are preempted.

@@ -27,8 +27,8 @@ class Truth:
 
     A position also attends to earlier positions, some of which used another expert. A few positions of a mixture are
     therefore 50 times as far off as most, and which ones depends on the rounding. The errors are those of the `kept`
-    positions nearest to the truth, of prompts of all lengths together: an expert that rounding chose early in a prompt of
-    64 tokens can change most of its positions.
+    positions nearest to the truth, of prompts of all lengths together: an expert that rounding chose early in a prompt
+    of 64 tokens can change most of its positions.
     """
 
     def __init__(self, folder: Path, device: str):

@@ -7,7 +7,7 @@
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! encoding      raw, huffman, palette, packed, compact, exponents, rans: a module each, one list; an oracle to test them
+//! encoding      raw, huffman, palette, packed, compact, exponents, rans: a module each, one list; an oracle
 //!   ^
 //! model     safetensors, names to roles
 //!   ^

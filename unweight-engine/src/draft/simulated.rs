@@ -16,7 +16,7 @@ pub struct SimulatedModel {
 }
 
 /// The keys of a token depend on all tokens before it.
-fn keys(tokens: &[u32]) -> Vec<u64> {
+pub fn keys(tokens: &[u32]) -> Vec<u64> {
     let mut state = 1u64;
     let mut next = |token: &u32| {
         state = (state ^ (u64::from(*token) + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);

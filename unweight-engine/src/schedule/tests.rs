@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use unweight_format::testing::Random;
 
 use super::*;
-use crate::draft::simulated::SimulatedModel;
+use crate::draft::simulated::{SimulatedModel, keys};
 
 mod attack;
 mod drafts;
@@ -501,16 +501,6 @@ fn adjustments_of(id: SeqId) -> Adjustments {
 /// Prompts of two kinds with the same prefix.
 fn prompt_of(id: SeqId, len: usize) -> Vec<u32> {
     (0..len).map(|at| if at < 100 { 7 } else { 1 + id.0 as u32 % 2 }).collect()
-}
-
-/// The keys of a token depend on all tokens before it.
-fn keys(tokens: &[u32]) -> Vec<u64> {
-    let mut state = 0;
-    let mut next = |token: &u32| {
-        state = (state ^ u64::from(*token + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-        state
-    };
-    tokens.iter().map(&mut next).collect()
 }
 
 /// The requests of clients, and the tokens that they received.

@@ -22,7 +22,7 @@ use super::{
     pipeline::{ByteBudget, ReadUnit, join, on_threads, spawn},
     report::peak_rss_bytes,
     shard::Shard,
-    stage::{NOT_RESUMED, Replaceable, Stage},
+    stage::{Replaceable, Stage},
 };
 use crate::{
     Digest,
@@ -65,9 +65,7 @@ fn run(
         }
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
-    if stage.discarded() {
-        progress.starts_over(NOT_RESUMED);
-    }
+    stage.report_discarded(progress);
     let job = Job { bundle, options, progress, stage: &stage };
     let files = job.run(&manifest)?;
     stage.publish()?;

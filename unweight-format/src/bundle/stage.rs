@@ -35,6 +35,7 @@ use super::{
     manifest::{self, FileEntry},
     names::{ATTACHED_NAME, PARTIAL_NAME},
     part_file::{self, PartFile},
+    progress::Progress,
 };
 use crate::{
     Digest,
@@ -59,6 +60,7 @@ pub(crate) struct Stage {
     replaceable: Option<Replaceable>,
     /// Bytes still to be written, as far as known; for the error message when the disk is full.
     remaining_bytes: AtomicU64,
+    /// Whether the files of an interrupted run were removed.
     discarded: bool,
     _lock: Lock,
 }
@@ -153,9 +155,11 @@ impl Stage {
         Ok(stage)
     }
 
-    /// Whether the files of an interrupted run were removed.
-    pub(crate) fn discarded(&self) -> bool {
-        self.discarded
+    /// Reports that the files of an interrupted run were removed, if there were any.
+    pub(crate) fn report_discarded(&self, progress: &dyn Progress) {
+        if self.discarded {
+            progress.starts_over("an interrupted run was found, but the resume option is off");
+        }
     }
 
     pub(crate) fn tree(&self) -> PathBuf {
@@ -385,9 +389,6 @@ impl Stage {
         }
     }
 }
-
-/// Reported if a run discards what an interrupted run left.
-pub(super) const NOT_RESUMED: &str = "an interrupted run was found, but the resume option is off";
 
 const PUBLISH: &str = "rename the finished output to its final name";
 

@@ -42,7 +42,7 @@ use super::{
     plan::{Decision, EncodingChoice, Planner},
     report::{bits_per_element, coded, peak_rss_bytes, ratio, saved, totals},
     source::{Kind, Source, SourceFile},
-    stage::{NOT_RESUMED, Replaceable, Stage},
+    stage::{Replaceable, Stage},
 };
 use crate::{Digest, safetensors::TensorInfo};
 
@@ -91,9 +91,7 @@ pub fn compress_with(
         return Err(BundleError::ReservedFile { path: conflict.path.clone() });
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
-    if stage.discarded() {
-        progress.starts_over(NOT_RESUMED);
-    }
+    stage.report_discarded(progress);
     let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
     let result = on_threads(options.threads, || job.run(&model, &files));
     let Outcome { files: entries, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
