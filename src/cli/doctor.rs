@@ -108,7 +108,7 @@ struct ModelReport {
 
 #[derive(Serialize)]
 struct LibraryReport {
-    /// `libcuda`, `libnvrtc`, ...
+    /// `libcuda`, `libnvrtc`, `libcublasLt` or `libcublas`.
     name: &'static str,
     /// Whether usable.
     found: bool,

@@ -364,6 +364,10 @@ fn code_help(code: &str) -> Option<&'static str> {
         "bundle-file-missing" | "bundle-file-size-mismatch" | "manifest-invalid" => {
             "download the bundle again, or compress the model again"
         }
+        "safetensors-header-too-large" => {
+            "give a safetensors file; the first 8 bytes of this one do not start a header"
+        }
+        "dfloat11-config-invalid" => "give a DFloat11 directory; `unweight decompress` restores a bundle",
         "file-size-limit" => {
             "raise the limit on file sizes (ulimit -f) or choose another file system; \
              --resume continues an interrupted run"

@@ -50,7 +50,7 @@ use super::{
 /// Subcommands of `kernels`.
 #[derive(Subcommand)]
 pub enum Kernels {
-    /// List the kernels that ship and their resources per multiprocessor
+    /// List the kernels that ship, and the resources of a block
     List(Names),
     /// Print a kernel's CUDA source, or write sources, headers and plans to a directory
     Emit(Emit),

@@ -19,13 +19,13 @@ pub const EVERYWHERE: &str = "Everywhere";
 /// The options that all commands have.
 #[derive(Args)]
 pub struct Everywhere {
-    /// Print one JSON object on stdout (docs/reference/json.md lists the keys)
+    /// Print one JSON object on stdout (its keys: docs/reference/json.md, of unweight-bench bench.md)
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     json: bool,
     /// Print only requested output and errors
     #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = EVERYWHERE)]
     quiet: bool,
-    /// Print each file to stderr; twice: each tensor
+    /// Print details, such as each file, to stderr; twice: each tensor
     #[arg(short, long, global = true, action = ArgAction::Count, help_heading = EVERYWHERE)]
     verbose: u8,
 }

@@ -33,7 +33,9 @@ pub fn nothing_compressed(tensors: &[TensorReport], auxiliary: &str) -> Option<R
             "--exclude matches every tensor that could be compressed; `unweight plan` lists the names"
         }
         Some(RawReason::PlanFile) => "the rules of --plan keep every tensor raw",
-        Some(RawReason::Scope) => "a wider --scope covers more: linear, or all",
+        Some(RawReason::Scope) => {
+            "a wider --scope may cover more (linear, or all); `unweight plan` lists the reason for each tensor"
+        }
         _ => "`unweight plan` lists the reason for each tensor",
     };
     let text =

@@ -50,7 +50,7 @@ pub struct Serve {
     /// Time limit per request in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Server")]
     timeout: u64,
-    /// Seconds for running requests to finish after SIGINT or SIGTERM
+    /// Seconds for running requests to finish after a signal
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
     grace: u64,
     /// Maximum concurrent sequences, 1 to 1024

@@ -30,7 +30,9 @@ const MEMORY_MIN: u64 = 1 << 20;
 #[cfg(feature = "gpu")]
 pub fn memory(text: &str) -> Result<u64, String> {
     match parse(text)? {
-        bytes if bytes < MEMORY_MIN => Err(format!("'{text}' is {bytes} bytes; write the unit, such as 24G")),
+        bytes if bytes < MEMORY_MIN => {
+            Err(format!("'{text}' is {bytes} bytes, too little for a model; write a size such as 24G"))
+        }
         bytes => Ok(bytes),
     }
 }

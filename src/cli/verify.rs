@@ -86,7 +86,7 @@ impl Verify {
             problems => Err(Failure::mismatch(
                 "bundle-damaged",
                 format!("{}: {}", self.bundle.display(), count(problems)),
-                next_step(&report.problems),
+                next_step(&report.problems, self.quick),
             )
             .reported()),
         }
@@ -94,9 +94,12 @@ impl Verify {
 }
 
 /// Returns the next step for the problems of a bundle.
-fn next_step(problems: &[Problem]) -> &'static str {
+fn next_step(problems: &[Problem], is_quick: bool) -> &'static str {
     let all = |of: fn(&Problem) -> bool| problems.iter().filter(|problem| !problem.in_source).all(of);
-    if all(|problem| problem.is_extra) {
+    if is_quick && all(|problem| problem.is_extra) {
+        "move the extra files named above, or finish the run that left them; `unweight verify` without --quick checks the \
+         weights"
+    } else if all(|problem| problem.is_extra) {
         "the files of the bundle are undamaged: move the extra files named above, or finish the run that left them"
     } else if all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {
         "the files of the bundle are undamaged: `unweight kernels detach` removes the attached kernels"

@@ -16,7 +16,7 @@ pub enum TextError {
     },
     /// The model has no chat template.
     #[error(
-        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); is it a base model?"
+        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); leave out --chat, or use an instruction-tuned model"
     )]
     NoTemplate,
     /// The template rejected the messages.

@@ -352,7 +352,8 @@ fn body_size_is_limited() {
 #[test]
 fn stop_finishes_running_requests() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
-        let server = Server::start(&mut command(&["--context", "4096"]));
+        // A busy machine may need more than the default of 30 s.
+        let server = Server::start(&mut command(&["--context", "4096", "--grace", "600"]));
         let mut stream = stream_of(&server, 300);
         server.signal(signal);
         let mut answer = String::new();

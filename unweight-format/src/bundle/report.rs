@@ -20,7 +20,7 @@ pub struct TensorReport {
     pub dtype: String,
     /// Shape of the tensor.
     pub shape: Vec<usize>,
-    /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents` or `rans`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
     /// Why it is raw, or has another encoding than requested.
@@ -66,7 +66,7 @@ pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EncodingTotal {
-    /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents` or `rans`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
     /// Number of tensors.

@@ -50,7 +50,7 @@ impl Library {
     /// Features that are unavailable without the library.
     pub const fn disables(self) -> &'static str {
         match self {
-            Library::Driver => "everything on the GPU; compressing and decompressing on the CPU work",
+            Library::Driver => "everything on the GPU; compression and decompression on the CPU still work",
             Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
             Library::CublasLt | Library::Cublas => {
                 "the matmul of raw tensors, the faster route above batch 64 on GPUs other than Hopper, and the BF16 \
