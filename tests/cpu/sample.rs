@@ -174,6 +174,12 @@ fn specs(adjusted: bool) -> Vec<VariantSpec> {
     catalog::of::<SampleSpec>().filter(|spec| matches!(spec.op, Op::Sample(op) if op.adjusted == adjusted)).collect()
 }
 
+/// Returns the step between the rows of a run, each of which takes up to seconds in the simulator: every one of `step`
+/// rows with `UNWEIGHT_TEST_ALL`, otherwise a fourth of those.
+fn thinned(step: usize) -> usize {
+    if std::env::var_os("UNWEIGHT_TEST_ALL").is_some() { step } else { 4 * step }
+}
+
 #[test]
 fn tokens_match_the_reference() {
     let specs = specs(false);
@@ -188,8 +194,9 @@ fn tokens_match_the_reference() {
             if dependent && vocabulary != 63 {
                 continue;
             }
-            for rows in [batch(vocabulary), edges(vocabulary)] {
-                let some = rows.iter().skip(i / 2 % 4).step_by(if single { 1 } else { 4 });
+            let step = if single { 1 } else { 4 };
+            for (rows, step) in [(batch(vocabulary), thinned(step)), (edges(vocabulary), step)] {
+                let some = rows.iter().skip(i / 2 % 4).step_by(step);
                 let rows = some.cloned().collect::<Vec<_>>();
                 check(&mut kernel, spec, &rows).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
             }
@@ -417,8 +424,7 @@ fn adjusted_tokens_match_the_reference() {
                 continue;
             }
             let rows = adjusted_batch(vocabulary);
-            // A large vocabulary takes seconds per row.
-            let step = if single && vocabulary < 1000 { 1 } else { 5 };
+            let step = thinned(if single && vocabulary < 1000 { 1 } else { 5 });
             let some = rows.into_iter().skip(i / 2 % 4).step_by(step);
             let wrong = check_adjusted(&mut kernel, spec, some.collect());
             wrong.unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));

@@ -347,16 +347,16 @@ fn the_catalogue_compiles_to_its_plans() {
         specs.retain(|spec| is_worst(spec) && blocks.insert(block(spec)));
         let left_out = all.iter().find(|spec| !blocks.contains(&block(spec)));
         assert_eq!(left_out, None, "no variant with the most registers was compiled for this block size");
-        // The first of each family, and each third after it.
+        // The first of each family, and each eighth after it.
         let mut blocks_of = BTreeMap::new();
         specs.retain(|spec| {
             let count = blocks_of.entry(spec.op.family()).or_insert(0);
             *count += 1;
-            *count % 3 == 1
+            *count % 8 == 1
         });
         assert_eq!(blocks_of.len(), FAMILIES.len());
     }
-    assert!(specs.len() > 50, "{} variants", specs.len());
+    assert!(specs.len() > 30, "{} variants", specs.len());
     let requests: Vec<CompileRequest> = specs
         .iter()
         .map(|spec| CompileRequest::render(spec).unwrap_or_else(|error| panic!("{spec}: {error}")))
@@ -385,7 +385,7 @@ fn the_catalogue_compiles_to_its_plans() {
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
 }
 
-/// Whether to compile every variant (ten minutes on two cores) or only the most demanding one of each third block. Set
+/// Whether to compile every variant (ten minutes on two cores) or only the most demanding one of each eighth block. Set
 /// `UNWEIGHT_TEST_ALL` after a change of a kernel, the generator or NVRTC.
 fn whole_catalogue() -> bool {
     std::env::var_os("UNWEIGHT_TEST_ALL").is_some()
@@ -452,13 +452,14 @@ fn stands_for(spec: &VariantSpec) -> VariantSpec {
 
 /// Variants for other architectures compile to their plans without spills: each block as its most demanding variant
 /// (for large families only with `UNWEIGHT_TEST_ALL`), and on the oldest and the newest data-center architecture one of
-/// each family, batch tile, output format and KV cache. No such device was available, so this is their only test.
+/// each family (with `UNWEIGHT_TEST_ALL`: and batch tile, output format and KV cache). No such device was available, so this is their only test.
 #[test]
 fn other_architectures_compile_to_their_plans() {
     let others = || Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a);
     let (mut specs, mut blocks, mut kinds) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
     for spec in others().flat_map(|arch| catalog::all(arch).into_iter().rev()).filter(is_worst) {
         let kind = match spec.op {
+            _ if !whole_catalogue() => 0,
             Op::GemmMma(op) => op.batch_tile.get(),
             Op::DecodeHuffman(op) => op.output as u32,
             Op::Attention(op) => 2 * op.step as u32 + op.cache as u32,
