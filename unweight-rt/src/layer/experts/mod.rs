@@ -91,12 +91,12 @@ pub struct Experts {
 /// # use unweight_codegen::spec::Arch;
 /// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
-/// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul".to_owned()));
+/// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r3w4p2_pdl_silu_mul".to_owned()));
 /// assert_eq!(names.len(), 3 + 2 * 2 * 4);
 /// ```
 pub fn variants(arch: Arch) -> Vec<VariantSpec> {
     let routes = RouteStage::ALL.iter().map(|stage| route::variant(arch, *stage));
-    let shapes = [false, true].into_iter().flat_map(|bf16| GemmGroupedSpec::shapes(arch, bf16));
+    let shapes = [false, true].into_iter().flat_map(GemmGroupedSpec::shapes);
     let products = shapes.flat_map(|shape| {
         [Epilogue::SiluMul, Epilogue::Store].map(|epilogue| gemm_grouped::variant(arch, *shape, epilogue))
     });
@@ -203,7 +203,7 @@ impl Experts {
         let arch = kernels.device().info().arch;
         kernels.prepare(&variants(arch), &|_| {})?;
         let mut products = Vec::new();
-        let shapes = |weights: &ExpertWeights| GemmGroupedSpec::shapes(arch, weights.is_bf16());
+        let shapes = |weights: &ExpertWeights| GemmGroupedSpec::shapes(weights.is_bf16());
         // Both lists have the same batch tiles in the same order.
         for (upper, lower) in shapes(&gate_up).iter().zip(shapes(&down)) {
             let product = |shape: &GemmGroupedSpec, epilogue| GroupedGemm::of(kernels, *shape, epilogue);
