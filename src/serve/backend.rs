@@ -2,7 +2,9 @@
 
 use std::error::Error;
 
-use unweight_engine::{AdmissionError, DraftCounts, Engine, EngineError, Event, KvCache, Request, SeqId};
+use unweight_engine::{
+    AdmissionError, DraftCounts, Engine, EngineError, Event, ExpertTraffic, KvCache, Request, SeqId,
+};
 
 /// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
@@ -58,7 +60,7 @@ pub struct Limits {
 }
 
 /// The current load of a [`Backend`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Load {
     /// Sequences that have a row.
     pub running: usize,
@@ -74,6 +76,8 @@ pub struct Load {
     pub shared_prompt_tokens: u64,
     /// Counts of drafted and accepted tokens.
     pub drafts: DraftCounts,
+    /// Experts fetched from host memory; `None` if the device holds all.
+    pub experts: Option<ExpertTraffic>,
 }
 
 impl Backend for Engine {
@@ -103,6 +107,7 @@ impl Backend for Engine {
             preempted: self.preempted(),
             shared_prompt_tokens: self.shared_prompt_tokens(),
             drafts: self.draft_counts(),
+            experts: self.last_expert_traffic(),
         }
     }
 

@@ -287,6 +287,7 @@ impl Backend for CpuReference {
             preempted: schedule.preempted(),
             shared_prompt_tokens: schedule.shared_prompt_tokens(),
             drafts: schedule.draft_counts(),
+            experts: None,
         }
     }
 

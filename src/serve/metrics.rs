@@ -13,6 +13,8 @@ use std::{
     time::Duration,
 };
 
+use unweight_engine::ExpertTraffic;
+
 use super::backend::{Limits, Load};
 
 /// Upper bounds of the buckets for the time to the first token, seconds.
@@ -76,6 +78,8 @@ pub(super) struct Metrics {
     shared_prompt_tokens: AtomicU64,
     drafted: AtomicU64,
     accepted: AtomicU64,
+    /// `None` until experts are fetched from host memory.
+    experts: Mutex<Option<ExpertTraffic>>,
     /// Tokens of accepted prompts.
     pub prompt_tokens: AtomicU64,
     /// Generated tokens.
@@ -100,6 +104,7 @@ impl Metrics {
             shared_prompt_tokens: AtomicU64::new(0),
             drafted: AtomicU64::new(0),
             accepted: AtomicU64::new(0),
+            experts: Mutex::default(),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
@@ -123,6 +128,7 @@ impl Metrics {
         self.shared_prompt_tokens.store(load.shared_prompt_tokens, Release);
         self.drafted.store(load.drafts.drafted, Release);
         self.accepted.store(load.drafts.accepted, Release);
+        *self.experts.lock().unwrap_or_else(PoisonError::into_inner) = load.experts;
         self.running.store(load.running as u64, Release);
         self.waiting.store(load.waiting as u64, Release);
     }
@@ -180,10 +186,31 @@ impl Metrics {
             head(&mut out, &name, help, kind);
             line(&mut out, format_args!("{name} {value}"));
         }
+        let experts = *self.experts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(experts) = experts {
+            write_experts(&mut out, &experts);
+        }
         let help = "From the arrival of a request to the first token of each of its sequences.";
         self.first_token.write(&mut out, "unweight_time_to_first_token_seconds", help);
         self.step.write(&mut out, "unweight_step_seconds", "Steps of the engine, prefills included.");
         out
+    }
+}
+
+/// Writes the counts of fetched experts.
+fn write_experts(out: &mut String, experts: &ExpertTraffic) {
+    for (name, help, value) in [
+        ("hits", "Chosen experts that were on the GPU or on their way.", experts.hits as f64),
+        ("misses", "Chosen experts that were fetched from host memory.", experts.misses as f64),
+        ("prefetched", "Experts fetched before they were chosen.", experts.prefetched as f64),
+        ("prefetch_hits", "Prefetched experts that were then chosen.", experts.prefetch_hits as f64),
+        ("fetched_bytes", "Bytes of experts fetched from host memory.", experts.bytes as f64),
+        ("stalls", "Times that products waited for experts.", experts.stalls as f64),
+        ("stalled_seconds", "Duration of these waits.", experts.stalled_us / 1e6),
+    ] {
+        let name = format!("unweight_expert_{name}_total");
+        head(out, &name, help, "counter");
+        line(out, format_args!("{name} {value}"));
     }
 }
 
@@ -207,7 +234,10 @@ mod tests {
         let metrics = Metrics::new();
         let mut drafts = DraftCounts::default();
         (drafts.drafted, drafts.accepted) = (70, 50);
-        metrics.load(Load {
+        let mut experts = ExpertTraffic::default();
+        (experts.hits, experts.misses, experts.bytes, experts.stalled_us) = (900, 40, 280_000_000, 1500.0);
+        (experts.prefetched, experts.prefetch_hits, experts.stalls) = (20, 15, 30);
+        let load = Load {
             running: 2,
             waiting: 1,
             free_pages: 30,
@@ -215,7 +245,9 @@ mod tests {
             preempted: 5,
             shared_prompt_tokens: 128,
             drafts,
-        });
+            experts: None,
+        };
+        metrics.load(load);
         let text = |kv_cache, units| {
             let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
             let (max_batch, context, pages) = (4, 4096, 100);
@@ -223,8 +255,17 @@ mod tests {
                 Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, vocab: 9, eos };
             metrics.text(&limits, 3072)
         };
+        assert!(!text(KvCache::Packed, 512).contains("unweight_expert"), "all experts are on the GPU");
+        metrics.load(Load { experts: Some(experts), ..load });
         let packed = text(KvCache::Packed, 512);
         for line in [
+            "unweight_expert_hits_total 900",
+            "unweight_expert_misses_total 40",
+            "unweight_expert_prefetched_total 20",
+            "unweight_expert_prefetch_hits_total 15",
+            "unweight_expert_fetched_bytes_total 280000000",
+            "unweight_expert_stalls_total 30",
+            "unweight_expert_stalled_seconds_total 0.0015",
             "unweight_kv_cache_info{kv_cache=\"packed\"} 1",
             "unweight_body_bytes 3072",
             "unweight_kv_pages 100",

@@ -616,7 +616,7 @@ fn experts_that_cannot_be_packed_follow_the_reference() {
             }
         }
         let traffic = fetching.expert_traffic().unwrap().expect("experts were fetched");
-        assert_eq!(traffic.bytes, traffic.misses * config.expert_bytes(Placement::Bf16));
+        assert_eq!(traffic.bytes, (traffic.misses + traffic.prefetched) * config.expert_bytes(Placement::Bf16));
     }
 }
 
@@ -686,8 +686,11 @@ fn offloaded_experts_give_the_same_tokens() {
             assert!(generated.1 == expected.1, "{name}, {resident} of {experts} experts: other logits");
             let traffic = engine.expert_traffic().unwrap().expect("experts were fetched");
             println!("{name}, {resident} of {experts}: {traffic}");
-            assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Placement::Packed));
+            let copied = traffic.misses + traffic.prefetched;
+            assert_eq!(traffic.bytes, copied * engine.config().expert_bytes(Placement::Packed));
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
+            assert!(traffic.prefetched > 0 && traffic.prefetch_hits <= traffic.prefetched, "{traffic}");
+            assert_eq!(engine.last_expert_traffic(), Some(traffic));
             // Repeat with all slots overwritten.
             engine.poison_experts(0x5a).unwrap();
             assert!(

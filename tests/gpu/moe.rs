@@ -445,6 +445,78 @@ fn repeated_expert_fetches_keep_every_row_correct() {
     }
 }
 
+/// Prefetched experts change no bits: with right guesses, and with wrong ones, which end after a while. Every expert of
+/// a batch may be missing, and slots may be fewer than the experts of one token.
+#[test]
+#[ignore = "needs a GPU"]
+fn prefetched_experts_give_the_same_bits() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let case = Case::new(32, 192, 128, 41);
+    let all = case.load(kernels, &stream);
+    let mut rng = Random::new(42);
+    for slots in [1, 3, 12, 31] {
+        for right in [true, false] {
+            // Two layers with the same weights, as a model has several.
+            let layers = [0, 1].map(|_| case.offload(kernels, &stream, slots));
+            let mut fetcher = Fetcher::new(&stream, case.shape, TOKENS as u32, 4).unwrap();
+            let mut ctx = context(&stream);
+            ctx.reserve(layers[0].context_size(64, 4)).unwrap();
+            let mut skipped = 0;
+            for step in 0..150 {
+                let tokens = if right { [1, 1, 3, 40][step % 4] } else { [1, 1, 3, 2][step % 4] };
+                let routing = Routing::random(&mut rng, tokens, 32, 4);
+                let expected = run(&case, &all, &stream, &routing, 0, None);
+                let (ids, weights) = routing.upload(&stream);
+                let logits = guess(&stream, &routing, right);
+                let x = DeviceMatrix::from_host(&stream, tokens as u32, 192, &case.x[..tokens * 192]).unwrap();
+                for layer in 0..2 {
+                    let mut y = DeviceMatrix::zeroed(&stream, tokens as u32, 192).unwrap();
+                    poison(&stream, &mut y);
+                    fetcher.begin(&stream, &ids, tokens * 4).unwrap();
+                    // Nothing follows the last layer.
+                    let predicts = layer == 0 && fetcher.predicts(tokens as u32);
+                    if predicts {
+                        let choice = RouterConfig { top_k: 4, normalized: true, rounded: false };
+                        layers[1].predict(&stream, logits.view(), choice, &mut fetcher).unwrap();
+                    }
+                    skipped += u32::from(layer == 0 && !predicts);
+                    let routed = Routed { ids: &ids, weights: &weights, top_k: 4 };
+                    layers[layer].enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false).unwrap();
+                    layers[1].prefetch(&mut fetcher).unwrap();
+                    let same = y.to_host(&stream).unwrap() == expected;
+                    assert!(same, "{slots} slots, right {right}, step {step}, layer {layer}: other bits");
+                }
+            }
+            let traffic = fetcher.traffic().unwrap();
+            println!("{slots} slots, right {right}: {traffic}, {skipped} skipped");
+            let each = layers[0].host_bytes() / 32;
+            assert_eq!(traffic.bytes, (traffic.misses + traffic.prefetched) * each);
+            assert!(traffic.prefetched > 0, "{traffic}");
+            match right {
+                // Tokens with an id that is not an expert have a wrong guess.
+                true => assert!(traffic.prefetch_hits > traffic.prefetched / 2, "{traffic}"),
+                false => assert!(traffic.prefetch_hits == 0 && (skipped > 90 || slots > 12), "{traffic}, {skipped}"),
+            }
+        }
+    }
+}
+
+/// Logits of a router that choose the experts of the first tokens of a routing, or experts that no token has.
+fn guess(stream: &Stream, routing: &Routing, right: bool) -> DeviceMatrix {
+    let tokens = routing.tokens();
+    let mut logits = vec![bf16(-1.0); tokens * 32];
+    for (token, ids) in routing.ids.chunks(routing.top_k as usize).enumerate() {
+        for id in (0..32u32).filter(|id| match right {
+            true => ids.contains(id),
+            false => !routing.ids.contains(id),
+        }) {
+            logits[token * 32 + id as usize] = bf16(1.0);
+        }
+    }
+    DeviceMatrix::from_host(stream, tokens as u32, 32, &logits).unwrap()
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn invalid_expert_fetches_are_rejected() {

@@ -10,7 +10,11 @@ use std::{fmt, time::Instant};
 use serde::Serialize;
 use unweight_engine::{
     Engine, EngineError, EngineOptions, ExpertTraffic, KvCache, LoadProgress, Memory, Placement, Plan, Request,
-    raw::{RandomStored, measure::StepPhase, options::MAX_BATCH},
+    raw::{
+        RandomStored,
+        measure::{Routing, StepPhase},
+        options::MAX_BATCH,
+    },
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
@@ -54,6 +58,8 @@ options! {
         kv_cache: Option<KvCache> = None,
         /// Maximum number of experts per layer in device memory; null: all.
         resident_experts: Option<u32> = None,
+        /// Which experts tokens choose, if not all experts are in device memory.
+        routing: Routing = Routing::Model,
         /// Measured settings of pipelines.
         #[serde(skip)]
         plan: Plan = Plan::default(),
@@ -248,6 +254,7 @@ pub fn bench_decode(
         };
         let Memory { weights, cache, working, host: host_bytes, kv_cache, token, .. } = *engine.memory();
         let placement = engine.options().placement.unwrap_or_default();
+        engine.measure().set_routing(options.routing);
         progress(&format!("{placement}: loaded in {load_s:.1} s, {}", engine.memory()));
         let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
         engines.push(EngineRow {
@@ -476,12 +483,16 @@ impl fmt::Display for DecodeReport {
         if self.rows.iter().any(|row| row.experts.is_some()) {
             writeln!(
                 f,
-                "\n| batch | placement | hits | misses | GB fetched | waits | ms waited |\n|---|---|---|---|---|---|---|"
+                "\n| batch | placement | hits | misses | prefetched | of these used | GB fetched | waits | ms waited |\n|---|---|---|---|---|---|---|---|---|"
             )?;
             for StepRow { batch, placement, experts, .. } in &self.rows {
-                let Some(ExpertTraffic { hits, misses, bytes, stalls, stalled_us, .. }) = experts else { continue };
+                let Some(traffic) = experts else { continue };
+                let ExpertTraffic { hits, misses, prefetched, prefetch_hits, bytes, stalls, stalled_us, .. } = traffic;
                 let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
-                writeln!(f, "| {batch} | {placement} | {hits} | {misses} | {gb:.2} | {stalls} | {ms:.1} |")?;
+                writeln!(
+                    f,
+                    "| {batch} | {placement} | {hits} | {misses} | {prefetched} | {prefetch_hits} | {gb:.2} | {stalls} | {ms:.1} |"
+                )?;
             }
         }
         if self.parts.is_empty() {

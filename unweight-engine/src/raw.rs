@@ -9,7 +9,10 @@ pub use crate::attention::decode_variant;
 /// Measures steps of an engine: [`Engine::measure`](crate::Engine::measure).
 pub mod measure {
     #[doc(inline)]
-    pub use crate::{engine::measure::*, forward::StepPhase};
+    pub use crate::{
+        engine::{measure::*, routing::Routing},
+        forward::StepPhase,
+    };
 }
 
 /// Computes the bytes of an engine on the device before anything is allocated.

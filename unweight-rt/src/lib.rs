@@ -75,7 +75,7 @@ pub mod experts {
             build::{ExpertPart, FillExperts},
             experts::{
                 Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
-                offload::{ExpertTraffic, Fetcher, OffloadedExperts},
+                offload::{ExpertTraffic, Fetcher, OffloadedExperts, ReplaceRouting},
             },
             loader::ExpertTensors,
         },

@@ -22,7 +22,7 @@ use unweight_bench::{
     StressOptions, Timing,
 };
 use unweight_codegen::VariantSpec;
-use unweight_engine::EngineOptions;
+use unweight_engine::{EngineOptions, raw::measure::Routing};
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::Geometry;
 use unweight_rt::{Device, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
@@ -216,6 +216,10 @@ struct DecodeBench {
     /// Leave out the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
+    /// Experts that tokens choose, with --resident-experts: those of the routers, or random ones, equally likely or with
+    /// Zipf shares. Only with model, experts are prefetched
+    #[arg(long, value_name = "ROUTING", default_value = "model", value_parser = routing)]
+    routing: Routing,
     /// Profile of the MLPs of --geometry, with --placement stored or alternate
     #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = profile)]
     profile: Profile,
@@ -416,6 +420,7 @@ impl Bench {
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
                     .resident_experts(arguments.engine.resident_experts)
+                    .routing(arguments.routing)
                     .placement(arguments.engine.placement.0)
                     .kv_cache(arguments.engine.kv_cache.0);
                 if !arguments.batch.is_empty() {
@@ -610,6 +615,11 @@ impl KernelsBench {
 
 fn geometry(text: &str) -> std::result::Result<Geometry, String> {
     Geometry::named(text).map_err(|error| error.to_string())
+}
+
+fn routing(text: &str) -> std::result::Result<Routing, String> {
+    let named = Routing::ALL.iter().find(|routing| routing.name() == text);
+    named.copied().ok_or_else(|| format!("'{text}': expected model, uniform or zipf"))
 }
 
 fn shape(text: &str) -> std::result::Result<(u32, u32), String> {

@@ -4,7 +4,7 @@ use unweight_format::testing::Weights as Kind;
 use unweight_model::SampleParams;
 use unweight_rt::{DeviceError, DeviceMatrix, Graph, MatrixMut, Stream};
 
-use super::Engine;
+use super::{Engine, routing::Routing};
 use crate::{
     error::EngineError,
     forward::{Forward, RowState, StepPhase},
@@ -56,6 +56,15 @@ impl Measure<'_> {
         let filled = fill(&mut engine.forward, batch, context, &pages);
         engine.fail_on_error(filled)?;
         Ok(pages)
+    }
+
+    /// Sets the routing decisions of all later steps, if some experts are in host memory; otherwise the model's own are
+    /// used. Experts are not prefetched unless the routing is that of the model.
+    pub fn set_routing(&mut self, routing: Routing) {
+        let config = &self.engine.config;
+        let decisions =
+            config.mixture.and_then(|mixture| routing.decisions(config.layers, mixture.experts, mixture.top_k));
+        self.engine.forward.replace_routing(decisions);
     }
 
     /// Enqueues one step of the batch that [`Measure::prepare`] prepared last.

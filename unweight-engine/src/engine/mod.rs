@@ -6,6 +6,7 @@ mod logits;
 pub mod measure;
 #[cfg(feature = "pipelines")]
 pub mod objective;
+pub(crate) mod routing;
 mod stepper;
 
 use std::{collections::VecDeque, fmt, mem};
@@ -118,6 +119,11 @@ impl Engine {
         self.check_alive()?;
         let traffic = self.forward.expert_traffic();
         self.fail_on_error(traffic)
+    }
+
+    /// The counts of [`Engine::expert_traffic`] up to the last step whose result was read. Does not wait.
+    pub fn last_expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.forward.last_expert_traffic()
     }
 
     /// The layers whose experts run as BF16, in one product or in both, because they cannot be packed, ascending; and

@@ -24,7 +24,7 @@ use unweight_codegen::spec::Epilogue;
 use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, SoftCaps};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
-    experts::{ExpertTraffic, Fetcher, Routed, RouterConfig},
+    experts::{ExpertTraffic, Fetcher, OffloadedExperts, ReplaceRouting, Routed, RouterConfig},
     raw::ops::kv::PAD_POSITION,
 };
 
@@ -153,6 +153,9 @@ fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Matr
 /// Whether a product is added to its output, or overwrites it.
 const ADDS: bool = true;
 const STORES: bool = false;
+
+/// The router of a layer with its experts.
+type RoutedExperts<'a> = (&'a Linear, &'a MixtureExperts);
 
 /// Elements from one row of a router's logits to the next: rows start at multiples of 16 bytes.
 fn router_pitch(mixture: Mixture) -> u32 {
@@ -371,7 +374,7 @@ impl Forward {
             if filter.has(StepPhase::Attention) {
                 self.enqueue_attention(layer, index, rows)?;
             }
-            self.enqueue_after_attention(layer, rows, filter)?;
+            self.enqueue_after_attention((layer, weights.layers.get(index + 1)), rows, filter)?;
         }
         self.enqueue_head(weights, 0, rows, filter)?;
         if filter.has(StepPhase::Sample) { self.enqueue_sample(rows) } else { Ok(()) }
@@ -426,7 +429,7 @@ impl Forward {
             self.enqueue_qkv(layer, rows)?;
             self.enqueue_rope_and_store(layer, index, start, rows)?;
             self.enqueue_chunk_attention(index, start, rows)?;
-            self.enqueue_after_attention(layer, rows, AllPhases)?;
+            self.enqueue_after_attention((layer, weights.layers.get(index + 1)), rows, AllPhases)?;
         }
         Ok(())
     }
@@ -514,10 +517,11 @@ impl Forward {
         Ok(())
     }
 
-    /// Enqueues what follows attention in a layer: the output projection and the MLP.
+    /// Enqueues what follows attention in a layer: the output projection and the MLP. Experts of the `next` layer may be
+    /// prefetched.
     pub(crate) fn enqueue_after_attention(
         &mut self,
-        layer: &Layer,
+        (layer, next): (&Layer, Option<&Layer>),
         rows: u32,
         filter: impl PhaseFilter,
     ) -> Result<(), DeviceError> {
@@ -528,9 +532,10 @@ impl Forward {
         if filter.has(StepPhase::Norm) {
             self.enqueue_input_norm(&layer.post_norm, rows)?;
         }
-        if let (Some((router, experts)), Some(mixture)) = (layer.mlp.mixture(), self.shape.mixture) {
+        if let (Some(experts), Some(mixture)) = (layer.mlp.mixture(), self.shape.mixture) {
+            let next = next.and_then(|next| next.mlp.mixture());
             return match filter.has(StepPhase::GateUp) {
-                true => self.enqueue_mixture(router, experts, mixture, rows),
+                true => self.enqueue_mixture((experts, next), mixture, rows),
                 false => Ok(()),
             };
         }
@@ -593,8 +598,7 @@ impl Forward {
     /// Enqueues the experts that a router chooses; their output is added to the residual stream.
     fn enqueue_mixture(
         &mut self,
-        router: &Linear,
-        experts: &MixtureExperts,
+        ((router, experts), next): (RoutedExperts<'_>, Option<RoutedExperts<'_>>),
         mixture: Mixture,
         rows: u32,
     ) -> Result<(), DeviceError> {
@@ -608,23 +612,57 @@ impl Forward {
         if rows == 0 {
             return Ok(());
         }
-        let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
         let choice = RouterConfig { top_k, normalized, rounded };
-        let (ids, shares, ctx) = (&mut self.experts, &mut self.shares, &mut self.ctx);
-        let y = view_mut(&mut self.hidden, rows, hidden)?;
-        match (experts, &mut self.fetcher) {
-            (MixtureExperts::OnDevice(experts), _) => {
+        match experts {
+            MixtureExperts::OnDevice(experts) => {
+                let (ids, shares, ctx) = (&mut self.experts, &mut self.shares, &mut self.ctx);
                 experts.choose(ctx.stream(), logits, choice, ids, shares)?;
+                let (x, y) = (view(&self.normed, rows, hidden)?, view_mut(&mut self.hidden, rows, hidden)?);
                 experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, ADDS)
             }
-            (MixtureExperts::Offloaded(experts), Some(fetcher)) => {
-                experts.choose(ctx.stream(), logits, choice, ids, shares)?;
-                experts.enqueue(ctx, fetcher, x, Routed { ids, weights: shares, top_k }, y, ADDS)
+            MixtureExperts::Offloaded(experts) => {
+                let (ids, shares, stream) = (&mut self.experts, &mut self.shares, self.ctx.stream());
+                experts.choose(stream, logits, choice, ids, shares)?;
+                self.enqueue_offloaded((experts, next), choice, rows)
             }
-            (MixtureExperts::Offloaded(_), None) => {
-                Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into())
-            }
+        }
+    }
+
+    /// Enqueues offloaded experts, whose routing decision was enqueued, and prefetches experts of the next layer.
+    fn enqueue_offloaded(
+        &mut self,
+        (experts, next): (&OffloadedExperts, Option<RoutedExperts<'_>>),
+        choice: RouterConfig,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
+        let Some(fetcher) = &mut self.fetcher else {
+            return Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into());
+        };
+        let (hidden, top_k) = (self.shape.hidden, choice.top_k);
+        fetcher.begin(self.ctx.stream(), &self.experts, rows as usize * top_k as usize)?;
+        let next = match next {
+            Some((router, MixtureExperts::Offloaded(next))) if fetcher.predicts(rows) => Some((router, next)),
+            _ => None,
+        };
+        if let Some((router, next)) = next {
+            let (experts, pitch) = (next.shape().experts, self.shape.mixture.map_or(0, router_pitch).into());
+            // The logits of this layer were read by its choice.
+            let logits = MatrixMut::new(&mut self.router, rows, experts, pitch)?;
+            router.enqueue(&mut self.ctx, view(&self.normed, rows, hidden)?, logits, Epilogue::Store)?;
+            let logits = MatrixRef::new(&self.router, rows, experts, pitch)?;
+            next.predict(self.ctx.stream(), logits, choice, fetcher)?;
+        }
+        let routed = Routed { ids: &self.experts, weights: &self.shares, top_k };
+        let (x, y) = (view(&self.normed, rows, hidden)?, view_mut(&mut self.hidden, rows, hidden)?);
+        experts.enqueue(&mut self.ctx, fetcher, x, routed, y, ADDS)?;
+        next.map_or(Ok(()), |(_, next)| next.prefetch(fetcher))
+    }
+
+    /// Replaces the routing decisions of offloaded experts.
+    pub(crate) fn replace_routing(&mut self, replace: Option<ReplaceRouting>) {
+        if let Some(fetcher) = &mut self.fetcher {
+            fetcher.replace_routing(replace);
         }
     }
 
@@ -634,6 +672,11 @@ impl Forward {
     /// [`DeviceError`] if the driver fails.
     pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, DeviceError> {
         self.fetcher.as_mut().map(Fetcher::traffic).transpose()
+    }
+
+    /// Returns the cost of fetching experts without waiting: the durations of recent waits are not included.
+    pub fn last_expert_traffic(&self) -> Option<ExpertTraffic> {
+        self.fetcher.as_ref().map(Fetcher::last_traffic)
     }
 
     /// Enqueues the logits of `rows` rows of the residual stream, from `first` on.

@@ -354,12 +354,14 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
             forward.enqueue_rope_and_store(of(layer)?, layer as usize, start, rows)?;
             forward.enqueue_chunk_attention(layer as usize, start, rows)
         }
-        (Job::Output { layer }, _) => forward.enqueue_after_attention(of(layer)?, rows, Only(&[StepPhase::Output])),
+        (Job::Output { layer }, _) => {
+            forward.enqueue_after_attention((of(layer)?, None), rows, Only(&[StepPhase::Output]))
+        }
         (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
             Err(LaunchError::Source { takes: "a merged gate and up", got: "weights of another pipeline" }.into())
         }
         (Job::GateUp { layer }, _) => {
-            forward.enqueue_after_attention(of(layer)?, rows, Only(&[StepPhase::GateUp, StepPhase::Activation]))
+            forward.enqueue_after_attention((of(layer)?, None), rows, Only(&[StepPhase::GateUp, StepPhase::Activation]))
         }
         (Job::Activate { .. }, _) => {
             let Mlp { ctx, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;

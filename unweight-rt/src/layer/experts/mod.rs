@@ -355,25 +355,49 @@ impl Experts {
         check().or_else(|refusal| self.router.refuse(refusal))
     }
 
+    /// Returns the products with the batch tile of a run: of gate and up, and of down.
+    fn products(&self, run: &Run) -> Result<&[GroupedGemm; 2], DeviceError> {
+        match self.products.iter().find(|(rows, _)| *rows == run.tile) {
+            Some((_, products)) => Ok(products),
+            None => self.router.refuse(LaunchError::Family { wanted: "a grouped matmul with this batch tile" }),
+        }
+    }
+
     /// Enqueues both products of a list's items.
     ///
     /// # Safety
     /// The operands of the run were checked, and the lists name its pairs and experts of these weights; all memory
     /// stays allocated until the work is done.
-    pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
-        let ExpertsShape { hidden, intermediate, .. } = self.shape;
-        let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
-            return self.router.refuse(LaunchError::Family { wanted: "a grouped matmul with this batch tile" });
-        };
-        let (x, x_row_bytes) = run.x;
-        let first = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
-        let gated_row_bytes = 2 * u64::from(intermediate);
-        let second = Rows { x: run.gated, x_row_bytes: gated_row_bytes, y: run.route.products, pairs_per_row: 1 };
+    unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe {
-            gate_up.launch(stream, &self.gate_up, [2 * intermediate, hidden], lists, first)?;
-            down.launch(stream, &self.down, [hidden, intermediate], lists, second)
+            self.multiply_gate_up(stream, run, lists)?;
+            self.multiply_down(stream, run, lists)
         }
+    }
+
+    /// Enqueues the product of gate and up of a list's items, with its activation.
+    ///
+    /// # Safety
+    /// As for [`Experts::multiply`].
+    pub(super) unsafe fn multiply_gate_up(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+        let ExpertsShape { hidden, intermediate, .. } = self.shape;
+        let (x, x_row_bytes) = run.x;
+        let rows = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
+        // SAFETY: the caller's promise.
+        unsafe { self.products(run)?[0].launch(stream, &self.gate_up, [2 * intermediate, hidden], lists, rows) }
+    }
+
+    /// Enqueues the product of down of a list's items, after [`Experts::multiply_gate_up`].
+    ///
+    /// # Safety
+    /// As for [`Experts::multiply`].
+    pub(super) unsafe fn multiply_down(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+        let ExpertsShape { hidden, intermediate, .. } = self.shape;
+        let x_row_bytes = 2 * u64::from(intermediate);
+        let rows = Rows { x: run.gated, x_row_bytes, y: run.route.products, pairs_per_row: 1 };
+        // SAFETY: the caller's promise.
+        unsafe { self.products(run)?[1].launch(stream, &self.down, [hidden, intermediate], lists, rows) }
     }
 }
 

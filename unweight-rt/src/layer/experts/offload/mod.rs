@@ -4,6 +4,7 @@
 //! ```text
 //! ids --to the host--> slots: hits, misses, waves --lists--> products of a wave --> ... --combine--> y
 //!                                    \--copies of weights, on a stream of their own--> slots of a wave
+//! x --router of the next layer--> expected ids --to the host--> copies to slots of the next layer
 //! ```
 //! The host needs the routing decision before it can copy experts, so [`OffloadedExperts::enqueue`] waits for it and
 //! cannot be captured. The host also builds the lists that [`Experts`] builds on the device, with slots in place of
@@ -11,8 +12,18 @@
 //! the last wave adds up the rows of all waves in the order of a token's places, so the result has the same bits as
 //! that of [`Experts`].
 //!
+//! A step takes about as long as its copies, and without prefetching the link is idle while a layer computes and the
+//! host waits for its router. So:
+//! - Experts in slots are multiplied while others are copied. All gates and ups are copied before all downs, so that
+//!   the first product of a wave runs during the second half of its copies.
+//! - While a layer runs, [`OffloadedExperts::predict`] evaluates the router of the next layer on the input of this one,
+//!   and [`OffloadedExperts::prefetch`] copies the first expected expert that is missing: the link is idle for about
+//!   one expert per layer. A wrong guess costs this copy and changes no bits. If most guesses are wrong,
+//!   [`Fetcher::predicts`] stops them.
+//!
 //! The escape lists, at most about 1 % of the weights, stay on the device: heads refer to them from any slot.
 
+mod expected;
 pub mod slots;
 
 use std::{
@@ -27,7 +38,10 @@ use unweight_format::{
     raw::packed::{self, Unpackable},
 };
 
-use self::slots::{Slots, Wave};
+use self::{
+    expected::Expected,
+    slots::{Slots, Wave},
+};
 use crate::{
     device::{
         ContextSize, DeviceBuffer, DeviceError, Event, KernelSet, LaunchError, LaunchMode, Mark, MatrixMut, MatrixRef,
@@ -41,15 +55,22 @@ use crate::{
 
 /// The number of words in an item.
 const ITEM_WORDS: usize = 4;
+/// The bytes that are prefetched per layer, rounded down to whole experts, but at least one: what a link of 50 GB/s
+/// copies in 80 us, about the time between the copies of two layers.
+const PREFETCH_BYTES: u64 = 4 << 20;
 
 /// Hits and misses of the slots, and the cost of the misses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
-    /// Chosen experts that were already on the GPU, per step and layer.
+    /// Chosen experts that were already on the GPU or on their way, per step and layer.
     pub hits: u64,
-    /// Chosen experts that were fetched.
+    /// Chosen experts that were fetched after they were chosen.
     pub misses: u64,
+    /// Experts that were fetched because the next layer was expected to choose them.
+    pub prefetched: u64,
+    /// Those of them that the layer then chose; they are hits.
+    pub prefetch_hits: u64,
     /// Fetched bytes.
     pub bytes: u64,
     /// The number of times that products waited for experts.
@@ -65,6 +86,8 @@ impl ExpertTraffic {
         Self {
             hits: self.hits.saturating_sub(before.hits),
             misses: self.misses.saturating_sub(before.misses),
+            prefetched: self.prefetched.saturating_sub(before.prefetched),
+            prefetch_hits: self.prefetch_hits.saturating_sub(before.prefetch_hits),
             bytes: self.bytes.saturating_sub(before.bytes),
             stalls: self.stalls.saturating_sub(before.stalls),
             stalled_us: (self.stalled_us - before.stalled_us).max(0.0),
@@ -74,9 +97,13 @@ impl ExpertTraffic {
 
 impl fmt::Display for ExpertTraffic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { hits, misses, bytes, stalls, stalled_us } = self;
+        let Self { hits, misses, prefetched, prefetch_hits, bytes, stalls, stalled_us } = self;
         let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
-        write!(f, "experts: {hits} hits, {misses} misses, {gb:.2} GB fetched, {stalls} waits of {ms:.1} ms together")
+        write!(
+            f,
+            "experts: {hits} hits, {misses} misses, {prefetch_hits} of {prefetched} prefetched experts used, {gb:.2} GB \
+             fetched, {stalls} waits of {ms:.1} ms together"
+        )
     }
 }
 
@@ -185,6 +212,10 @@ pub struct OffloadedExperts {
     host: [HostWeights; 2],
     /// The stream of the copies from the host.
     copies: Stream,
+    /// The prefetched experts are on the device.
+    arrived: Mark,
+    /// The products of the last call have read the slots.
+    read: Mark,
     /// The slots as experts. Declared after `host`, so that copies are waited for before the slots are dropped.
     resident: Experts,
     slots: Mutex<Slots>,
@@ -215,6 +246,8 @@ impl OffloadedExperts {
             shape,
             host: [wide.0, narrow.0],
             copies: copies.clone(),
+            arrived: Mark::new(stream.device())?,
+            read: Mark::new(stream.device())?,
             resident: Experts::new(kernels, on_device, wide.1, narrow.1)?,
             slots: Mutex::new(Slots::new(shape.experts, slots)),
         })
@@ -265,6 +298,56 @@ impl OffloadedExperts {
         self.resident.router().choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
+    /// Enqueues the routing decision that these experts, of the next layer, are expected to get; `logits` are those of
+    /// their router for an earlier input. To be called between [`Fetcher::begin`] and [`OffloadedExperts::enqueue`] of
+    /// the layer before, so that it runs while the host plans that layer.
+    ///
+    /// # Errors
+    /// As [`Experts::choose`]; more tokens than [`Fetcher::predicts`] accepts.
+    pub fn predict(
+        &self,
+        stream: &Stream,
+        logits: MatrixRef<'_>,
+        choice: RouterConfig,
+        fetcher: &mut Fetcher,
+    ) -> Result<(), DeviceError> {
+        let count = logits.rows() as usize * choice.top_k as usize;
+        let Expected { ids, weights, .. } = &mut fetcher.expected;
+        self.choose(stream, logits, choice, ids, weights)?;
+        fetcher.expected.begin(stream, count)
+    }
+
+    /// Enqueues copies of experts that [`OffloadedExperts::predict`] expects and that are missing, behind the copies of
+    /// the layer before. Waits for the prediction. Does nothing without one.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub fn prefetch(&self, fetcher: &mut Fetcher) -> Result<(), DeviceError> {
+        let Some(expected) = fetcher.expected.wait(self.shape.experts)? else { return Ok(()) };
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let each = self.host_bytes() / u64::from(self.shape.experts);
+        let copies = slots.prefetch(&expected, (PREFETCH_BYTES / each.max(1)).max(1) as usize);
+        if copies.is_empty() {
+            return Ok(());
+        }
+        // `read`: the products of the pass before have read the slots.
+        let enqueued = self.copies.wait(&self.read).and_then(|()| {
+            for (expert, slot) in &copies {
+                for (host, weights) in self.host.iter().zip(self.resident.weights()) {
+                    fetcher.traffic.bytes += host.copy(*expert, weights, *slot)?;
+                }
+            }
+            self.copies.record(&self.arrived)
+        });
+        if enqueued.is_err() {
+            // It is unknown how much was enqueued.
+            slots.clear();
+        }
+        fetcher.traffic.prefetched += copies.len() as u64;
+        fetcher.expected.note_prefetched(copies.iter().map(|(expert, _)| *expert));
+        enqueued
+    }
+
     /// Overwrites and forgets all experts on the device, so that a product that does not wait for its fetch computes a
     /// wrong result. For tests. Waits.
     ///
@@ -306,8 +389,12 @@ impl OffloadedExperts {
         for run in Run::all(self.shape, descs, at, scratch.0, adds) {
             let first = run.first as usize * routed.top_k as usize;
             let pairs = run.pairs() as usize;
-            let ids = fetcher.read(stream, routed.ids, first, pairs)?;
+            let mut ids = fetcher.read(stream, routed.ids, first, pairs)?;
+            if let Some(ReplaceRouting(replace)) = &mut fetcher.replace {
+                replace(&mut ids[..pairs]);
+            }
             let plan = Plan::new(&ids[..pairs], &mut slots, self.shape.experts, run.tile);
+            fetcher.traffic.prefetch_hits += fetcher.expected.check(&plan.waves);
             fetcher.ids = Some(ids);
             // SAFETY: the operands were checked, and the lists name pairs of this run and existing slots.
             let enqueued = unsafe { self.waves(stream, fetcher, &run, &plan) };
@@ -328,41 +415,70 @@ impl OffloadedExperts {
         stream.set_mode(LaunchMode { serialized: true, ..stream.mode() });
         // Earlier products read their lists before these overwrite them: both are on one stream.
         let lists = fetcher.send(&stream, plan)?;
-        let Fetcher { slots_read, marks, stall_events, traffic, .. } = fetcher;
         if plan.waves.iter().any(|wave| !wave.copies.is_empty()) {
             // `slots_read`: earlier products have read the slots before copies overwrite them.
-            stream.record(slots_read)?;
-            self.copies.wait(slots_read)?;
+            stream.record(&fetcher.slots_read)?;
+            self.copies.wait(&fetcher.slots_read)?;
         }
-        for ((wave, items), (copied, done)) in plan.waves.iter().zip(&plan.items).zip(&*marks) {
-            traffic.hits += (wave.experts.len() - wave.copies.len()) as u64;
-            traffic.misses += wave.copies.len() as u64;
-            if !wave.copies.is_empty() {
-                let from = stream.event()?;
-                if let Some((_, read)) = wave.behind.and_then(|reader| marks.get(reader)) {
-                    // `done` of that wave: it and all earlier waves have read the overwritten slots.
-                    self.copies.wait(read)?;
-                }
-                for &(expert, slot) in &wave.copies {
-                    for (host, weights) in self.host.iter().zip(self.resident.weights()) {
-                        traffic.bytes += host.copy(expert, weights, slot)?;
-                    }
-                }
-                // `copied`: the products of this wave read its slots after the copies.
-                self.copies.record(copied)?;
-                stream.wait(copied)?;
-                stall_events.push((from, stream.event()?));
-                traffic.stalls += 1;
+        // The first copies run during products of experts in slots.
+        let first_copies = plan.waves.iter().take_while(|wave| wave.behind.is_none()).count();
+        for (at, wave) in plan.waves.iter().enumerate().take(first_copies) {
+            self.copy(fetcher, at, wave)?;
+        }
+        for (at, (wave, items)) in plan.waves.iter().zip(&plan.items).enumerate() {
+            if at >= first_copies {
+                self.copy(fetcher, at, wave)?;
             }
-            let at = lists.items + (items.start * ITEM_WORDS * size_of::<u32>()) as u64;
-            let wave_lists = Lists { items: at, count: items.len() as u32, ..lists };
+            let address = lists.items + (items.start * ITEM_WORDS * size_of::<u32>()) as u64;
+            let wave_lists = Lists { items: address, count: items.len() as u32, ..lists };
+            let marks = fetcher.marks(at)?;
+            // `gate_up`, `down`: the products read slots after the copies. Copies end in the order in which they were
+            // enqueued, so a later mark also stands for prefetched experts.
+            let (gate_up, down) = match (wave.copies.is_empty(), wave.arriving) {
+                (false, _) => (Some(&marks.gate_up), Some(&marks.down)),
+                (true, true) => (Some(&self.arrived), None),
+                (true, false) => (None, None),
+            };
+            let mut stalls = Vec::new();
+            let mut wait = |mark: Option<&Mark>| -> Result<(), DeviceError> {
+                let Some(mark) = mark else { return Ok(()) };
+                let from = stream.event()?;
+                stream.wait(mark)?;
+                stalls.push((from, stream.event()?));
+                Ok(())
+            };
+            wait(gate_up)?;
             // SAFETY: the caller's promise. The lists name pairs of the run and slots; they are dropped after the work.
-            unsafe { self.resident.multiply(&stream, run, wave_lists) }?;
+            unsafe { self.resident.multiply_gate_up(&stream, run, wave_lists) }?;
+            wait(down)?;
+            // SAFETY: as above.
+            unsafe { self.resident.multiply_down(&stream, run, wave_lists) }?;
             // `done`: see above, and `wave.behind`.
-            stream.record(done)?;
+            stream.record(&marks.done)?;
+            fetcher.note_wave(wave, stalls);
         }
+        stream.record(&self.read)?;
         // SAFETY: as above. Rows of pairs without an expert are not read.
         unsafe { self.resident.router().combine(&stream, &run.route) }
+    }
+
+    /// Enqueues the copies of a wave: gate and up of all its experts, then down.
+    fn copy(&self, fetcher: &mut Fetcher, at: usize, wave: &Wave) -> Result<(), DeviceError> {
+        if wave.copies.is_empty() {
+            return Ok(());
+        }
+        if let Some(reader) = wave.behind {
+            // `done` of that wave: it and all earlier waves have read the overwritten slots.
+            self.copies.wait(&fetcher.marks(reader)?.done)?;
+        }
+        for part in [0, 1] {
+            for &(expert, slot) in &wave.copies {
+                fetcher.traffic.bytes += self.host[part].copy(expert, self.resident.weights()[part], slot)?;
+            }
+            let WaveMarks { gate_up, down, .. } = fetcher.marks(at)?;
+            self.copies.record([gate_up, down][part])?;
+        }
+        Ok(())
     }
 }
 
@@ -419,15 +535,38 @@ impl Plan {
     }
 }
 
+/// Overwrites the expert ids of a call, those of a token one after the other, with other experts.
+pub struct ReplaceRouting(pub Box<dyn FnMut(&mut [u32]) + Send>);
+
+impl fmt::Debug for ReplaceRouting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ReplaceRouting")
+    }
+}
+
+/// The events of a wave.
+#[derive(Debug)]
+struct WaveMarks {
+    /// Gate and up of its experts are on the device.
+    gate_up: Mark,
+    /// Down of its experts is on the device.
+    down: Mark,
+    /// Its products are done.
+    done: Mark,
+}
+
 /// The memory and counters for fetching, shared by all layers.
 #[derive(Debug)]
 pub struct Fetcher {
     /// Marks the end of work enqueued before a call.
     slots_read: Mark,
-    /// By wave: its experts are on the device, and its products are done.
-    marks: Vec<(Mark, Mark)>,
-    /// The expert ids on the host.
+    marks: Vec<WaveMarks>,
+    /// The expert ids on the host, or on their way.
     ids: Option<Pinned<u32>>,
+    reading: Option<Transfer<u32>>,
+    /// The prediction for the next layer.
+    expected: Expected,
+    replace: Option<ReplaceRouting>,
     /// The lists of the last call on the device.
     lists: DeviceBuffer<u32>,
     list_transfer: Option<Transfer<u32>>,
@@ -445,12 +584,16 @@ impl Fetcher {
     pub fn new(stream: &Stream, shape: ExpertsShape, tokens: u32, top_k: u32) -> Result<Self, DeviceError> {
         let device = stream.device();
         let words = Self::words(shape, tokens, top_k);
-        let marks = || Ok::<_, DeviceError>((Mark::new(device)?, Mark::new(device)?));
+        let mark = || Mark::new(device);
+        let marks = || Ok::<_, DeviceError>(WaveMarks { gate_up: mark()?, down: mark()?, done: mark()? });
         Ok(Self {
             slots_read: Mark::new(device)?,
             // With one slot, each expert is a wave.
             marks: (0..=shape.experts).map(|_| marks()).collect::<Result<_, _>>()?,
             ids: None,
+            reading: None,
+            expected: Expected::new(stream, tokens, top_k)?,
+            replace: None,
             lists: DeviceBuffer::zeroed(stream, words)?,
             list_transfer: None,
             stall_events: Vec::new(),
@@ -461,7 +604,43 @@ impl Fetcher {
 
     /// Returns the size of a fetcher's device memory in bytes.
     pub fn bytes(shape: ExpertsShape, tokens: u32, top_k: u32) -> u64 {
-        Self::words(shape, tokens, top_k) as u64 * 4
+        Self::words(shape, tokens, top_k) as u64 * 4 + Expected::bytes(tokens, top_k)
+    }
+
+    /// Returns whether a prediction for a batch of `tokens` is likely to be worth its copies: for small batches, unless
+    /// most recent predictions were wrong. Then one in a few is still tried.
+    pub fn predicts(&mut self, tokens: u32) -> bool {
+        self.replace.is_none() && self.expected.is_wanted(tokens)
+    }
+
+    /// Replaces routing decisions, for measurements; nothing is predicted then.
+    pub fn replace_routing(&mut self, replace: Option<ReplaceRouting>) {
+        self.replace = replace;
+    }
+
+    /// Starts to copy the first `count` ids of the routing decision to the host. Work that is enqueued between this and
+    /// [`OffloadedExperts::enqueue`] with these ids runs while the host plans.
+    ///
+    /// # Errors
+    /// More ids than the fetcher was created for, or a driver error.
+    pub fn begin(&mut self, stream: &Stream, ids: &DeviceBuffer<u32>, count: usize) -> Result<(), DeviceError> {
+        // Waits for the copy before, if it was not used.
+        self.reading = None;
+        self.reading = Some(self.start(stream, ids, 0, count)?);
+        Ok(())
+    }
+
+    fn marks(&self, wave: usize) -> Result<&WaveMarks, DeviceError> {
+        let (value, limit) = (wave as u64, self.marks.len() as u64);
+        self.marks.get(wave).ok_or_else(|| LaunchError::TooLarge { what: "waves", value, limit }.into())
+    }
+
+    /// Counts a wave, and the waits of its products.
+    fn note_wave(&mut self, wave: &Wave, stalls: Vec<(Event, Event)>) {
+        self.traffic.hits += (wave.experts.len() - wave.copies.len()) as u64;
+        self.traffic.misses += wave.copies.len() as u64;
+        self.traffic.stalls += u64::from(!stalls.is_empty());
+        self.stall_events.extend(stalls);
     }
 
     /// Returns the words of the longest lists: almost every pair may have its own item.
@@ -479,7 +658,12 @@ impl Fetcher {
         Ok(self.traffic)
     }
 
-    /// Copies the expert ids to the host. Waits for them.
+    /// Returns the counts so far without waiting; durations of recent waits are not included.
+    pub fn last_traffic(&self) -> ExpertTraffic {
+        self.traffic
+    }
+
+    /// Copies the expert ids to the host, unless [`Fetcher::begin`] did. Waits for them.
     fn read(
         &mut self,
         stream: &Stream,
@@ -487,6 +671,24 @@ impl Fetcher {
         first: usize,
         count: usize,
     ) -> Result<Pinned<u32>, DeviceError> {
+        let begun = self.reading.take().filter(|_| first == 0);
+        let pinned = match begun {
+            Some(transfer) => transfer,
+            None => self.start(stream, ids, first, count)?,
+        };
+        let pinned = pinned.wait()?;
+        // The stream has passed these waits.
+        self.read_stall_times()?;
+        Ok(pinned)
+    }
+
+    fn start(
+        &mut self,
+        stream: &Stream,
+        ids: &DeviceBuffer<u32>,
+        first: usize,
+        count: usize,
+    ) -> Result<Transfer<u32>, DeviceError> {
         if count > self.pairs {
             let (need, have) = (count as u64, self.pairs as u64);
             return Err(LaunchError::Room { buffer: "the pairs of a fetcher", need, have }.into());
@@ -495,10 +697,7 @@ impl Fetcher {
             Some(pinned) => pinned,
             None => Pinned::zeroed(stream.device(), self.pairs)?,
         };
-        let pinned = ids.read_front_later(stream, first, pinned, count)?.wait()?;
-        // The stream has passed these waits.
-        self.read_stall_times()?;
-        Ok(pinned)
+        ids.read_front_later(stream, first, pinned, count)
     }
 
     fn read_stall_times(&mut self) -> Result<(), DeviceError> {
