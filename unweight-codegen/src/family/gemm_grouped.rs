@@ -225,7 +225,7 @@ mod tests {
     fn bf16_slots_hold_two_bytes_per_weight() {
         let plan = Plan::new(&"uw_sm90a_gemm_grouped_b8_r2w4p2_bf16_pdl_store".parse().unwrap()).unwrap();
         assert_eq!(plan.pipeline.unwrap().stage_bytes, (8 + 32) * 128);
-        assert_eq!((plan.smem.bytes(), plan.launch.blocks_per_sm), (2 * 4 * 40 * 128, 5));
+        assert_eq!((plan.smem.bytes(), plan.launch.blocks_per_sm), (2 * 4 * 40 * 128, 2));
     }
 
     #[test]
