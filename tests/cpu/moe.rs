@@ -528,6 +528,10 @@ struct Router {
     top_k: usize,
     normalized: bool,
     rounded: bool,
+    /// Experts that every token has in addition.
+    shared: usize,
+    gated: bool,
+    scale: f32,
     logits: Vec<u16>,
 }
 
@@ -548,12 +552,21 @@ impl Router {
             logits[pitch] = 0x7fc0;
             logits[pitch + experts - 1] = 0xc000;
         }
-        Self { tokens, experts, top_k, normalized, rounded, logits }
+        Self { tokens, experts, top_k, normalized, rounded, shared: 0, gated: false, scale: 1.0, logits }
+    }
+
+    fn with_shared(self, shared: usize, gated: bool, scale: f32) -> Self {
+        Self { shared, gated, scale, ..self }
+    }
+
+    fn places(&self) -> usize {
+        self.top_k + self.shared
     }
 
     /// Returns the choice by definition: among equal logits the lower expert is first.
     fn expected(&self, token: usize) -> Vec<(u32, f64)> {
-        let logits = &self.logits[token * (self.experts + GAP)..][..self.experts];
+        let row = &self.logits[token * (self.experts + GAP)..];
+        let logits = &row[..self.experts];
         let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) };
         let mut order: Vec<usize> = (0..self.experts).collect();
         order.sort_by(|a, b| value(logits[*b]).total_cmp(&value(logits[*a])).then(a.cmp(b)));
@@ -562,11 +575,14 @@ impl Router {
         let all: f64 = (0..self.experts).map(share).sum();
         let chosen = &order[..self.top_k];
         let of = if self.normalized { chosen.iter().map(|expert| share(*expert)).sum() } else { all };
-        chosen.iter().map(|expert| (*expert as u32, share(*expert) / of)).collect()
+        let weight = if self.gated { 1.0 / (1.0 + (-bf16(row[self.experts])).exp()) } else { 1.0 };
+        let chosen = chosen.iter().map(|expert| (*expert as u32, share(*expert) / of));
+        let shared = (self.experts..self.experts + self.shared).map(|expert| (expert as u32, weight));
+        chosen.chain(shared).map(|(expert, weight)| (expert, weight * f64::from(self.scale))).collect()
     }
 
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
-        let (logits, pairs) = (Buffer::of(bytemuck::cast_slice(&self.logits)), self.tokens * self.top_k);
+        let (logits, pairs) = (Buffer::of(bytemuck::cast_slice(&self.logits)), self.tokens * self.places());
         let (ids, weights) = (Buffer::new(pairs * 4), Buffer::new(pairs * 4));
         let args = RouteArgs {
             logits: logits.address(),
@@ -578,6 +594,9 @@ impl Router {
             top_k: self.top_k as u32,
             normalized: self.normalized.into(),
             rounded: self.rounded.into(),
+            shared: self.shared as u32,
+            gated: self.gated.into(),
+            scale: self.scale,
             ..RouteArgs::default()
         };
         let buffers = [("logits", &logits), ("ids", &ids), ("weights", &weights)];
@@ -585,9 +604,10 @@ impl Router {
         let (ids, weights) = (ids.u32s(), weights.u32s());
         for token in 0..self.tokens {
             for (rank, (id, weight)) in self.expected(token).into_iter().enumerate() {
-                let (at, got) = (token * self.top_k + rank, f32::from_bits(weights[token * self.top_k + rank]));
+                let at = token * self.places() + rank;
+                let got = f32::from_bits(weights[at]);
                 let bound = if self.rounded { weight / 255.0 } else { weight * 1e-5 };
-                let bits = if self.rounded { weights[at] & 0xffff } else { 0 };
+                let bits = if self.rounded && self.scale == 1.0 { weights[at] & 0xffff } else { 0 };
                 if ids[at] != id || (f64::from(got) - weight).abs() > bound || got.is_nan() || bits != 0 {
                     return Err(format!(
                         "token {token}, choice {rank}: expert {} of weight {got} instead of {id} of {weight}",
@@ -608,6 +628,9 @@ fn routers() -> Vec<Router> {
         Router::new(5, 128, 8, (true, true)),
         Router::new(3, 512, 32, (false, false)),
         Router::new(4, 33, 1, (false, false)),
+        Router::new(9, 60, 4, (false, true)).with_shared(4, true, 1.0),
+        Router::new(2, 8, 2, (true, true)).with_shared(2, false, 0.22),
+        Router::new(3, 40, 8, (true, false)).with_shared(24, true, 2.5),
     ]
 }
 
@@ -635,6 +658,12 @@ fn planted_bugs_of_choices_are_caught() {
         ("args.logits + token * args.logits_pitch;", "args.logits + token * args.experts;"),
         ("ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none)", "none, none)"),
         ("if (place == lane) {", "if (place >= lane) {"),
+        ("args.experts + lane - args.top_k;", "args.experts + lane;"),
+        ("u64(token) * places + lane;", "u64(token) * args.top_k + lane;"),
+        ("ld_global_u16(logits + args.experts)", "ld_global_u16(logits + args.experts - 1)"),
+        ("gate * -1.44269504f", "gate * 1.44269504f"),
+        ("if (args.gated != 0) {", "if (args.gated == 0) {"),
+        ("ptx::mul(weight, args.scale);", "weight;"),
     ] {
         let spec = spec("route_topk_pdl");
         let Some(edit) = Edit::planted(header, from, to) else { continue };

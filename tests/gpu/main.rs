@@ -24,6 +24,7 @@ mod kv_attack;
 mod kv_cache;
 mod kv_engine;
 mod linear;
+mod mixtures;
 mod moe;
 mod pack;
 mod pipelines;

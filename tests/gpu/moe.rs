@@ -477,7 +477,7 @@ fn prefetched_experts_give_the_same_bits() {
                     // Nothing follows the last layer.
                     let predicts = layer == 0 && fetcher.predicts(tokens as u32);
                     if predicts {
-                        let choice = RouterConfig { top_k: 4, normalized: true, rounded: false };
+                        let choice = RouterConfig { top_k: 4, normalized: true, ..RouterConfig::default() };
                         layers[1].predict(&stream, logits.view(), choice, &mut fetcher).unwrap();
                     }
                     skipped += u32::from(layer == 0 && !predicts);
@@ -664,7 +664,7 @@ fn a_router_chooses_the_largest_logits() {
                 (DeviceBuffer::zeroed(&stream, pairs).unwrap(), DeviceBuffer::zeroed(&stream, pairs).unwrap());
             poison(&stream, &mut ids);
             poison(&stream, &mut weights);
-            let choice = RouterConfig { top_k, normalized, rounded };
+            let choice = RouterConfig { top_k, normalized, rounded, ..RouterConfig::default() };
             layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
             let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
             guard_is_intact(&stream, &ids, "topk");
@@ -686,6 +686,41 @@ fn a_router_chooses_the_largest_logits() {
                 }
             }
         }
+    }
+}
+
+/// Shared experts come after the chosen ones, with the sigmoid of their gate or 1; all weights have a factor.
+#[test]
+#[ignore = "needs a GPU"]
+fn shared_experts_come_last() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut rng = Random::new(8);
+    // The last three of twelve experts are shared.
+    let layer = Case::new(12, 64, 64, 2).load(kernels, &stream);
+    for gated in [true, false] {
+        let (tokens, cols) = (20_u32, 9 + u32::from(gated));
+        let logits: Vec<u16> = (0..tokens * cols).map(|_| bf16(rng.normal())).collect();
+        let x = DeviceMatrix::from_host(&stream, tokens, cols, &logits).unwrap();
+        let (mut ids, mut weights) =
+            (DeviceBuffer::zeroed(&stream, 100).unwrap(), DeviceBuffer::zeroed(&stream, 100).unwrap());
+        poison(&stream, &mut ids);
+        poison(&stream, &mut weights);
+        let choice = RouterConfig { top_k: 2, normalized: true, rounded: false, shared: 3, gated, scale: 0.25 };
+        layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
+        let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
+        guard_is_intact(&stream, &ids, "topk");
+        guard_is_intact(&stream, &weights, "topk");
+        let places = got.chunks_exact(5).zip(shares.chunks_exact(5));
+        for ((ids, shares), row) in places.zip(logits.chunks_exact(cols as usize)) {
+            assert!(ids[0] < 9 && ids[1] < 9 && ids[2..] == [9, 10, 11], "{ids:?}");
+            assert!((shares[0] + shares[1] - 0.25).abs() < 1e-5, "{shares:?}");
+            let expected = if gated { 0.25 / (1.0 + (-value(row[9])).exp()) } else { 0.25 };
+            assert!(shares[2..].iter().all(|share| (f64::from(*share) - expected).abs() < 1e-5), "{shares:?}");
+        }
+        let wrong =
+            refused(layer.choose(&stream, x.view(), RouterConfig { gated: !gated, ..choice }, &mut ids, &mut weights));
+        assert!(matches!(wrong, LaunchError::Experts { .. }), "{wrong}");
     }
 }
 

@@ -43,6 +43,10 @@ FAMILIES = {
     "cohere": "Cohere",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
+    "qwen2_moe": "Qwen2Moe",
+    "olmoe": "Olmoe",
+    "granitemoe": "GraniteMoe",
+    "granitemoeshared": "GraniteMoeShared",
 }
 # Families whose norms multiply by one plus their weight.
 PLUS_ONE = ("gemma2", "gemma3_text")
@@ -131,6 +135,10 @@ GEMMA3 = {"sliding_window": 64, "sliding_window_pattern": 2}
 TAILS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1}
 # Eight experts per layer, two per token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+# OLMoE's: eight experts of the width that the MLP of a dense model has.
+SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+# Granite's.
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 MULTIPLIERS = {
     "embedding_multiplier": 6.0,
@@ -171,6 +179,13 @@ TRAINED = [
     Spec("falcon3", "llama", sizes(256, 768, 4, 2, head_dim=256), trained=True, rope={"rope_theta": 1000042.0}),
     Spec("gemma2", "gemma2", sizes(256, 768, 4, 2, tie_word_embeddings=True, sliding_window=64), trained=True),
     Spec("gemma3", "gemma3_text", sizes(256, 768, 4, 1, tie_word_embeddings=True, **GEMMA3), trained=True, rope=LINEAR),
+    Spec("qwen2-moe", "qwen2_moe", sizes(256, 512, 4, 2, shared_expert_intermediate_size=512, **EXPERTS), trained=True),
+    Spec("olmoe", "olmoe", sizes(256, 256, 4, 4, **SMALL_EXPERTS), trained=True),
+    Spec("granite-moe", "granitemoe", sizes(256, 256, 4, 2, **LOCAL_EXPERTS, **MULTIPLIERS), trained=True),
+    Spec(
+        "granite-moe-shared", "granitemoeshared",
+        sizes(256, 256, 4, 2, shared_intermediate_size=512, **LOCAL_EXPERTS, **MULTIPLIERS), trained=True,
+    ),
 ]
 # `hidden_size` 280, 264, 136 and 328 are not multiples of 64; no `intermediate_size` is a multiple of 32; 1003 is odd.
 RANDOM = [

@@ -12,7 +12,7 @@ use unweight_codegen::{
         ScaleSpec, SiluMulSpec, catalog,
     },
 };
-use unweight_model::{Activation, Mixture, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
+use unweight_model::{Activation, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
 use unweight_rt::{
     ContextSize, DeviceError, ExecContext, KernelSet, LaunchError, MatrixMut,
     raw::{
@@ -259,9 +259,16 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
         let width = heads * config.head_dim;
         check("num_attention_heads", heads, width <= COLUMNS_MAX, "at most 16384 elements of all heads")?;
     }
-    if let Some(Mixture { experts, top_k, .. }) = config.mixture {
-        check("num_experts", experts, experts <= RouteSpec::EXPERTS_MAX, "up to 512")?;
-        check("num_experts_per_tok", top_k, top_k <= RouteSpec::TOP_K_MAX, "up to 32")?;
+    if let Some(mixture) = config.mixture {
+        let (experts, places) = (mixture.all_experts(), mixture.places());
+        check(
+            "num_experts",
+            experts,
+            experts <= RouteSpec::EXPERTS_MAX,
+            "up to 512, the shared expert's parts included",
+        )?;
+        let takes = "up to 32, the shared expert's parts included";
+        check("num_experts_per_tok", places, places <= RouteSpec::TOP_K_MAX, takes)?;
         let whole = |size: u32| size.is_multiple_of(64);
         check("hidden_size", hidden, whole(hidden), "multiples of 64 for mixtures of experts")?;
         check("moe_intermediate_size", intermediate, whole(intermediate), "multiples of 64")?;

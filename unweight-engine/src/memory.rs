@@ -227,8 +227,8 @@ pub fn context_size(
     let merged = |role, n, k| of(role, Weight::merged(n, k, false));
     let mlp = match config.mixture {
         Some(mixture) => {
-            let shape = ExpertsShape { experts: mixture.experts, hidden, intermediate };
-            merged(Role::Router, mixture.experts, hidden).max(shape.context_size(rows(options), mixture.top_k))
+            let shape = ExpertsShape { experts: mixture.all_experts(), hidden, intermediate };
+            merged(Role::Router, mixture.router_rows(), hidden).max(shape.context_size(rows(options), mixture.places()))
         }
         None => {
             let gated = config.act == Activation::Silu && intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
@@ -270,9 +270,9 @@ impl Shared {
     }
 }
 
-/// The sizes of the experts of a mixture model; `None` for a dense model.
+/// The sizes of the experts of a mixture model, the parts of a shared expert included; `None` for a dense model.
 pub fn experts_shape(config: &ModelConfig) -> Option<ExpertsShape> {
-    let Mixture { experts, .. } = config.mixture?;
+    let experts = config.mixture.map(Mixture::all_experts)?;
     Some(ExpertsShape { experts, hidden: config.hidden, intermediate: config.intermediate })
 }
 

@@ -11,7 +11,7 @@ use unweight_format::{
     safetensors::{Dtype, TensorInfo},
 };
 
-use crate::config::{Family, ModelConfig, QkNorm};
+use crate::config::{Family, ModelConfig, QkNorm, families::SharedKeys};
 
 /// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,7 +99,18 @@ pub enum MlpWeights {
         router: String,
         /// The experts.
         experts: ExpertWeights,
+        /// The expert that every token has in addition.
+        shared: Option<SharedWeights>,
     },
+}
+
+/// The names of a shared expert's weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedWeights {
+    /// The gate of its output `[1, hidden]`.
+    pub gate: Option<String>,
+    /// The gated MLP, whose width is a multiple of an expert's.
+    pub mlp: GatedWeights,
 }
 
 /// The names of a gated MLP's weights.
@@ -264,7 +275,8 @@ pub fn bind<'a>(
 impl ModelWeights {
     /// The names that [`bind`] looks for, without any tensors.
     pub fn named(config: &ModelConfig) -> Self {
-        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), ExpertLayout::Separate);
+        let layout = expert_layout(config, false);
+        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), layout);
         let embed = "model.embed_tokens.weight".to_owned();
         let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
         let layers = (0..config.layers).map(layer).collect();
@@ -334,18 +346,32 @@ fn mlp_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> MlpWei
         let gate_up = if features.merged_gate_up { ["gate_up_proj"; 2] } else { ["gate_proj", "up_proj"] };
         return MlpWeights::Dense(gated(format!("{prefix}mlp."), [gate_up[0], gate_up[1], "down_proj"]));
     };
-    let block = if layout == ExpertLayout::Stacked { "mlp." } else { keys.block };
-    let experts = match layout {
-        ExpertLayout::Stacked => ExpertWeights::Stacked {
-            gate_up: format!("{prefix}mlp.experts.gate_up_proj"),
-            down: format!("{prefix}mlp.experts.down_proj"),
-        },
+    let [router, gate_up, down] = keys.stacked.map(|name| format!("{prefix}{name}"));
+    let (router, experts) = match layout {
+        ExpertLayout::Stacked => (router, ExpertWeights::Stacked { gate_up, down }),
         ExpertLayout::Separate => {
-            let one = |expert| gated(format!("{prefix}{block}experts.{expert}."), keys.names);
-            ExpertWeights::Each((0..mixture.experts).map(one).collect())
+            let one = |expert| gated(format!("{prefix}{}experts.{expert}.", keys.block), keys.names);
+            let experts = ExpertWeights::Each((0..mixture.experts).map(one).collect());
+            (format!("{prefix}{}gate.weight", keys.block), experts)
         }
     };
-    MlpWeights::Mixture { router: format!("{prefix}{block}gate.weight"), experts }
+    let shared = mixture.shared.map(|_| match keys.shared {
+        SharedKeys::None | SharedKeys::Gated(_) => SharedWeights {
+            gate: Some(format!("{prefix}mlp.shared_expert_gate.weight")),
+            mlp: gated(format!("{prefix}mlp.shared_expert."), ["gate_proj", "up_proj", "down_proj"]),
+        },
+        SharedKeys::Merged => SharedWeights {
+            gate: None,
+            mlp: gated(format!("{prefix}shared_mlp."), ["input_linear", "input_linear", "output_linear"]),
+        },
+    });
+    MlpWeights::Mixture { router, experts, shared }
+}
+
+/// The layout of experts in checkpoints of a family that has separate tensors, unless a tensor of all experts was found.
+fn expert_layout(config: &ModelConfig, has_stacked: bool) -> ExpertLayout {
+    let always = matches!(config.family, Family::GraniteMoe | Family::GraniteMoeShared);
+    if always || has_stacked { ExpertLayout::Stacked } else { ExpertLayout::Separate }
 }
 
 /// The names of a gated MLP's weights, which start with `prefix`.
@@ -398,8 +424,7 @@ impl Binder<'_> {
         names.into_iter().zip(rows).try_for_each(|(name, rows)| self.check(name, &shape(rows)))
     }
 
-    fn gated(&mut self, config: &ModelConfig, names: &GatedWeights) -> Result<(), BindError> {
-        let ModelConfig { hidden, intermediate, .. } = *config;
+    fn gated(&mut self, hidden: u32, intermediate: u32, names: &GatedWeights) -> Result<(), BindError> {
         self.check_rows([&names.gate, &names.up], [intermediate; 2], &[hidden])?;
         self.check(&names.down, &[hidden, intermediate])
     }
@@ -409,11 +434,17 @@ impl Binder<'_> {
         let (hidden, intermediate) = (config.hidden, config.intermediate);
         let experts = config.mixture.map_or(0, |mixture| mixture.experts);
         match names {
-            MlpWeights::Dense(names) => self.gated(config, names),
-            MlpWeights::Mixture { router, experts: names } => {
+            MlpWeights::Dense(names) => self.gated(hidden, intermediate, names),
+            MlpWeights::Mixture { router, experts: names, shared } => {
                 self.check(router, &[experts, hidden])?;
+                if let Some(SharedWeights { gate, mlp }) = shared {
+                    gate.as_ref().map_or(Ok(()), |gate| self.check(gate, &[1, hidden]))?;
+                    self.gated(hidden, config.shared_intermediate(), mlp)?;
+                }
                 match names {
-                    ExpertWeights::Each(each) => each.iter().try_for_each(|names| self.gated(config, names)),
+                    ExpertWeights::Each(each) => {
+                        each.iter().try_for_each(|names| self.gated(hidden, intermediate, names))
+                    }
                     ExpertWeights::Stacked { gate_up, down } => {
                         self.check(gate_up, &[experts, 2 * intermediate, hidden])?;
                         self.check(down, &[experts, hidden, intermediate])
@@ -428,7 +459,7 @@ impl Binder<'_> {
         // Both products are at most 2^24, because the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let stacked = self.has(&format!("{prefix}mlp.experts.gate_up_proj"));
-        let names = layer_names(config, prefix, if stacked { ExpertLayout::Stacked } else { ExpertLayout::Separate });
+        let names = layer_names(config, prefix, expert_layout(config, stacked));
         self.mlp(config, &names.mlp)?;
         for norm in [&names.input_norm, &names.attention_norm, &names.post_norm, &names.mlp_norm] {
             norm.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;

@@ -2,7 +2,7 @@
 
 use unweight_format::{Placement, raw::layout};
 
-use crate::config::{ModelConfig, QkNorm, families::NormNames};
+use crate::config::{Mixture, ModelConfig, QkNorm, families::NormNames};
 
 /// Bytes of a BF16 value.
 const BF16_BYTES: u64 = 2;
@@ -12,7 +12,7 @@ impl ModelConfig {
     /// output; gate and up as one; down. The experts of a mixture are concatenated by rows.
     pub fn linears(&self) -> [[u32; 2]; 4] {
         let q = self.heads * self.head_dim;
-        let experts = self.mixture.map_or(1, |mixture| mixture.experts);
+        let experts = self.mixture.map_or(1, Mixture::all_experts);
         // An intermediate size is at most 2^24, and so are the rows of all experts.
         let (gate_up, down) = (experts * 2 * self.intermediate, experts * self.hidden);
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
@@ -39,7 +39,7 @@ impl ModelConfig {
 
     /// Elements of norms, biases and the router of one layer, which stay BF16.
     fn vectors(&self) -> u64 {
-        let router = self.mixture.map_or(0, |mixture| u64::from(mixture.experts) * u64::from(self.hidden));
+        let router = self.mixture.map_or(0, |mixture| u64::from(mixture.router_rows()) * u64::from(self.hidden));
         let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
         let qk_norm = match self.qk_norm {
             QkNorm::None => 0,

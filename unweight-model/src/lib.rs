@@ -30,11 +30,13 @@ pub mod rope;
 pub mod sampling;
 
 #[doc(inline)]
-pub use bind::{BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, TensorHeader, bind};
+pub use bind::{
+    BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, SharedWeights, TensorHeader, bind,
+};
 #[doc(inline)]
 pub use config::{
     Activation, Bias, ConfigError, Factors, Family, GenerationDefaults, Mixture, ModelConfig, NormKind, QkNorm,
-    SoftCaps,
+    SharedExpert, SoftCaps,
 };
 #[doc(inline)]
 pub use geometry::Geometry;

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use unweight_format::bundle::{Bundle, BundleError};
 
 use crate::{
-    bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights},
+    bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, SharedWeights},
     config::{Activation, Mixture, ModelConfig, NormKind, QkNorm},
     rope::RopePairs,
 };
@@ -152,9 +152,13 @@ where
             self.add(&mut stream, attended, layer.attention_norm.as_deref())?;
             let x = if self.config.parallel { x } else { self.normed(&stream, layer.post_norm.as_deref())? };
             let mlp = match (&layer.mlp, self.config.mixture) {
-                (MlpWeights::Dense(weights), _) => self.mlp(weights, &x)?,
-                (MlpWeights::Mixture { router, experts }, mixture) => {
-                    self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &x)?
+                (MlpWeights::Dense(weights), _) => self.mlp(weights, self.config.intermediate, &x)?,
+                (MlpWeights::Mixture { router, experts, shared }, mixture) => {
+                    let mut sums = self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &x)?;
+                    if let Some(shared) = shared {
+                        add(&mut sums, &self.shared_expert(shared, &x)?);
+                    }
+                    sums
                 }
             };
             self.add(&mut stream, mlp, layer.mlp_norm.as_deref())?;
@@ -257,11 +261,24 @@ where
         Ok(parts)
     }
 
-    fn mlp(&self, names: &GatedWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
-        let ModelConfig { hidden, intermediate, .. } = *self.config;
+    /// Computes a gated MLP of this width.
+    fn mlp(&self, names: &GatedWeights, intermediate: u32, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
+        let hidden = self.config.hidden;
         let [gate, up] = self.stacked([&names.gate, &names.up], [intermediate; 2], hidden)?;
         let down = self.values(&names.down, &[hidden, intermediate])?;
         Ok(self.gated(x, [&gate, &up, &down]))
+    }
+
+    /// Computes the shared expert of a mixture, times the sigmoid of its gate if it has one.
+    fn shared_expert(&self, names: &SharedWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
+        let mut rows = self.mlp(&names.mlp, self.config.shared_intermediate(), x)?;
+        if let Some(gate) = &names.gate {
+            let logits = self.linear(x, gate, None, [1, self.config.hidden])?;
+            for (row, logit) in rows.chunks_mut(self.config.hidden as usize).zip(logits) {
+                scale(row, 1.0 / (1.0 + (-logit).exp()));
+            }
+        }
+        Ok(rows)
     }
 
     /// Computes a gated MLP with these weights.
@@ -278,7 +295,7 @@ where
                     }
                 };
         }
-        multiply(&gate, down, self.config.intermediate as usize)
+        multiply(&gate, down, down.len() / inputs)
     }
 
     /// Sums, for each token, the experts with the largest logits, each times its weight, in the order of the experts.
@@ -312,7 +329,7 @@ where
         for (expert, tokens) in chosen.iter().enumerate().filter(|(_, tokens)| !tokens.is_empty()) {
             let inputs: Vec<f32> = tokens.iter().flat_map(|(token, _)| &x[token * width..][..width]).copied().collect();
             let rows = match (names, &stacks) {
-                (ExpertWeights::Each(names), _) => self.mlp(&names[expert], &inputs)?,
+                (ExpertWeights::Each(names), _) => self.mlp(&names[expert], intermediate, &inputs)?,
                 (ExpertWeights::Stacked { .. }, Some((gate_up, down))) => {
                     let (gate, up) = gate_up[2 * expert * matrix..][..2 * matrix].split_at(matrix);
                     self.gated(&inputs, [gate, up, &down[expert * matrix..][..matrix]])
@@ -374,7 +391,7 @@ where
 }
 
 /// Used if the weights are those of a mixture, but the configuration is not.
-const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, rounded: false };
+const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, rounded: false, shared: None };
 
 /// Returns the experts with the largest logits, lower indices first among equal ones, with their shares of the softmax
 /// over all experts or (`normalized`) over the chosen ones.

@@ -77,7 +77,7 @@ pub mod experts {
                 Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
                 offload::{ExpertTraffic, Fetcher, OffloadedExperts, ReplaceRouting},
             },
-            loader::ExpertTensors,
+            loader::{ExpertTensors, SharedTensors},
         },
         weight::ExpertWeights,
     };

@@ -112,9 +112,9 @@ struct GemmGroupedArgs {
 };
 
 // Routing of a mixture of experts: all stages share one struct. A pair is a token and a place among its top_k experts;
-// pair = token * top_k + place.
+// pair = token * top_k + place. Of topk, `experts` and `top_k` are without shared experts; places of these follow.
 struct RouteArgs {
-    const u16* logits;                // bf16 [tokens, experts]; topk
+    const u16* logits;                // bf16 [tokens, experts], and the gate's if `gated`; topk
     u32* ids;                         // [tokens, top_k]: written by topk, otherwise read; other ids are skipped
     float* weights;                   // [tokens, top_k]: written by topk, read by combine
     u32* pairs;                       // [tokens * top_k]: written by sort
@@ -133,6 +133,10 @@ struct RouteArgs {
     u32 normalized;                   // topk: the weights of a token add up to 1
     u32 rounded;                      // topk: weights are rounded to bf16
     u32 adds;                         // combine: y += instead of y =
+    u32 shared;                       // topk: experts that every token has in addition; top_k + shared is at most 32
+    u32 gated;                        // topk: their weight is the sigmoid of logit `experts` instead of 1
+    float scale;                      // topk: the factor of all weights
+    u32 reserved;                     // 0
 };
 
 // Encoding family (report section 4): the stages share one struct.

@@ -216,8 +216,8 @@ struct DecodeBench {
     /// Leave out the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
-    /// Experts that tokens choose, with --resident-experts: those of the routers, or random ones, equally likely or with
-    /// Zipf shares. Only with model, experts are prefetched
+    /// Which experts tokens choose with --resident-experts: the routers' (model), or random ones (uniform, zipf), which
+    /// are not prefetched
     #[arg(long, value_name = "ROUTING", default_value = "model", value_parser = routing)]
     routing: Routing,
     /// Profile of the MLPs of --geometry, with --placement stored or alternate

@@ -148,6 +148,7 @@ impl Run<'_> {
                 experts,
                 top_k: TOP_K,
                 normalized: 1,
+                scale: 1.0,
                 ..RouteArgs::default()
             };
             // SAFETY: `y` has 4 bytes for each id and each weight; X has more rows.

@@ -32,9 +32,9 @@ axes! {
 
 args! {
     /// Arguments of routing: all stages share one struct. A pair is a token and one of its `top_k` experts: pair
-    /// `token * top_k + i`.
+    /// `token * top_k + i`. For `topk`, `experts` and `top_k` are without shared experts, whose places follow.
     pub struct RouteArgs {
-        /// bf16 `[tokens, experts]`; read by `topk`.
+        /// bf16 `[tokens, experts]`, followed by the logit of the gate if `gated`; read by `topk`.
         pub logits: u64,
         /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is not below `experts` is skipped.
         pub ids: u64,
@@ -73,6 +73,15 @@ args! {
         pub rounded: u32,
         /// `combine`: 1 to add to `y`.
         pub adds: u32,
+        /// `topk`: the number of experts that every token has in addition, with ids from `experts` on. `top_k + shared`
+        /// is at most [`RouteSpec::TOP_K_MAX`].
+        pub shared: u32,
+        /// `topk`: 1 if their weight is the sigmoid of a logit; otherwise it is 1.
+        pub gated: u32,
+        /// `topk`: the factor of all weights, after rounding.
+        pub scale: f32,
+        /// 0.
+        pub reserved: u32,
     }
 }
 

@@ -349,14 +349,14 @@ fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, ti
 /// Estimated time of a mixture's products in microseconds; `None` unless the experts are packed or BF16.
 fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u32) -> Option<f64> {
     let rows =
-        tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
+        tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.all_experts().max(1));
     let one = GemmShape { n: u32::try_from(rows).unwrap_or(u32::MAX), ..shape(tensors.first()?, m) };
     let bf16 = match encoding {
         EncodingId::PACKED => false,
         EncodingId::RAW => true,
         _ => return None,
     };
-    Some(cost::experts_us(one, (mixture.experts, mixture.top_k), bf16))
+    Some(cost::experts_us(one, (mixture.all_experts(), mixture.places()), bf16))
 }
 
 /// Whether a device keeps the tensor Huffman-coded, as `pipelines::loads_as` decides.

@@ -42,7 +42,7 @@ fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     for layer in 0..config.layers {
         let of = [(Role::Q, q, d), (Role::K, kv, d), (Role::V, kv, d), (Role::O, d, q)];
         all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
-        for _ in 0..config.mixture.map_or(1, |mixture| mixture.experts) {
+        for _ in 0..config.mixture.map_or(1, |mixture| mixture.all_experts()) {
             let of = [(Role::Gate, ff, d), (Role::Up, ff, d), (Role::Down, d, ff)];
             all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
         }

@@ -310,10 +310,10 @@ impl WeightBytes {
 fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
     let Some(resident) = options.resident_experts else { return Ok(options) };
     let mixture = config.mixture.ok_or(EngineError::NoExperts(resident))?;
-    if resident >= mixture.experts {
+    if resident >= mixture.all_experts() {
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
-    let all = u64::from(mixture.experts) * u64::from(config.layers);
+    let all = u64::from(mixture.all_experts()) * u64::from(config.layers);
     memory::check_host(all.saturating_mul(config.expert_bytes(options.placement.unwrap_or_default())))?;
     Ok(options.graphs(false))
 }
@@ -328,7 +328,7 @@ fn read_bytes(config: &ModelConfig, weights: u64) -> u64 {
 /// Bytes of the experts that stay in host memory.
 fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
-    let others = u64::from(mixture.experts.saturating_sub(resident)) * u64::from(config.layers);
+    let others = u64::from(mixture.all_experts().saturating_sub(resident)) * u64::from(config.layers);
     others.saturating_mul(config.expert_bytes(placement))
 }
 
@@ -456,7 +456,7 @@ impl LoadPlan {
         if let Some(mixture) = config.mixture {
             let experts = weights.layers.iter().filter_map(|layer| layer.mlp.mixture());
             let rows = memory::rows(&options);
-            let size = experts.map(|(_, experts)| experts.context_size(rows, mixture.top_k));
+            let size = experts.map(|(_, experts)| experts.context_size(rows, mixture.places()));
             ctx.reserve(size.fold(ContextSize::default(), ContextSize::max))?;
         }
         if products == Products::Stored {
@@ -471,7 +471,7 @@ impl LoadPlan {
         if let (Some(_), Some(shape), Some(mixture)) =
             (options.resident_experts, experts_shape(&config), config.mixture)
         {
-            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.top_k);
+            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.places());
         }
         let shared = Shared { bytes: shared, expansion_bytes: slot };
         let memory =

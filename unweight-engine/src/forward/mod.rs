@@ -159,7 +159,14 @@ type RoutedExperts<'a> = (&'a Linear, &'a MixtureExperts);
 
 /// Elements from one row of a router's logits to the next: rows start at multiples of 16 bytes.
 fn router_pitch(mixture: Mixture) -> u32 {
-    mixture.experts.next_multiple_of(8)
+    mixture.router_rows().next_multiple_of(8)
+}
+
+/// How experts and weights follow from the router's logits. What experts add is multiplied by `scale`.
+fn router_config(mixture: Mixture, scale: f32) -> RouterConfig {
+    let Mixture { top_k, normalized, rounded, shared, .. } = mixture;
+    let (shared, gated) = shared.map_or((0, false), |shared| (shared.parts, shared.gated));
+    RouterConfig { top_k, normalized, rounded, shared, gated, scale }
 }
 
 impl Forward {
@@ -199,7 +206,7 @@ impl Forward {
             parallel_mlp: config.parallel,
             factors: config.factors,
         };
-        let (experts, top_k) = shape.mixture.map_or((0, 0), |mixture| (router_pitch(mixture), mixture.top_k));
+        let (experts, top_k) = shape.mixture.map_or((0, 0), |mixture| (router_pitch(mixture), mixture.places()));
         let elements = |rows: u32, cols: u32| rows as usize * cols as usize;
         let zeroed = |rows: u32, cols: u32| DeviceBuffer::<u16>::zeroed(&stream, elements(rows, cols));
         let words = |len: usize| DeviceBuffer::<u32>::zeroed(&stream, len);
@@ -603,23 +610,22 @@ impl Forward {
         rows: u32,
     ) -> Result<(), DeviceError> {
         let (hidden, pitch) = (self.shape.hidden, router_pitch(mixture).into());
-        let Mixture { top_k, normalized, rounded, .. } = mixture;
         let x = view(&self.normed, rows, hidden)?;
-        let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
+        let logits = MatrixMut::new(&mut self.router, rows, mixture.router_rows(), pitch)?;
         router.enqueue(&mut self.ctx, x, logits, Epilogue::Store)?;
         // Rows without a token come last, and nothing is fetched for them.
         let rows = if self.fetcher.is_some() { self.pass_rows } else { rows };
         if rows == 0 {
             return Ok(());
         }
-        let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
-        let choice = RouterConfig { top_k, normalized, rounded };
+        let logits = MatrixRef::new(&self.router, rows, mixture.router_rows(), pitch)?;
+        let choice = router_config(mixture, self.shape.factors.residual);
         match experts {
             MixtureExperts::OnDevice(experts) => {
                 let (ids, shares, ctx) = (&mut self.experts, &mut self.shares, &mut self.ctx);
                 experts.choose(ctx.stream(), logits, choice, ids, shares)?;
                 let (x, y) = (view(&self.normed, rows, hidden)?, view_mut(&mut self.hidden, rows, hidden)?);
-                experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, ADDS)
+                experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k: choice.places() }, y, ADDS)
             }
             MixtureExperts::Offloaded(experts) => {
                 let (ids, shares, stream) = (&mut self.experts, &mut self.shares, self.ctx.stream());
@@ -639,18 +645,19 @@ impl Forward {
         let Some(fetcher) = &mut self.fetcher else {
             return Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into());
         };
-        let (hidden, top_k) = (self.shape.hidden, choice.top_k);
+        let (hidden, top_k) = (self.shape.hidden, choice.places());
         fetcher.begin(self.ctx.stream(), &self.experts, rows as usize * top_k as usize)?;
         let next = match next {
             Some((router, MixtureExperts::Offloaded(next))) if fetcher.predicts(rows) => Some((router, next)),
             _ => None,
         };
         if let Some((router, next)) = next {
-            let (experts, pitch) = (next.shape().experts, self.shape.mixture.map_or(0, router_pitch).into());
+            let (cols, pitch) = self.shape.mixture.map_or((0, 0), |of| (of.router_rows(), router_pitch(of)));
+            let pitch = pitch.into();
             // The logits of this layer were read by its choice.
-            let logits = MatrixMut::new(&mut self.router, rows, experts, pitch)?;
+            let logits = MatrixMut::new(&mut self.router, rows, cols, pitch)?;
             router.enqueue(&mut self.ctx, view(&self.normed, rows, hidden)?, logits, Epilogue::Store)?;
-            let logits = MatrixRef::new(&self.router, rows, experts, pitch)?;
+            let logits = MatrixRef::new(&self.router, rows, cols, pitch)?;
             next.predict(self.ctx.stream(), logits, choice, fetcher)?;
         }
         let routed = Routed { ids: &self.experts, weights: &self.shares, top_k };

@@ -7,11 +7,12 @@ mod stored;
 use unweight_format::raw::packed::Unpackable;
 use unweight_model::{
     Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
+    SharedWeights,
 };
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
     Placement, Unsuitable,
-    experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts},
+    experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts, SharedTensors},
     raw::ops::embed::EmbedTable,
 };
 
@@ -306,8 +307,9 @@ pub fn chain_mlp(
     names: &LayerWeights,
 ) -> Result<Mlp, EngineError> {
     match (&names.mlp, config.mixture) {
-        (MlpWeights::Mixture { router, experts }, Some(mixture)) => {
-            mixture_mlp(source, config, (mixture, resident), router, experts)
+        (MlpWeights::Mixture { router, experts, shared }, Some(mixture)) => {
+            let shared = shared.as_ref().zip(mixture.shared.map(|shared| shared.parts));
+            mixture_mlp(source, config, (mixture, resident), router, (experts, shared))
         }
         _ => linear_mlp(source, config, names),
     }
@@ -336,13 +338,15 @@ fn mixture_mlp(
     config: &ModelConfig,
     (mixture, resident): (Mixture, Option<u32>),
     router: &str,
-    names: &ExpertWeights,
+    names: ExpertNames<'_>,
 ) -> Result<Mlp, EngineError> {
-    let shape = ExpertsShape { experts: mixture.experts, hidden: config.hidden, intermediate: config.intermediate };
-    Ok(Mlp::Mixture {
-        router: source.linear(&[(router, [mixture.experts, config.hidden])], Merge::Rows)?,
-        experts: source.experts(names, shape, resident)?,
-    })
+    let hidden = config.hidden;
+    let shape = ExpertsShape { experts: mixture.all_experts(), hidden, intermediate: config.intermediate };
+    // The gate of a shared expert is one more row.
+    let gate = names.1.and_then(|(shared, _)| shared.gate.as_deref());
+    let rows = [(router, [mixture.experts, hidden]), (gate.unwrap_or_default(), [1, hidden])];
+    let rows = if gate.is_some() { &rows[..] } else { &rows[..1] };
+    Ok(Mlp::Mixture { router: source.linear(rows, Merge::Rows)?, experts: source.experts(names, shape, resident)? })
 }
 
 /// Returns the dense MLP of a layer, whose weights are to be held by `placement`.
@@ -384,6 +388,9 @@ fn activated(layer: Result<Linear, LoadError>) -> Result<Option<(Linear, bool)>,
     }
 }
 
+/// The names of the experts of a layer, and of a shared expert with the number of experts that equal it.
+pub type ExpertNames<'a> = (&'a ExpertWeights, Option<(&'a SharedWeights, u32)>);
+
 /// A source of weights, each with a name and a shape.
 pub trait Source {
     /// Loads one linear layer from matrices with the same number of columns.
@@ -396,11 +403,11 @@ pub trait Source {
     fn set_placement(&mut self, placement: Placement);
     /// Sets how the linear layers that are loaded next multiply large batches. Returns the previous value.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// Loads the experts of a mixture, packed if possible; with `resident` in host memory, with room for this many on
+    /// Loads the experts of a mixture, of which a shared expert is the last ones, packed if possible; with `resident` in host memory, with room for this many on
     /// the device.
     fn experts(
         &mut self,
-        names: &ExpertWeights,
+        names: ExpertNames<'_>,
         shape: ExpertsShape,
         resident: Option<u32>,
     ) -> Result<MixtureExperts, LoadError>;
@@ -439,10 +446,14 @@ impl Source for Loader<'_> {
 
     fn experts(
         &mut self,
-        names: &ExpertWeights,
+        (names, shared): ExpertNames<'_>,
         shape: ExpertsShape,
         resident: Option<u32>,
     ) -> Result<MixtureExperts, LoadError> {
+        let shared = shared.map(|(shared, parts)| {
+            let GatedWeights { gate, up, down } = &shared.mlp;
+            SharedTensors { gate, up, down, parts }
+        });
         let each: Vec<_>;
         let names = match names {
             ExpertWeights::Each(names) => {
@@ -452,8 +463,8 @@ impl Source for Loader<'_> {
             ExpertWeights::Stacked { gate_up, down } => ExpertTensors::Stacked { gate_up, down },
         };
         Ok(match resident {
-            None => MixtureExperts::OnDevice(Loader::experts(self, names, shape)?.into()),
-            Some(slots) => MixtureExperts::Offloaded(self.offloaded_experts(names, shape, slots)?.into()),
+            None => MixtureExperts::OnDevice(Loader::experts(self, names, shared, shape)?.into()),
+            Some(slots) => MixtureExperts::Offloaded(self.offloaded_experts(names, shared, shape, slots)?.into()),
         })
     }
 

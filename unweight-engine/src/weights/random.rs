@@ -4,7 +4,6 @@ use half::bf16;
 use unweight_format::testing::Weights as Kind;
 #[cfg(feature = "pipelines")]
 use unweight_format::{EncodingId, bundle::Profile};
-use unweight_model::ExpertWeights;
 #[cfg(feature = "pipelines")]
 use unweight_model::ModelWeights;
 #[cfg(feature = "pipelines")]
@@ -16,7 +15,7 @@ use unweight_rt::{
 
 #[cfg(feature = "pipelines")]
 use super::stored::{Codes, StoredSource};
-use super::{Embedding, MixtureExperts, Source, in_tensor};
+use super::{Embedding, ExpertNames, MixtureExperts, Source, in_tensor};
 
 /// Random weights distributed like a trained model's. Every layer has the same weights.
 #[derive(Debug)]
@@ -101,7 +100,7 @@ impl Source for Random<'_> {
 
     fn experts(
         &mut self,
-        _: &ExpertWeights,
+        _: ExpertNames<'_>,
         shape: ExpertsShape,
         resident: Option<u32>,
     ) -> Result<MixtureExperts, LoadError> {

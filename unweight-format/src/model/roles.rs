@@ -83,6 +83,7 @@ const TABLE: &[(&str, Role)] = {
         // MLP, including experts: `mlp.experts.3.up_proj`, `block_sparse_moe.experts.3.w1`, and stacks
         // `mlp.experts.down_proj`.
         ("gate_up_proj", GateUp), ("gate_up_proj_blocks", GateUp), ("experts.w13", GateUp), ("mlp.Wi", GateUp),
+        ("input_linear", GateUp), ("output_linear", Down),
         ("gate_proj", Gate), ("w1", Gate), ("wi_0", Gate),
         ("up_proj", Up), ("w3", Up), ("wi_1", Up), ("wi", Up), ("fc1", Up), ("fc_in", Up), ("c_fc", Up), ("dense_h_to_4h", Up), ("lin1", Up),
         ("intermediate.dense", Up), ("experts.mlp.v1", Up), ("mlp.linear_fc1", Up), ("mlp.experts.mlp.v1", Up),
@@ -137,6 +138,11 @@ mod tests {
     fn names_of_the_common_families() {
         #[rustfmt::skip]
         let cases: &[(&str, Role, Option<u32>)] = &[
+            // Granite's mixtures
+            ("model.layers.3.block_sparse_moe.input_linear.weight", Role::GateUp, Some(3)),
+            ("model.layers.3.block_sparse_moe.output_linear.weight", Role::Down, Some(3)),
+            ("model.layers.3.block_sparse_moe.router.layer.weight", Role::Router, Some(3)),
+            ("model.layers.3.shared_mlp.output_linear.weight", Role::Down, Some(3)),
             // Llama, Qwen, Mistral, Gemma
             ("model.embed_tokens.weight", Role::Embedding, None),
             ("model.layers.0.self_attn.q_proj.weight", Role::Q, Some(0)),

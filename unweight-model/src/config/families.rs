@@ -51,8 +51,8 @@ pub(crate) enum BiasKeys {
     None,
     /// No keys; queries, keys and values have a bias.
     Always,
-    /// `attention_bias`: queries, keys and values have a bias; the value is the key's default.
-    Qkv(bool),
+    /// A key decides if queries, keys and values have a bias; the value is its default.
+    Qkv(&'static str, bool),
     /// `attention_bias`: the output projection has a bias, too. Not supported.
     WithOutput,
     /// Like `WithOutput`; `mlp_bias`: the MLP has biases, too. Not supported.
@@ -64,6 +64,8 @@ pub(crate) enum BiasKeys {
 pub(crate) enum Windows {
     /// None, whatever the configuration contains.
     Never,
+    /// None; `use_sliding_window` is rejected.
+    Rejected,
     /// All if `sliding_window` is set; the value is the key's default.
     Every(Option<u32>),
     /// If `use_sliding_window` is set: those from `max_window_layers` on (`from_key`), or all.
@@ -126,10 +128,24 @@ pub(crate) struct ExpertKeys {
     pub rounded: bool,
     /// The key of the experts' width.
     pub intermediate: &'static str,
-    /// The prefix of the block's names.
+    /// The prefix of the block's names, if each expert has its own tensors.
     pub block: &'static str,
-    /// The names of gate, up and down.
+    /// The names of an expert's gate, up and down.
     pub names: [&'static str; 3],
+    /// The names of the tensors of all experts: router, gates and ups, downs.
+    pub stacked: [&'static str; 3],
+    pub shared: SharedKeys,
+}
+
+/// The keys and names of a shared expert, which every token has in addition to those of the router.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SharedKeys {
+    /// No shared expert.
+    None,
+    /// `shared_expert_intermediate_size`, whose default is the value; the output is multiplied by the sigmoid of a gate.
+    Gated(u32),
+    /// `shared_intermediate_size`; no shared expert by default. Gate and up are one tensor.
+    Merged,
 }
 
 /// The defaults of a family's configuration (transformers 5.17).
@@ -165,6 +181,8 @@ impl Family {
     }
 }
 
+/// As transformers 5 holds experts in memory.
+const STACKED: [&str; 3] = ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
 const PRE_NORMS: NormNames = NormNames {
     attention: Some("input_layernorm"),
     after_attention: None,
@@ -246,6 +264,41 @@ const QWEN3: Features = Features {
     defaults: Defaults { head_dim: Some(128), ..QWEN2.defaults },
     ..QWEN2
 };
+const QWEN3_EXPERTS: ExpertKeys = ExpertKeys {
+    experts: 128,
+    top_k: 8,
+    normalized_key: true,
+    rounded: true,
+    // `intermediate_size` is that of layers without experts, which are rejected.
+    intermediate: "moe_intermediate_size",
+    block: "mlp.",
+    names: ["gate_proj", "up_proj", "down_proj"],
+    stacked: STACKED,
+    shared: SharedKeys::None,
+};
+const GRANITE_MOE: Features = Features {
+    family: Family::GraniteMoe,
+    name: "granitemoe",
+    bias: BiasKeys::WithOutput,
+    factors: FactorKeys::Multipliers,
+    experts: Some(ExpertKeys {
+        experts: 8,
+        top_k: 2,
+        normalized_key: false,
+        rounded: true,
+        intermediate: "intermediate_size",
+        // Checkpoints hold all experts in one tensor.
+        block: "block_sparse_moe.",
+        names: ["gate_proj", "up_proj", "down_proj"],
+        stacked: [
+            "block_sparse_moe.router.layer.weight",
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.output_linear.weight",
+        ],
+        shared: SharedKeys::None,
+    }),
+    ..LLAMA
+};
 const GEMMA2: Features = Features {
     family: Family::Gemma2,
     name: "gemma2",
@@ -275,7 +328,7 @@ const GEMMA2: Features = Features {
 };
 
 /// All families, in the order of [`Family::ALL`].
-pub(crate) const FAMILIES: [Features; 14] = [
+pub(crate) const FAMILIES: [Features; 18] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -292,6 +345,8 @@ pub(crate) const FAMILIES: [Features; 14] = [
             intermediate: "intermediate_size",
             block: "block_sparse_moe.",
             names: ["w1", "w3", "w2"],
+            stacked: STACKED,
+            shared: SharedKeys::None,
         }),
         defaults: Defaults { eps: 1e-5, theta: 1e6, ..MISTRAL.defaults },
         ..MISTRAL
@@ -300,16 +355,7 @@ pub(crate) const FAMILIES: [Features; 14] = [
         family: Family::Qwen3Moe,
         name: "qwen3_moe",
         windows: Windows::Switched { from_key: false },
-        experts: Some(ExpertKeys {
-            experts: 128,
-            top_k: 8,
-            normalized_key: true,
-            rounded: true,
-            // `intermediate_size` is that of layers without experts, which are rejected.
-            intermediate: "moe_intermediate_size",
-            block: "mlp.",
-            names: ["gate_proj", "up_proj", "down_proj"],
-        }),
+        experts: Some(QWEN3_EXPERTS),
         defaults: Defaults {
             hidden: 2048,
             layers: 24,
@@ -384,7 +430,7 @@ pub(crate) const FAMILIES: [Features; 14] = [
             mlp: Some("post_attention_layernorm"),
             after_mlp: Some("post_mlp_layernorm"),
         },
-        bias: BiasKeys::Qkv(true),
+        bias: BiasKeys::Qkv("attention_bias", true),
         rope: RopeKeys { pairs: RopePairs::Adjacent, partial: Some(0.5), ..ROPE },
         merged_gate_up: true,
         defaults: Defaults {
@@ -439,6 +485,52 @@ pub(crate) const FAMILIES: [Features; 14] = [
         defaults: Defaults { vocab: 262_208, max_positions: 131_072, theta: 1e6, ..GEMMA2.defaults },
         ..GEMMA2
     },
+    Features {
+        family: Family::Qwen2Moe,
+        name: "qwen2_moe",
+        bias: BiasKeys::Qkv("qkv_bias", true),
+        windows: Windows::Rejected,
+        experts: Some(ExpertKeys { experts: 60, top_k: 4, shared: SharedKeys::Gated(5632), ..QWEN3_EXPERTS }),
+        defaults: Defaults {
+            hidden: 2048,
+            layers: 24,
+            intermediate: 1408,
+            heads: 16,
+            kv_heads: Some(16),
+            ..QWEN2.defaults
+        },
+        ..QWEN2
+    },
+    Features {
+        family: Family::Olmoe,
+        name: "olmoe",
+        qk_norm: QkNorm::Whole,
+        bias: BiasKeys::WithOutput,
+        experts: Some(ExpertKeys { experts: 64, intermediate: "intermediate_size", ..QWEN3_EXPERTS }),
+        defaults: Defaults {
+            vocab: 50_304,
+            hidden: 2048,
+            layers: 16,
+            intermediate: 2048,
+            heads: 16,
+            max_positions: 4096,
+            eps: 1e-5,
+            bos: None,
+            eos: &[50_279],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
+    GRANITE_MOE,
+    Features {
+        family: Family::GraniteMoeShared,
+        name: "granitemoeshared",
+        experts: match GRANITE_MOE.experts {
+            Some(experts) => Some(ExpertKeys { shared: SharedKeys::Merged, ..experts }),
+            None => None,
+        },
+        ..GRANITE_MOE
+    },
 ];
 
 #[cfg(test)]
@@ -461,7 +553,7 @@ mod tests {
             assert!(!(adds_normed && adds_scaled), "{}: normed and scaled", features.name);
             let keeps_normed_rows = !adds_normed && !adds_scaled && attention.is_some() && mlp.is_none();
             assert!(!features.parallel || keeps_normed_rows, "{}: the normed rows are overwritten", features.name);
-            let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(_));
+            let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(..));
             assert!(features.qk_norm != QkNorm::Whole || !has_bias, "{}: a bias comes before norms", features.name);
             let caps_scores = matches!(features.soft_caps, CapKeys::Both(..));
             assert!(!caps_scores || features.qk_norm == QkNorm::None, "{}: one argument serves both", features.name);

@@ -55,6 +55,14 @@ pub enum Family {
     Gemma2,
     /// Gemma 3, the text model.
     Gemma3,
+    /// Qwen1.5-MoE and Qwen2-MoE: a mixture of experts with a shared expert.
+    Qwen2Moe,
+    /// OLMoE: a mixture of experts.
+    Olmoe,
+    /// Granite 3 mixtures of experts.
+    GraniteMoe,
+    /// Granite mixtures with a shared expert.
+    GraniteMoeShared,
 }
 
 impl Family {
@@ -74,6 +82,10 @@ impl Family {
         Self::Cohere,
         Self::Gemma2,
         Self::Gemma3,
+        Self::Qwen2Moe,
+        Self::Olmoe,
+        Self::GraniteMoe,
+        Self::GraniteMoeShared,
     ];
 
     /// `model_type` in the configuration.
@@ -173,6 +185,39 @@ pub struct Mixture {
     pub normalized: bool,
     /// Whether weights are rounded to the type of the activations.
     pub rounded: bool,
+    /// The expert that every token has in addition, if the model has one.
+    pub shared: Option<SharedExpert>,
+}
+
+/// The shared expert of a mixture.
+///
+/// It is a gated MLP whose width is a multiple of an expert's, so it equals the sum of `parts` experts: rows of its gate
+/// and up, and columns of its down, are divided among them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SharedExpert {
+    /// The width of the shared expert, as a multiple of [`ModelConfig::intermediate`].
+    pub parts: u32,
+    /// Whether its output is multiplied by the sigmoid of a gate, the product of the token's row with one row of weights.
+    pub gated: bool,
+}
+
+impl Mixture {
+    /// The number of experts of a layer, the parts of a shared expert included; these come last.
+    pub fn all_experts(self) -> u32 {
+        // At most 2^24, because the rows of all are.
+        self.experts + self.shared.map_or(0, |shared| shared.parts)
+    }
+
+    /// The number of experts that each token has, the parts of a shared expert included.
+    pub fn places(self) -> u32 {
+        self.top_k + self.shared.map_or(0, |shared| shared.parts)
+    }
+
+    /// The number of logits per token: one for each expert among which the router chooses, and one of the gate of a
+    /// shared expert.
+    pub fn router_rows(self) -> u32 {
+        self.experts + u32::from(self.shared.is_some_and(|shared| shared.gated))
+    }
 }
 
 /// Sampling defaults that the model's publisher recommends. Values that `generation_config.json` omits are those of
@@ -317,6 +362,13 @@ impl ModelConfig {
     /// Whether gate and up of an MLP are one tensor.
     pub fn merges_gate_up(&self) -> bool {
         self.family.features().merged_gate_up
+    }
+
+    /// The width of the shared expert of a mixture; 0 without one.
+    pub fn shared_intermediate(&self) -> u32 {
+        let shared = self.mixture.and_then(|mixture| mixture.shared);
+        // At most 2^24, because it was read from the configuration.
+        shared.map_or(0, |shared| shared.parts * self.intermediate)
     }
 
     /// The number of rows of the merged weight of queries, keys and values: `(heads + 2 * kv_heads) * head_dim`.

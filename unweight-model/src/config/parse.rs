@@ -7,8 +7,8 @@ use serde_json::Value;
 
 use super::{
     Activation, Bias, CONFIG_FILE, ConfigError, Factors, Family, GENERATION_FILE, GenerationDefaults, Mixture,
-    ModelConfig, SoftCaps,
-    families::{BiasKeys, CapKeys, FAMILIES, FactorKeys, Features, RopeKeys, Windows},
+    ModelConfig, SharedExpert, SoftCaps,
+    families::{BiasKeys, CapKeys, ExpertKeys, FAMILIES, FactorKeys, Features, RopeKeys, SharedKeys, Windows},
     fields::{EXTENT_MAX, Fields, excerpt},
 };
 use crate::rope::{Rope, RopeKind};
@@ -123,6 +123,7 @@ fn reject_unsupported(fields: Fields, family: Family) -> Result<(), ConfigError>
     let reasons = [
         ("quantization_config", "use the BF16 model without quantization"),
         ("per_layer_config", "every layer must have the same shape"),
+        ("clip_qkv", "queries, keys and values must not be clipped (null)"),
     ];
     // The configuration of a bundle: its weights are BF16, bit for bit.
     let is_bundle = |value: &Value| value["quant_method"] == "unweight";
@@ -135,7 +136,9 @@ fn reject_unsupported(fields: Fields, family: Family) -> Result<(), ConfigError>
     let is_mixture = family.features().experts.is_some();
     for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
         if !is_mixture && fields.non_null(key).is_some_and(|value| value.as_u64() != Some(0)) {
-            return Err(fields.unsupported(key, "the supported mixtures of experts are mixtral and qwen3_moe"));
+            let mixtures = FAMILIES.iter().filter(|features| features.experts.is_some());
+            let mixtures = mixtures.map(|features| features.name).collect::<Vec<_>>().join(", ");
+            return Err(fields.unsupported(key, format!("the supported mixtures of experts are {mixtures}")));
         }
     }
     if fields.flag("use_bidirectional_attention", false)? {
@@ -153,9 +156,11 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
     // transformers accepts either key for either family.
     let key = if fields.get("num_local_experts").is_some() { "num_local_experts" } else { "num_experts" };
     let experts = fields.extent(key, keys.experts)?;
+    let shared = shared_expert(fields, keys, intermediate)?;
     // The matrices of all experts are concatenated by rows.
     let widest = hidden.max(intermediate.saturating_mul(2));
-    if experts > EXPERTS_MAX || experts.checked_mul(widest).is_none_or(|rows| rows > EXTENT_MAX) {
+    let all = experts.saturating_add(shared.map_or(0, |shared| shared.parts));
+    if experts > EXPERTS_MAX || all.checked_mul(widest).is_none_or(|rows| rows > EXTENT_MAX) {
         let limit =
             format!("at most {EXPERTS_MAX}, and {EXTENT_MAX} when multiplied by the rows of an expert ({widest})");
         return Err(fields.out_of_range(key, limit));
@@ -172,7 +177,26 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
         return Err(fields.unsupported("decoder_sparse_step", reason));
     }
     let normalized = !keys.normalized_key || fields.flag("norm_topk_prob", false)?;
-    Ok(Some(Mixture { experts, top_k, normalized, rounded: keys.rounded }))
+    Ok(Some(Mixture { experts, top_k, normalized, rounded: keys.rounded, shared }))
+}
+
+/// Returns the shared expert of a mixture whose experts have this width.
+fn shared_expert(fields: Fields, keys: &ExpertKeys, width: u32) -> Result<Option<SharedExpert>, ConfigError> {
+    let (key, default) = match keys.shared {
+        SharedKeys::None => return Ok(None),
+        SharedKeys::Gated(default) => ("shared_expert_intermediate_size", default),
+        SharedKeys::Merged => ("shared_intermediate_size", 0),
+    };
+    // A width of 0 means that there is none.
+    if default == 0 && fields.get(key).is_none_or(|value| value.as_u64() == Some(0)) {
+        return Ok(None);
+    }
+    let shared = fields.extent(key, default)?;
+    if !shared.is_multiple_of(width) {
+        let limit = format!("a multiple of {} ({width})", keys.intermediate);
+        return Err(fields.out_of_range(key, limit));
+    }
+    Ok(Some(SharedExpert { parts: shared / width, gated: matches!(keys.shared, SharedKeys::Gated(_)) }))
 }
 
 fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
@@ -210,7 +234,7 @@ fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
     }
     let qkv = match keys {
         BiasKeys::Always => true,
-        BiasKeys::Qkv(default) => fields.flag("attention_bias", default)?,
+        BiasKeys::Qkv(key, default) => fields.flag(key, default)?,
         BiasKeys::None | BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp => false,
     };
     Ok(Bias { qkv, ..Bias::default() })
@@ -292,13 +316,17 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
     let layers = rotated.len();
     let (default, used) = match features.windows {
         Windows::Never => (None, false),
+        Windows::Rejected if fields.flag("use_sliding_window", false)? => {
+            return Err(fields.unsupported("use_sliding_window", "layers of this family must not have windows (false)"));
+        }
+        Windows::Rejected => (None, false),
         Windows::Every(default) => (default, true),
         Windows::Switched { .. } => (Some(WINDOW), fields.flag("use_sliding_window", false)?),
         Windows::WithoutRope => (None, fields.flag("use_sliding_window", false)?),
         Windows::AllBut { .. } => (Some(WINDOW), true),
     };
     let window = match (fields.get("sliding_window"), features.windows) {
-        (None, _) => default,
+        (None, _) | (_, Windows::Rejected) => default,
         (Some(_), Windows::AllBut { .. }) => Some(fields.extent("sliding_window", WINDOW)?),
         (Some(_), _) => fields.optional_extent("sliding_window")?,
     };
@@ -336,7 +364,7 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
             format!("with sliding_window, every layer of {name} must be sliding_attention"),
         )),
         Some("full_attention") => Ok(None),
-        Some("sliding_attention") if features.windows == Windows::Never => {
+        Some("sliding_attention") if matches!(features.windows, Windows::Never | Windows::Rejected) => {
             Err(fields.unsupported("layer_types", format!("{name} supports only full_attention")))
         }
         Some("sliding_attention") if window.is_none() => {

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use unweight_model::{
-    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, SoftCaps,
+    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, SharedExpert, SoftCaps,
 };
 
 /// Parses a configuration with one change.
@@ -27,7 +27,8 @@ fn defaults_match_transformers() {
         let config = ModelConfig::parse(&format!(r#"{{"model_type": "{family}"}}"#), None).unwrap();
         assert_eq!(config, ModelConfig::from_json(spelled_out, None).unwrap(), "{family}");
         // The script's keys are read: each of these changes the result.
-        let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
+        let has_own_key = ["qwen2_moe", "qwen3_moe"].contains(&family.as_str());
+        let intermediate = if has_own_key { "moe_intermediate_size" } else { "intermediate_size" };
         for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
             other[key] = json!(match key {
@@ -230,7 +231,7 @@ fn keys_without_effect_are_accepted() {
 #[test]
 fn expert_keys_in_both_spellings() {
     let mixture = |family, change| accepted(family, change).mixture.unwrap();
-    let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded };
+    let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded, shared: None };
     assert_eq!(mixture("mixtral", json!({})), of(8, 2, true, false));
     assert_eq!(mixture("mixtral", json!({"num_local_experts": 4, "num_experts_per_tok": 1})), of(4, 1, true, false));
     assert_eq!(mixture("qwen3_moe", json!({})), of(128, 8, false, true));
@@ -238,6 +239,35 @@ fn expert_keys_in_both_spellings() {
     assert_eq!(mixture("qwen3_moe", named), of(60, 4, true, true));
     assert_eq!(accepted("qwen3_moe", json!({"moe_intermediate_size": 24})).intermediate, 24);
     assert_eq!(accepted("llama", json!({})).mixture, None);
+    assert_eq!(mixture("olmoe", json!({})), of(64, 8, false, true));
+    assert_eq!(
+        mixture("granitemoe", json!({"num_local_experts": 40, "num_experts_per_tok": 8})),
+        of(40, 8, true, true)
+    );
+    let shared = |parts, gated| Some(SharedExpert { parts, gated });
+    let qwen2 = Mixture { shared: shared(4, true), ..of(60, 4, false, true) };
+    assert_eq!(mixture("qwen2_moe", json!({})), qwen2);
+    assert_eq!((qwen2.all_experts(), qwen2.places(), qwen2.router_rows()), (64, 8, 61));
+    let granite = mixture("granitemoeshared", json!({"shared_intermediate_size": 192}));
+    assert_eq!(granite, Mixture { shared: shared(2, false), ..of(8, 2, true, true) });
+    assert_eq!((granite.all_experts(), granite.places(), granite.router_rows()), (10, 4, 8));
+    assert_eq!(mixture("granitemoeshared", json!({"shared_intermediate_size": 0})).shared, None);
+    for (family, change, expected) in [
+        (
+            "qwen2_moe",
+            json!({"shared_expert_intermediate_size": 1500}),
+            "config.json: shared_expert_intermediate_size is 1500; it must be a multiple of moe_intermediate_size (1408)",
+        ),
+        ("qwen2_moe", json!({"use_sliding_window": true}), "config.json: use_sliding_window is true"),
+        ("qwen2_moe", json!({"mlp_only_layers": [0]}), "config.json: mlp_only_layers is [0]"),
+        ("olmoe", json!({"clip_qkv": 8.0}), "config.json: clip_qkv is 8.0"),
+        ("olmoe", json!({"attention_bias": true}), "config.json: attention_bias is true"),
+        ("glm4_moe", json!({}), "config.json: model_type is \"glm4_moe\""),
+        ("llama", json!({"num_experts": 4}), "config.json: num_experts is 4"),
+    ] {
+        let error = parse(family, change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{family} {change}: {error}");
+    }
     for (change, expected) in [
         (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0; it must be 1 to"),
         (json!({"num_local_experts": 1 << 20}), "config.json: num_local_experts is 1048576; it must be at most 65536"),
@@ -521,6 +551,41 @@ fn published_configurations_of_families() {
         "use_sliding_window": false, "vocab_size": 151936}"#,
     );
     assert_eq!((distilled.parameters(), distilled.window[27]), (1_777_088_000, None));
+}
+
+/// The numbers of parameters are those of the checkpoints.
+#[test]
+fn published_configurations_of_mixtures() {
+    let read = |text: &str| ModelConfig::parse(text, None).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let olmoe = read(
+        r#"{"model_type": "olmoe", "attention_bias": false, "clip_qkv": null, "eos_token_id": 50279,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024, "max_position_embeddings": 4096,
+        "norm_topk_prob": false, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 16, "num_key_value_heads": 16, "pad_token_id": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": null, "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": false,
+        "vocab_size": 50304}"#,
+    );
+    assert_eq!((olmoe.parameters(), olmoe.qk_norm), (6_919_161_856, QkNorm::Whole));
+    let qwen = read(
+        r#"{"model_type": "qwen2_moe", "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151643,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192,
+        "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": false, "num_attention_heads": 16,
+        "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+        "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "tie_word_embeddings": false,
+        "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    assert_eq!((qwen.parameters(), qwen.bias.qkv, qwen.window[0]), (14_315_784_192, true, None));
+    assert_eq!(qwen.mixture.map(|mixture| (mixture.all_experts(), mixture.places())), Some((64, 8)));
+    let granite = read(
+        r#"{"model_type": "granitemoe", "attention_bias": false, "attention_multiplier": 0.015625, "bos_token_id": 0,
+        "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 1024,
+        "intermediate_size": 512, "logits_scaling": 6.0, "max_position_embeddings": 131072,
+        "num_attention_heads": 16, "num_experts_per_tok": 8, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_scaling": null,
+        "rope_theta": 1500000, "tie_word_embeddings": true, "vocab_size": 49155}"#,
+    );
+    assert_eq!((granite.parameters(), granite.factors.residual, granite.head_dim), (1_334_628_352, 0.22, 64));
 }
 
 #[test]

@@ -8,12 +8,13 @@ use unweight_format::{
     safetensors::{Dtype, Header, SOURCE_HEADER_MAX},
 };
 use unweight_model::{
-    Activation, ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind, RopePairs,
+    Activation, ExpertWeights, Family, LayerWeights, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind,
+    RopePairs, SharedWeights,
     bind::{BindError, TensorHeader, bind},
     reference::{Reference, ReferenceError, bundle_values, widen_bf16},
 };
 
-const MODELS: [&str; 18] = [
+const MODELS: [&str; 22] = [
     "llama",
     "mistral",
     "qwen2",
@@ -32,6 +33,10 @@ const MODELS: [&str; 18] = [
     "cohere",
     "gemma2",
     "gemma3",
+    "qwen2_moe",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
 ];
 
 fn folder(model: &str) -> std::path::PathBuf {
@@ -125,6 +130,8 @@ fn logits_from_a_bundle_are_equal() {
         ("cohere", Profile::Archive),
         ("gemma2", Profile::Compact),
         ("gemma3", Profile::Packed),
+        ("qwen2_moe", Profile::Packed),
+        ("granitemoeshared", Profile::Distribution),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
@@ -201,11 +208,19 @@ fn text_models_are_found_in_models_of_text_and_images() {
     }
 }
 
+/// The shared expert of a layer.
+fn shared(layer: &mut LayerWeights) -> &mut Option<SharedWeights> {
+    match &mut layer.mlp {
+        MlpWeights::Mixture { shared, .. } => shared,
+        mlp => panic!("{mlp:?}"),
+    }
+}
+
 /// Mistakes in reading a configuration or in computing must be visible in the logits.
 #[test]
 fn another_model_has_other_logits() {
     type Fault = fn(&mut ModelConfig, &mut ModelWeights);
-    let faults: [(&str, &str, Fault); 43] = [
+    let faults: [(&str, &str, Fault); 51] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -268,6 +283,20 @@ fn another_model_has_other_logits() {
         ("gemma3", "one rotary embedding", |config, _| config.local_rope = None),
         ("gemma3", "no linear scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("gemma3", "no windows", |config, _| config.window.fill(None)),
+        ("qwen2_moe", "no gate of the shared expert", |_, weights| {
+            weights.layers.iter_mut().for_each(|layer| shared(layer).as_mut().unwrap().gate = None);
+        }),
+        ("qwen2_moe", "no shared expert", |_, weights| {
+            weights.layers.iter_mut().for_each(|layer| *shared(layer) = None)
+        }),
+        ("qwen2_moe", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
+        ("olmoe", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
+        ("olmoe", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
+        ("granitemoe", "no factor of the residual stream", |config, _| config.factors.residual = 1.0),
+        ("granitemoe", "weights of all experts", |config, _| config.mixture.as_mut().unwrap().normalized = false),
+        ("granitemoeshared", "no shared expert", |_, weights| {
+            weights.layers.iter_mut().for_each(|layer| *shared(layer) = None);
+        }),
     ];
     for (model, what, inject) in faults {
         let fixture = Fixture::load(model);

@@ -105,6 +105,69 @@ pub enum ExpertTensors<'a> {
     },
 }
 
+/// The tensors of a shared expert, whose width is a multiple of an expert's.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedTensors<'a> {
+    /// Gate `[parts * intermediate, hidden]`. If gate and up are one tensor, the gate above, both have its name.
+    pub gate: &'a str,
+    /// Up `[parts * intermediate, hidden]`.
+    pub up: &'a str,
+    /// Down `[hidden, parts * intermediate]`.
+    pub down: &'a str,
+    /// The number of experts that together equal it.
+    pub parts: u32,
+}
+
+impl<'a> SharedTensors<'a> {
+    fn of(&self, part: ExpertPart) -> &'a str {
+        match part {
+            ExpertPart::Gate => self.gate,
+            ExpertPart::Up => self.up,
+            ExpertPart::Down => self.down,
+        }
+    }
+}
+
+/// A shared expert on the device in BF16, to be divided into experts.
+struct SharedMatrices {
+    /// Gate and up, or both in one.
+    gate_up: Vec<DeviceMatrix>,
+    down: DeviceMatrix,
+    parts: u32,
+}
+
+impl SharedMatrices {
+    /// Writes the rows of a shared expert's parts, behind those of `routed` other experts.
+    fn copy(
+        &self,
+        part: ExpertPart,
+        stream: &Stream,
+        output: &mut MatrixMut<'_>,
+        routed: u32,
+    ) -> Result<(), DeviceError> {
+        let (parts, cols) = (self.parts, output.cols());
+        let rows = output.rows() / (routed + parts);
+        let below = |part: u32| (routed + part) * rows..(routed + part + 1) * rows;
+        let (gate, up) = match &self.gate_up[..] {
+            [both] => {
+                (both.view().part(0..parts * rows, 0..cols), both.view().part(parts * rows..2 * parts * rows, 0..cols))
+            }
+            [gate, up, ..] => (Ok(gate.view()), Ok(up.view())),
+            [] => return Ok(()),
+        };
+        match part {
+            // A part has consecutive rows of gate and up.
+            ExpertPart::Gate => output.part(routed * rows..(routed + parts) * rows, 0..cols)?.copy_from(stream, gate?),
+            ExpertPart::Up => output.part(routed * rows..(routed + parts) * rows, 0..cols)?.copy_from(stream, up?),
+            // And columns of down.
+            ExpertPart::Down => (0..parts).try_for_each(|part| {
+                let from = self.down.view().part(0..rows, part * cols..(part + 1) * cols)?;
+                output.part(below(part), 0..cols)?.copy_from(stream, from)
+            }),
+        }
+    }
+}
+
 impl<'a> ExpertTensors<'a> {
     fn first(&self) -> &'a str {
         match self {
@@ -267,37 +330,73 @@ impl<'k> Loader<'k> {
     ///
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, or sizes that are not multiples of 64.
-    pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
-        let [gate_up, down] = self.expert_weights(names, shape)?;
+    pub fn experts(
+        &mut self,
+        names: ExpertTensors<'_>,
+        shared: Option<SharedTensors<'_>>,
+        shape: ExpertsShape,
+    ) -> Result<Experts, LoadError> {
+        let [gate_up, down] = self.expert_weights(names, shared, shape)?;
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
-    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device.
+    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device. `shared` and `shape`
+    /// are as for [`Loader::experts`].
     ///
     /// # Errors
     /// As [`Loader::experts`]; or too little memory can be pinned.
     pub fn offloaded_experts(
         &mut self,
         names: ExpertTensors<'_>,
+        shared: Option<SharedTensors<'_>>,
         shape: ExpertsShape,
         slots: u32,
     ) -> Result<OffloadedExperts, LoadError> {
-        let weights = self.expert_weights(names, shape)?;
+        let weights = self.expert_weights(names, shared, shape)?;
         self.builder.offload(names.first(), shape, slots, weights)
+    }
+
+    /// Reads the tensors of a shared expert next to experts of this shape.
+    fn shared_matrices(&mut self, shared: SharedTensors<'_>, shape: ExpertsShape) -> Result<SharedMatrices, LoadError> {
+        let SharedTensors { gate, up, down, parts } = shared;
+        let (width, hidden) = (parts.saturating_mul(shape.intermediate), shape.hidden);
+        let names: &[(&str, u32)] =
+            if gate == up { &[(gate, width.saturating_mul(2))] } else { &[(gate, width), (up, width)] };
+        for (name, rows) in names {
+            check_shape(self.bundle, name, &[*rows, hidden])?;
+        }
+        check_shape(self.bundle, down, &[hidden, width])?;
+        let (builder, mut tensors) = self.parts();
+        let packer = &mut builder.packer;
+        let mut read = |name: &str, rows: u32, cols: u32| {
+            let mut matrix = DeviceMatrix::zeroed(packer.stream(), rows, cols).map_err(in_tensor(name))?;
+            tensors.decode(name, packer, matrix.view_mut())?;
+            Ok::<_, LoadError>(matrix)
+        };
+        let gate_up = names.iter().map(|(name, rows)| read(name, *rows, hidden)).collect::<Result<_, _>>()?;
+        Ok(SharedMatrices { gate_up, down: read(down, hidden, width)?, parts })
     }
 
     /// Returns gate and up, and down, of all experts.
     fn expert_weights(
         &mut self,
         names: ExpertTensors<'_>,
+        shared: Option<SharedTensors<'_>>,
         shape: ExpertsShape,
     ) -> Result<[ExpertWeights; 2], LoadError> {
         let ExpertsShape { experts, hidden, intermediate } = shape;
         let first = names.first();
-        let device = in_tensor(first);
+        let routed = experts.saturating_sub(shared.map_or(0, |shared| shared.parts));
+        let matrices = shared.map(|shared| self.shared_matrices(shared, shape)).transpose()?;
+        let copy_shared = |part, stream: &Stream, output: &mut MatrixMut<'_>| match (&matrices, shared) {
+            (Some(matrices), Some(names)) => {
+                matrices.copy(part, stream, output, routed).map_err(in_tensor(names.of(part)))
+            }
+            _ => Ok(()),
+        };
         match names {
             ExpertTensors::Each(each) => {
-                if each.len() != experts as usize {
+                if each.len() != routed as usize {
                     return Err(unsuitable(first, Unsuitable::NotAPair { count: each.len() }));
                 }
                 for [gate, up, down] in each {
@@ -308,10 +407,11 @@ impl<'k> Loader<'k> {
                     }
                 }
                 let (builder, mut tensors) = self.parts();
-                let mut decoding = Packer::new(builder.stream(), builder.kernels).map_err(&device)?;
-                builder.expert_weights(first, shape, &mut |part, _, mut output| {
+                let mut decoding = Packer::new(builder.stream(), builder.kernels).map_err(in_tensor(first))?;
+                builder.expert_weights(first, shape, &mut |part, stream, mut output| {
+                    copy_shared(part, stream, &mut output)?;
                     let (rows, cols) = (output.rows() / experts, output.cols());
-                    for (expert, names) in (0..experts).zip(each) {
+                    for (expert, names) in (0..routed).zip(each) {
                         let name = names[part as usize];
                         let target = output.part(expert * rows..(expert + 1) * rows, 0..cols);
                         let target = target.map_err(|refusal| in_tensor(name)(refusal.into()))?;
@@ -321,7 +421,7 @@ impl<'k> Loader<'k> {
                 })
             }
             ExpertTensors::Stacked { gate_up, down } => {
-                let (wide, narrow) = ([experts, 2 * intermediate, hidden], [experts, hidden, intermediate]);
+                let (wide, narrow) = ([routed, 2 * intermediate, hidden], [routed, hidden, intermediate]);
                 check_shape(self.bundle, gate_up, &wide)?;
                 check_shape(self.bundle, down, &narrow)?;
                 let (builder, mut tensors) = self.parts();
@@ -330,13 +430,16 @@ impl<'k> Loader<'k> {
                     tensors.decode(name, packer, matrix.view_mut())?;
                     Ok::<_, LoadError>(matrix)
                 };
-                let both = stack(gate_up, experts * 2 * intermediate, hidden, &mut builder.packer)?;
-                let downs = stack(down, experts * hidden, intermediate, &mut builder.packer)?;
+                let both = stack(gate_up, routed * 2 * intermediate, hidden, &mut builder.packer)?;
+                let downs = stack(down, routed * hidden, intermediate, &mut builder.packer)?;
                 builder.expert_weights(first, shape, &mut |part, stream, mut output| {
+                    copy_shared(part, stream, &mut output)?;
                     if part == ExpertPart::Down {
-                        return output.copy_from(stream, downs.view()).map_err(in_tensor(down));
+                        let target = output.part(0..routed * hidden, 0..intermediate);
+                        let target = target.map_err(|refusal| in_tensor(down)(refusal.into()));
+                        return target?.copy_from(stream, downs.view()).map_err(in_tensor(down));
                     }
-                    for expert in 0..experts {
+                    for expert in 0..routed {
                         // Each gate is followed by its up.
                         let at = (2 * expert + part as u32) * intermediate;
                         let mut copy = || -> Result<(), DeviceError> {

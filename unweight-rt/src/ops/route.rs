@@ -17,14 +17,34 @@ use crate::{
 };
 
 /// How experts and weights follow from a router's logits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouterConfig {
-    /// Experts per token.
+    /// Experts per token among which the router chooses.
     pub top_k: u32,
     /// Whether a token's weights add up to 1; otherwise they are shares of the softmax over all experts.
     pub normalized: bool,
     /// Whether weights are rounded to bf16.
     pub rounded: bool,
+    /// Experts that every token has in addition: the last ones, with weight 1.
+    pub shared: u32,
+    /// Whether the weight of these is the sigmoid of one more logit instead of 1.
+    pub gated: bool,
+    /// The factor of all weights, after rounding.
+    pub scale: f32,
+}
+
+impl RouterConfig {
+    /// Returns the number of experts of a token, shared ones included.
+    pub fn places(self) -> u32 {
+        self.top_k.saturating_add(self.shared)
+    }
+}
+
+/// One expert per token, whose weight is its share of the softmax over all experts.
+impl Default for RouterConfig {
+    fn default() -> Self {
+        Self { top_k: 1, normalized: false, rounded: false, shared: 0, gated: false, scale: 1.0 }
+    }
 }
 
 /// The kernels of all stages of routing.
@@ -66,8 +86,10 @@ impl Router {
         self.sort.refuse(refusal)
     }
 
-    /// Enqueues the choice among `experts` experts: the `top_k` largest of each row of `logits` `[tokens, experts]`, of
-    /// equal logits the lower expert first. `ids` and `weights` have at least `tokens * top_k` elements.
+    /// Enqueues the choice among `experts` experts, the last of which may be shared: the `top_k` largest of each row of
+    /// `logits`, of equal logits the lower expert first, and then the shared ones. Logits are `[tokens, experts without
+    /// shared ones]`, and one column more if these are gated. `ids` and `weights` have at least `tokens` times
+    /// [`RouterConfig::places`] elements.
     ///
     /// # Errors
     /// Operands of other sizes or on another device, or a driver error.
@@ -79,14 +101,15 @@ impl Router {
         choice: RouterConfig,
         (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
     ) -> Result<(), DeviceError> {
-        let desc = logits.desc();
+        let (desc, routed) = (logits.desc(), experts.saturating_sub(choice.shared));
         let check = || {
-            check(experts, choice.top_k)?;
-            if desc.cols != experts || choice.top_k > experts {
+            check(experts, choice.places())?;
+            let cols = routed.saturating_add(choice.gated.into());
+            if desc.cols != cols || choice.top_k == 0 || choice.top_k > routed {
                 return Err(LaunchError::Experts { experts: desc.cols, top_k: choice.top_k });
             }
             desc.check_device("logits", self.topk.device().ordinal())?;
-            let pairs = desc.rows as usize * choice.top_k as usize;
+            let pairs = desc.rows as usize * choice.places() as usize;
             check_capacity("ids", ids.len(), pairs)?;
             check_capacity("weights of experts", weights.len(), pairs)
         };
@@ -97,8 +120,11 @@ impl Router {
             weights: weights.address(),
             logits_pitch: desc.pitch,
             tokens: desc.rows,
-            experts,
+            experts: routed,
             top_k: choice.top_k,
+            shared: choice.shared,
+            gated: choice.gated.into(),
+            scale: choice.scale,
             normalized: choice.normalized.into(),
             rounded: choice.rounded.into(),
             ..RouteArgs::default()

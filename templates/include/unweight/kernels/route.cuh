@@ -12,7 +12,8 @@
 // topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, for the top_k largest
 //          logits; among equal logits the lower expert comes first. `normalized` divides by the sum of those weights;
 //          `rounded` then rounds to bf16. A NaN counts as less than all numbers. The order of each sum is fixed: a
-//          token's ids and weights depend only on its row.
+//          token's ids and weights depend only on its row. Places of shared experts follow, with the ids from `experts`
+//          on and weight 1 or, if `gated`, 1 / (1 + e^-logit), rounded likewise. `scale` multiplies all weights.
 // sort     One block, without atomics, so the pairs of an expert keep their order. Each warp counts a range of pairs,
 //          32 at a time; thread e sums the counts of expert e over the warps; a scan over experts gives first entries
 //          and first items; each warp goes through its range again and places its pairs. An id that is not below
@@ -140,10 +141,20 @@ UW_DEVICE void topk(const RouteArgs& args) {
             weight = share;
         }
     }
-    if (lane >= args.top_k) return;
+    const u32 places = args.top_k + args.shared;
+    if (lane >= places) return;
     if (args.normalized != 0) weight = ptx::div(weight, chosen);
+    if (lane >= args.top_k) {
+        id = args.experts + lane - args.top_k;
+        weight = 1.0f;
+        if (args.gated != 0) {
+            const float gate = ptx::float_from_bits(ptx::ld_global_u16(logits + args.experts) << 16);
+            weight = ptx::div(1.0f, ptx::add(1.0f, ptx::ex2_approx(gate * -1.44269504f)));
+        }
+    }
     if (args.rounded != 0) weight = activation::low_of(ptx::cvt_rn_bf16x2(weight, weight));
-    const u64 pair = u64(token) * args.top_k + lane;
+    weight = ptx::mul(weight, args.scale);
+    const u64 pair = u64(token) * places + lane;
     ptx::st_global(args.ids + pair, id);
     ptx::st_global(args.weights + pair, ptx::bits_from_float(weight));
 }

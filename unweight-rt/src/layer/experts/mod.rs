@@ -250,7 +250,7 @@ impl Experts {
     }
 
     /// Enqueues the routing decision: the `top_k` largest of each row of `logits`, of equal logits the lower expert
-    /// first.
+    /// first, and shared experts ([`RouterConfig::shared`]), which are the last of all.
     ///
     /// # Errors
     /// Operands of other sizes, or a driver error.

@@ -311,7 +311,7 @@ impl OffloadedExperts {
         choice: RouterConfig,
         fetcher: &mut Fetcher,
     ) -> Result<(), DeviceError> {
-        let count = logits.rows() as usize * choice.top_k as usize;
+        let count = logits.rows() as usize * choice.places() as usize;
         let Expected { ids, weights, .. } = &mut fetcher.expected;
         self.choose(stream, logits, choice, ids, weights)?;
         fetcher.expected.begin(stream, count)

@@ -1,0 +1,163 @@
+//! Mixtures of experts of families that have shared experts, factors or norms of queries: compared with the f32
+//! reference, with all experts on the device and with some in host memory.
+
+use std::{fs, path::Path};
+
+use serde_json::{Map, Value, json};
+use unweight::engine::{KvCache, Placement};
+use unweight_format::{
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    testing::Weights as Kind,
+};
+use unweight_model::{
+    ExpertWeights, MlpWeights, ModelConfig, ModelWeights, QkNorm,
+    reference::{self, Reference},
+};
+
+use crate::{
+    engine::{load, options, tokens},
+    harness::error,
+};
+
+/// Relative RMS error of logits whose experts are those of the reference.
+const BOUND: f64 = 0.03;
+const VOCAB: usize = 512;
+
+/// Configurations of each family.
+fn configs() -> Vec<(&'static str, Value)> {
+    let common = json!({"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 2, "rms_norm_eps": 1e-5});
+    let factors = json!({"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5,
+        "logits_scaling": 2.0, "intermediate_size": 128, "num_local_experts": 10, "num_experts_per_tok": 4});
+    let all = [
+        (
+            "qwen2_moe",
+            vec![json!({"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 256})],
+        ),
+        ("olmoe", vec![json!({"num_experts": 16, "num_experts_per_tok": 8, "intermediate_size": 64})]),
+        ("granitemoe", vec![factors.clone()]),
+        ("granitemoeshared", vec![factors, json!({"shared_intermediate_size": 256})]),
+    ];
+    let whole = |(family, more): (&'static str, Vec<Value>)| {
+        let mut config = common.as_object().unwrap().clone();
+        config.insert("model_type".into(), family.into());
+        more.iter().for_each(|more| config.extend(more.as_object().unwrap().clone()));
+        (family, Value::Object(config))
+    };
+    all.into_iter().map(whole).collect()
+}
+
+/// The names and shapes of the tensors of a model.
+fn listing(config: &ModelConfig) -> Vec<(String, Vec<u32>)> {
+    let names = ModelWeights::named(config);
+    let (hidden, wide, vocab) = (config.hidden, config.intermediate, config.vocab);
+    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
+    let mixture = config.mixture.unwrap();
+    let mut all = vec![(names.embed, vec![vocab, hidden]), (names.lm_head, vec![vocab, hidden])];
+    all.push((names.final_norm, vec![hidden]));
+    for layer in names.layers {
+        all.extend([(layer.q, vec![q, hidden]), (layer.k, vec![kv, hidden]), (layer.v, vec![kv, hidden])]);
+        all.push((layer.o, vec![hidden, q]));
+        let of = |names: [Option<String>; 2], width| names.into_iter().flatten().map(move |name| (name, vec![width]));
+        all.extend(of([layer.input_norm, layer.post_norm], hidden));
+        all.extend(of([layer.q_bias, None], q).chain(of([layer.k_bias, layer.v_bias], kv)));
+        assert_ne!(config.qk_norm, QkNorm::Head);
+        all.extend(of([layer.q_norm, None], q).chain(of([layer.k_norm, None], kv)));
+        let MlpWeights::Mixture { router, experts, shared } = layer.mlp else { panic!("no experts") };
+        all.push((router, vec![mixture.experts, hidden]));
+        match experts {
+            ExpertWeights::Each(each) => all.extend(each.into_iter().flat_map(|names| {
+                let down = (names.down, vec![hidden, wide]);
+                [(names.gate, vec![wide, hidden]), (names.up, vec![wide, hidden]), down]
+            })),
+            ExpertWeights::Stacked { gate_up, down } => all.extend([
+                (gate_up, vec![mixture.experts, 2 * wide, hidden]),
+                (down, vec![mixture.experts, hidden, wide]),
+            ]),
+        }
+        let Some(shared) = shared else { continue };
+        all.extend(shared.gate.map(|gate| (gate, vec![1, hidden])));
+        let wide = config.shared_intermediate();
+        match shared.mlp.gate == shared.mlp.up {
+            true => all.push((shared.mlp.gate, vec![2 * wide, hidden])),
+            false => all.extend([(shared.mlp.gate, vec![wide, hidden]), (shared.mlp.up, vec![wide, hidden])]),
+        }
+        all.push((shared.mlp.down, vec![hidden, wide]));
+    }
+    all
+}
+
+/// Writes a model with random weights.
+fn write(folder: &Path, json: &Value) {
+    let config = ModelConfig::from_json(json, None).unwrap();
+    let (mut header, mut data) = (Map::new(), Vec::<u8>::new());
+    for (seed, (name, shape)) in listing(&config).into_iter().enumerate() {
+        let begin = data.len();
+        let count = shape.iter().product::<u32>() as usize;
+        // Products are about as large as their inputs; a router's choices are mostly clear of rounding.
+        let sigma = if name.contains("gate.weight") || name.contains("router") { 0.3 } else { 1.0 / 16.0 };
+        let values = Kind::Gaussian { sigma }.iter(seed as u64).take(count);
+        match shape.len() {
+            1 if name.ends_with("norm.weight") => {
+                data.extend((0..count).flat_map(|at| half::bf16::from_f64(0.75 + (at % 7) as f64 / 12.0).to_le_bytes()))
+            }
+            _ => data.extend(values.flat_map(u16::to_le_bytes)),
+        }
+        header.insert(name, json!({"dtype": "BF16", "shape": shape, "data_offsets": [begin, data.len()]}));
+    }
+    let mut header = Value::Object(header).to_string().into_bytes();
+    header.resize(header.len().next_multiple_of(8), b' ');
+    let file = [&(header.len() as u64).to_le_bytes(), &header[..], &data].concat();
+    fs::create_dir(folder).unwrap();
+    fs::write(folder.join("model.safetensors"), file).unwrap();
+    fs::write(folder.join("config.json"), json.to_string()).unwrap();
+}
+
+/// The median over rows of the error: where rounding chooses another expert, a row is far off.
+fn median_error(got: &[half::bf16], expected: &[f32]) -> f64 {
+    let rows = got.chunks_exact(VOCAB).zip(expected.chunks_exact(VOCAB));
+    let mut errors: Vec<f64> = rows.map(|(got, expected)| error(got, expected)).collect();
+    errors.sort_by(f64::total_cmp);
+    errors[errors.len() / 2]
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn mixtures_of_every_family_follow_the_reference() {
+    let home = tempfile::tempdir().unwrap();
+    for (family, json) in configs() {
+        let source = home.path().join(family);
+        write(&source, &json);
+        let target = home.path().join(format!("{family}-bundle"));
+        bundle::compress(&source, &target, &CompressOptions::new(Profile::Packed), &Silent).unwrap();
+        let bundle = Bundle::open(&target).unwrap();
+        let config = ModelConfig::of_bundle(&bundle).unwrap();
+        let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
+        let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
+        for placement in [Placement::Packed, Placement::Bf16] {
+            let of = || options().placement(placement).kv_cache(KvCache::Bf16);
+            let mut engine = load(&bundle, of());
+            assert_eq!(engine.bf16_experts(), None, "{family}");
+            let slots = [1, 5, config.mixture.unwrap().all_experts() - 1];
+            let mut offloaded = slots.map(|slots| load(&bundle, of().resident_experts(slots)));
+            offloaded.iter_mut().for_each(|engine| engine.poison_experts(0xa5).unwrap());
+            for count in [1, 65, 300] {
+                let text = tokens(count, VOCAB, count as u64);
+                let (expected, whole) = (reference.logits(&text).unwrap(), engine.logits(&text).unwrap());
+                let what = format!("{family}, {placement}, {count} tokens");
+                let difference = median_error(&whole, &expected);
+                println!("{what}: {difference:.4}");
+                assert!(difference < BOUND, "{what}: {difference}");
+                let steps = engine.logits_by_steps(&[&text[..count.min(65)]]).unwrap();
+                let difference = median_error(&steps[0], &expected[..count.min(65) * VOCAB]);
+                assert!(difference < BOUND, "{what} by steps: {difference}");
+                for (engine, slots) in offloaded.iter_mut().zip(slots) {
+                    assert!(engine.logits(&text).unwrap() == whole, "{what}: {slots} slots give other bits");
+                    let same = engine.logits_by_steps(&[&text[..count.min(65)]]).unwrap() == steps;
+                    assert!(same, "{what}: {slots} slots give other bits by steps");
+                }
+            }
+        }
+    }
+}
