@@ -18,7 +18,7 @@ using Smem = uw::route::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::RouteArgs) == 112, "RouteArgs: host and kernel disagree");
+static_assert(sizeof(uw::RouteArgs) == 128, "RouteArgs: host and kernel disagree");
 static_assert(uw::route::kExpertsMax == 512, "experts: host and kernel disagree");
 static_assert(uw::route::kTopKMax == 32, "experts of a token: host and kernel disagree");
 static_assert(uw::route::kCombineThreads * uw::route::kChunk == 1024, "columns: host and kernel disagree");

@@ -158,7 +158,7 @@ impl Stage {
     /// Reports that the files of an interrupted run were removed, if there were any.
     pub(crate) fn report_discarded(&self, progress: &dyn Progress) {
         if self.discarded {
-            progress.starts_over("an interrupted run is discarded; --resume would continue it");
+            progress.starts_over("an interrupted run is discarded; the resume option would continue it");
         }
     }
 

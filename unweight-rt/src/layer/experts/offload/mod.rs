@@ -536,7 +536,10 @@ impl Plan {
 }
 
 /// Overwrites the expert ids of a call, those of a token one after the other, with other experts.
-pub struct ReplaceRouting(pub Box<dyn FnMut(&mut [u32]) + Send>);
+pub struct ReplaceRouting(
+    /// The function that overwrites the ids.
+    pub Box<dyn FnMut(&mut [u32]) + Send>,
+);
 
 impl fmt::Debug for ReplaceRouting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
