@@ -37,7 +37,8 @@ type Memory = (u64, usize);
 
 type Registered<T> = Vec<(u64, Arc<T>)>;
 
-/// Values registered under the address of an arena. An arena registered twice stays known until both are forgotten.
+/// Values registered under the address of an arena, the active one last. An arena registered twice stays known until
+/// both are forgotten.
 struct Registry<T> {
     /// Per address, pairs of registration id and value. The allocator may reuse an address, so `forget` needs the id.
     by_address: RwLock<HashMap<u64, Registered<T>>>,
@@ -67,6 +68,16 @@ impl<T> Registry<T> {
                 values.remove();
             }
         }
+    }
+
+    /// Makes `get` return the value with this id. Returns whether it is registered.
+    fn activate(&self, address: u64, id: u64) -> bool {
+        let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(values) = entries.get_mut(&address) else { return false };
+        let Some(at) = values.iter().position(|(value_id, _)| *value_id == id) else { return false };
+        let last = values.len() - 1;
+        values.swap(at, last);
+        true
     }
 
     fn get(&self, address: u64) -> Option<Arc<T>> {
@@ -251,6 +262,15 @@ impl Runtime {
     fn digest(&self, py: Python<'_>, arena: Memory) -> PyResult<String> {
         let bytes = self.head(py, arena)?;
         Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
+    }
+
+    /// Makes launches use the registration `id` of an arena. Several arenas may take turns at one address; each is
+    /// registered while it is there.
+    fn activate(&self, arena: u64, id: u64) -> PyResult<()> {
+        match self.linears.activate(arena, id) {
+            true => Ok(()),
+            false => Err(PyValueError::new_err(format!("no registration {id} of an arena at {arena:#x}"))),
+        }
     }
 
     /// Forgets the registration `id` of an arena.
