@@ -477,5 +477,82 @@ class Module(Gpu):
         self.assertEqual(torch.cuda.current_device(), 0)
 
 
+class Modules(Gpu):
+    """`unweight.pack_model`; `pack_gpu.py` tests it on a large module."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(256, 256)
+            # Two shapes, so that arenas of different layers take turns at one address.
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 512 if at % 2 else 256), nn.SiLU(), nn.Linear(512 if at % 2 else 256, 256))
+                for at in range(5)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def made(self):
+        stock = self.Blocks().to(DEVICE, torch.bfloat16)
+        for seed, parameter in enumerate(stock.parameters()):
+            if parameter.dim() == 2:
+                parameter.data = weights(*parameter.shape, seed=seed)
+        return stock
+
+    def test_modules_move_and_are_copied(self):
+        stock, x = self.made(), inputs(9, 256)
+        module = copy.deepcopy(stock).cpu()
+        module.blocks[2][0].weight = module.blocks[0][0].weight
+        stock.blocks[2][0].weight.data.copy_(stock.blocks[0][0].weight)
+        self.assertEqual(unweight.pack_model(module).kept, {})
+        module.to(DEVICE)
+        self.assertIs(module.blocks[2][0].weight_packed, module.blocks[0][0].weight_packed)
+        with torch.no_grad():
+            expected = module(x)
+            torch.testing.assert_close(expected, stock(x), atol=3e-2, rtol=3e-2)
+            for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.cpu().to(DEVICE)):
+                self.assertTrue(torch.equal(other(x), expected))
+        for name, value in stock.state_dict().items():
+            self.assertTrue(torch.equal(module.state_dict()[name], value), name)
+
+    def test_new_weights_replace_the_old_ones(self):
+        module, x = self.made(), inputs(9, 256)
+        unweight.pack_model(module, device=DEVICE)
+        other = self.made()
+        for parameter in other.parameters():
+            if parameter.dim() == 2:
+                parameter.data = weights(*parameter.shape, seed=77) * 4
+        addresses = [layer.weight_packed.data_ptr() for layer in module.modules() if hasattr(layer, "weight_packed")]
+        module.load_state_dict(other.state_dict())
+        after = [layer.weight_packed.data_ptr() for layer in module.modules() if hasattr(layer, "weight_packed")]
+        self.assertEqual(after, addresses)
+        fresh = copy.deepcopy(other)
+        unweight.pack_model(fresh, device=DEVICE)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(module(x), fresh(x)))
+
+    def test_offloaded_blocks_give_the_same_bits(self):
+        stock = self.made()
+        resident, module = copy.deepcopy(stock), copy.deepcopy(stock).cpu()
+        unweight.pack_model(resident, device=DEVICE)
+        self.assertEqual(unweight.pack_model(module, device=DEVICE, offload=True).kept, {})
+        with torch.no_grad():
+            for rows in (1, 9, 300, 1, 9, 300):
+                x = inputs(rows, 256, seed=rows)
+                self.assertTrue(torch.equal(module(x), resident(x)))
+            for at in (3, 0, 4, 4, 1, 3, 2, 0):
+                self.assertTrue(torch.equal(module.blocks[at](x), resident.blocks[at](x)))
+            for name, value in stock.state_dict().items():
+                self.assertTrue(torch.equal(module.state_dict()[name].to(DEVICE), value), name)
+            self.assertTrue(torch.equal(module.blocks[3][0].weight.clone(), stock.blocks[3][0].weight))
+            graph = torch.cuda.CUDAGraph()
+            with self.assertRaisesRegex(RuntimeError, "cannot be captured"), torch.cuda.graph(graph):
+                module(x)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -330,7 +330,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "options": {name: value for name, value in vars(given).items() if name != "out"},
     }
-    with torch.inference_mode():
+    with torch.no_grad():
         record["resident"], output = resident(shape, operands, given, device)
         free(device)
         if device.type == "cuda" and not given.no_offload:

@@ -337,6 +337,8 @@ def pack_model(
     target = None if device is None else torch.device(device)
     if target is not None and (reason := why_not(target)) is not None:
         raise ValueError(f"{reason}; omit device to pack where the weights are")
+    if target is not None and target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
     if offload and (target is None or target.type != "cuda"):
         raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
     if isinstance(exclude, str):

@@ -256,7 +256,8 @@ def _holder_of_moved(arena: Tensor, holder: Union[Escapes, Placed]) -> Union[Esc
 def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
     """Returns the object to keep with an arena: `Placed` on a GPU, `Escapes` on the CPU."""
     if arena.device.type == "cuda":
-        return place(arena, data)
+        # The tensor of a parameter is replaced when it moves, so it would not keep the memory at this address.
+        return place(arena.data if isinstance(arena, nn.Parameter) else arena, data)
     _, _, _, digest = _native.arena_head(*_memory(arena))
     return _escapes(digest, data.cpu())
 
