@@ -177,7 +177,8 @@ impl Bundle {
 }
 
 impl Bundle {
-    fn tensor(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<TensorHandle<'_>> {
+    /// Returns a tensor by its name, and its file if several files have the name.
+    pub fn tensor(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<TensorHandle<'_>> {
         let tensor = match file {
             Some(file) => self.bundle.tensor_in(file, name),
             None => self.bundle.tensor(name),

@@ -3,6 +3,7 @@
 //! The Python part in `python/unweight` wraps it; `_native.pyi` documents it for Python.
 
 mod bundle;
+mod decode;
 mod error;
 mod packed;
 mod pool;

@@ -28,8 +28,11 @@ use unweight_rt::{
 };
 
 use crate::{
-    error::plain,
+    bundle::Bundle,
+    decode::{self, Failure},
+    error::{plain, raised as raised_by_bundle},
     packed::{ALIGN, Head, Layout, value_error, write_head},
+    pool::on_pool,
 };
 
 /// Device address and size in bytes.
@@ -312,6 +315,23 @@ impl Runtime {
         // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
         unsafe { self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
+    }
+
+    /// Decodes a tensor of a bundle to `out`, its original bytes. Returns false, without writing, if there is no decoder
+    /// for GPUs.
+    #[pyo3(signature = (bundle, name, out, *, file=None))]
+    fn decode(&self, py: Python<'_>, bundle: &Bundle, name: &str, out: Memory, file: Option<&str>) -> PyResult<bool> {
+        let tensor = bundle.tensor(py, name, file)?;
+        let expected = tensor.original_bytes();
+        if expected != out.1 as u64 {
+            let message = format!("tensor '{name}' has {expected} bytes, but the buffer has {}", out.1);
+            return Err(PyValueError::new_err(message));
+        }
+        // SAFETY: the caller's tensor has this size and padding, and nothing else uses it meanwhile (`_native.pyi`).
+        on_pool(py, || unsafe { decode::decode(self.interop.kernels(), tensor, out.0) })?.map_err(|error| match error {
+            Failure::Bundle(error) => raised_by_bundle(py, &error),
+            Failure::Device(error) => raised(py, &error),
+        })
     }
 
     /// Unpacks a registered arena to `out` as BF16 `[n, k]`.

@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import pathlib
 import pickle
+import tempfile
 import threading
 import unittest
 import warnings
@@ -552,6 +554,64 @@ class Modules(Gpu):
             graph = torch.cuda.CUDAGraph()
             with self.assertRaisesRegex(RuntimeError, "cannot be captured"), torch.cuda.graph(graph):
                 module(x)
+
+
+class Bundles(Gpu):
+    """Tensors of bundles that are decoded on the GPU."""
+
+    DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.home = pathlib.Path(folder.name)
+        from safetensors.torch import save_file
+
+        (self.home / "model").mkdir()
+        # Shapes of whole tiles and others.
+        self.tensors = {
+            f"model.layers.{index}.mlp.{str(dtype).removeprefix('torch.')}_{n}.weight": weights(n, k, seed=index)
+            .mul(20)
+            .to(dtype)
+            .cpu()
+            for index, dtype in enumerate(self.DTYPES)
+            for n, k in ((512, 1024), (333, 200))
+        }
+        save_file(self.tensors, self.home / "model/model.safetensors")
+
+    def test_tensors_have_the_bits_of_the_model(self):
+        encodings = set()
+        for profile in ("distribution", "packed", "compact", "archive"):
+            unweight.compress(self.home / "model", self.home / profile, profile=profile, scope="all")
+            bundle = unweight.Bundle(self.home / profile)
+            for name, expected in self.tensors.items():
+                info = bundle.info(name)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    got, decoded = bundle.torch(name, device="cuda"), bundle._torch_decoded_on(info, DEVICE)
+                self.assertEqual((got.dtype, got.shape, got.device), (expected.dtype, expected.shape, DEVICE))
+                self.assertTrue(torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8)), (profile, name))
+                is_decoded = info.encoding in unweight._bundle._GPU_ENCODINGS
+                self.assertEqual(decoded is not None, is_decoded, (name, info.encoding))
+                encodings |= {(info.encoding, info.dtype)} if is_decoded else set()
+        expected = {("exponents", dtype) for dtype in ("F16", "F32", "F8_E4M3", "F8_E5M2")}
+        expected |= {(encoding, "BF16") for encoding in ("huffman", "packed", "compact")}
+        self.assertEqual(encodings, expected)
+
+    def test_damage_is_found(self):
+        unweight.compress(self.home / "model", self.home / "bundle", scope="all")
+        name = next(name for name in self.tensors if ".float16_" in name)
+        self.assertEqual(unweight.Bundle(self.home / "bundle").info(name).encoding, "exponents")
+        shard = self.home / "bundle/model.safetensors"
+        data = bytearray(shard.read_bytes())
+        for at in range(len(data) // 8, len(data), len(data) // 8):
+            data[at] ^= 1
+        shard.write_bytes(data)
+        with self.assertRaises(unweight.DamagedError):
+            bundle = unweight.Bundle(self.home / "bundle")
+            for name in self.tensors:
+                bundle.torch(name, device="cuda")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,12 @@ class Runtime:
         until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
+    def decode(self, bundle: Bundle, name: str, out: _Memory, *, file: Optional[str] = None) -> bool:
+        """Decodes a tensor of a bundle to `out`, which has the tensor's size and 256 more bytes.
+
+        The stored sections are compared with their digests before. Returns false if the encoding has no decoder for
+        GPUs.
+        """
     def register_experts(
         self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
     ) -> int:
