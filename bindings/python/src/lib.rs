@@ -4,6 +4,7 @@
 
 mod bundle;
 mod decode;
+mod dfloat11;
 mod error;
 mod packed;
 mod pool;
