@@ -181,9 +181,11 @@ impl Runtime {
     }
 
     /// Registers an arena, and compiles the kernels of its shape. Returns the id for `forget` and the digest of the
-    /// escape lists.
-    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
+    /// escape lists. `room` is the number of bytes for lists at their address, so that others can replace them later.
+    #[pyo3(signature = (arena, escapes, room=0))]
+    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory, room: usize) -> PyResult<(u64, String)> {
         let PackedState { shape, window, at, digest } = self.stored(py, arena, escapes)?;
+        let at = PackedAt { escape_words: at.escape_words.max(room / 4), ..at };
         // SAFETY: the caller holds its tensors until `forget` and until all work is done (`_native.pyi`). The 256
         // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });

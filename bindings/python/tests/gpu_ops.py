@@ -536,6 +536,37 @@ class Modules(Gpu):
         unweight.pack_model(fresh, device=DEVICE)
         with torch.no_grad():
             self.assertTrue(torch.equal(module(x), fresh(x)))
+        for name, value in other.state_dict().items():
+            self.assertTrue(torch.equal(module.state_dict()[name], value), name)
+
+    def test_graphs_stay_valid_or_say_so(self):
+        layer = nn.Linear(1024, 512).to(DEVICE, torch.bfloat16)
+        layer.weight.data = weights(512, 1024)
+        unweight.pack_model(layer)
+        x = inputs(33, 1024)
+        with torch.no_grad():
+            expected, graph = layer(x), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = layer(x)
+            for seed, is_valid in ((1, True), (2, True), (3, False)):
+                weight = weights(512, 1024, seed=seed)
+                if not is_valid:
+                    # Another window, and many more escapes.
+                    weight = torch.where(torch.rand_like(weight.float()) < 0.003, weight * 2.0**-60, weight * 2.0**20)
+                before = layer.unpacked()
+                self.assertEqual(layer.update_(weight), is_valid)
+                self.assertTrue(torch.equal(layer.unpacked(), weight))
+                self.assertFalse(torch.equal(before, weight))
+                fresh = pack(weight)
+                self.assertTrue(torch.equal(layer.weight_packed, fresh.arena))
+                self.assertTrue(torch.equal(layer(x), linear(x, fresh, layer.bias)))
+                if is_valid:
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    self.assertTrue(torch.equal(out, layer(x)))
+                    self.assertFalse(torch.equal(out, expected))
+            copied = copy.deepcopy(layer)
+            self.assertTrue(torch.equal(copied(x), layer(x)))
 
     def test_offloaded_blocks_give_the_same_bits(self):
         stock = self.made()

@@ -263,7 +263,7 @@ class Weight(Case):
         # More weights outside of the window than before, so the escape lists grow.
         other.weight.data.view(-1)[::300] = 2.0**-60
         address = self.layer.weight_packed.data_ptr()
-        self.layer.update_(other.weight)
+        self.assertTrue(self.layer.update_(other.weight))
         self.assertEqual(self.layer.weight_packed.data_ptr(), address)
         self.same(self.layer.unpacked(), other.weight.detach())
         for wrong, says in (
@@ -275,6 +275,39 @@ class Weight(Case):
                 self.layer.update_(wrong)
         gc.collect()
         self.same(self.layer.unpacked(), other.weight.detach())
+
+    def test_sparse_values_replace_elements(self):
+        expected, index = self.stock.weight.detach().clone(), torch.tensor([5, 8191, 0, 77], dtype=torch.int32)
+        values = torch.tensor([1.5, -0.25, 2.0**-60, 3e-5]).bfloat16()
+        expected.view(-1)[index.long()] = values
+        self.assertTrue(self.layer.update_sparse_(index, values))
+        self.same(self.layer.unpacked(), expected)
+        self.assertTrue(self.layer.update_sparse_(index[:0], values[:0]))
+        for wrong, error in (
+            ((index, values[:3]), ValueError),
+            ((index.float(), values), ValueError),
+            ((index, values.float()), ValueError),
+            ((index.view(2, 2), values.view(2, 2)), ValueError),
+            ((torch.tensor([0, 8192]), values[:2]), IndexError),
+            ((torch.tensor([-1, 3]), values[:2]), IndexError),
+            ((torch.arange(8192), torch.full((8192,), torch.nan).bfloat16()), ValueError),
+        ):
+            with self.assertRaises(error):
+                self.layer.update_sparse_(*wrong)
+        self.same(self.layer.unpacked(), expected)
+
+    def test_layers_that_share_a_weight_are_updated_together(self):
+        module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}))
+        module["b"].weight = module["a"].weight
+        unweight.pack_model(module)
+        other = inputs(64, 64, seed=4)
+        other.view(-1)[::300] = 2.0**-60
+        module["a"].update_(other)
+        gc.collect()
+        for name in module:
+            self.same(module[name].unpacked(), other)
+        copied = copy.deepcopy(module)
+        self.same(copied["b"].unpacked(), other)
 
     def test_other_dtypes_compute_as_before(self):
         x = inputs(3, 128)
@@ -427,7 +460,12 @@ class Offloading(Case):
 
     def test_changes_and_copies_are_refused(self):
         layer = self.module.blocks[1].up
-        for change in (lambda: layer.update_(layer.unpacked()), lambda: copy.deepcopy(self.module)):
+        sparse = (torch.tensor([3]), torch.ones(1).bfloat16())
+        for change in (
+            lambda: layer.update_(layer.unpacked()),
+            lambda: layer.update_sparse_(*sparse),
+            lambda: copy.deepcopy(self.module),
+        ):
             with self.assertRaisesRegex(NotImplementedError, "'blocks.1.up' is offloaded|is offloaded and cannot"):
                 change()
         with self.assertRaisesRegex(RuntimeError, "is offloaded: its weight cannot be replaced"):

@@ -102,9 +102,10 @@ class Runtime:
         """Returns the used bytes of `escapes`, or why the matrix cannot be packed."""
     def prepare(self, rows: int, cols: int) -> None:
         """Compiles and loads the kernels that `register` needs for a shape."""
-    def register(self, arena: _Memory, escapes: _Memory) -> tuple[int, str]:
+    def register(self, arena: _Memory, escapes: _Memory, room: int = 0) -> tuple[int, str]:
         """Registers an arena; returns the id for `forget` and the digest of the escapes. The caller keeps both buffers
-        unchanged until `forget` is called and all work with them is done."""
+        until `forget` is called and all work with them is done. Between launches, it may write another matrix with the
+        same window to them, whose escapes have at most `room` bytes."""
     def is_registered(self, arena: int) -> bool: ...
     def activate(self, arena: int, id: int) -> None:
         """Makes later launches use the registration `id`, if several arenas share this address one after another."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Sequence, Union
 
 from ._extras import require
@@ -22,7 +23,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._part import _Fixed
-from .ops import Packed, _holder, _linear, _pack, _PackedState, why_not
+from .errors import UnweightError
+from .ops import (
+    Escapes,
+    Placed,
+    _escapes,
+    _holder,
+    _linear,
+    _memory,
+    _pack,
+    _packed_cuda,
+    _PackedState,
+    _runtime,
+    place,
+    why_not,
+)
 
 if TYPE_CHECKING:
     from ._offload import Offload
@@ -112,11 +127,61 @@ def _product(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Te
     return F.linear(*plain)
 
 
+def _pack_into(arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor) -> Union[Escapes, Placed, str]:
+    """Packs other weights of the same shape into an arena; returns the object to keep with it, or why they cannot be
+    packed, which changes nothing.
+
+    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
+    have captured the arena stay valid.
+    """
+    if arena.device.type != "cuda":
+        packed = _pack(weight)
+        if isinstance(packed, str):
+            return packed
+        arena.copy_(packed.arena)
+        return packed.escapes
+    packed = _packed_cuda(weight)
+    if isinstance(packed, str):
+        return packed
+    made, lists = packed
+    # Of the head, 64 bytes depend on shape and lists; the rest is the window.
+    keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
+    arena.copy_(made)
+    if not (isinstance(holder, Placed) and keeps_window and lists.nbytes <= holder.room):
+        return place(arena, lists)
+    (old,) = holder.lists
+    memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
+    holder.lists = (memory,)
+    # `_register_copy` finds lists by the digest in the arena.
+    runtime = _runtime(arena.device)
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
+    return holder
+
+
 def _autocast_dtype(device: str) -> Optional[torch.dtype]:
     """Returns the dtype to which autocast converts operands of `F.linear`; `None` if it is off."""
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
+
+
+class _Held:
+    """The object to keep with an arena, for all layers that share it. A copy has only the escape lists, until the first
+    of its layers holds the copied arena."""
+
+    __slots__ = ("holder", "lists")
+
+    def __init__(self, holder: Union[Escapes, Placed, None], lists: Optional[Tensor] = None) -> None:
+        self.holder, self.lists = holder, lists
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Held, (None, self.holder.data)
+
+    def hold(self, arena: Tensor) -> None:
+        if self.holder is None:
+            self.holder, self.lists = _holder(arena, self.lists), None
 
 
 class PackedLinear(_PackedState, nn.Linear):
@@ -129,8 +194,17 @@ class PackedLinear(_PackedState, nn.Linear):
 
     weight_packed: nn.Parameter
     """The arena, uint8 `[bytes]`; absent if the layer is offloaded."""
+    _held: _Held
     _offload: Optional[Offload] = None
     _layer_name = ""
+
+    @property
+    def _escapes(self) -> Union[Escapes, Placed, None]:  # type: ignore[override]
+        return self._held.holder
+
+    @_escapes.setter
+    def _escapes(self, holder: Union[Escapes, Placed]) -> None:
+        self._held.holder = holder
 
     @property
     def weight(self) -> PackedWeight:  # type: ignore[override]
@@ -169,12 +243,13 @@ class PackedLinear(_PackedState, nn.Linear):
         """Returns the BF16 weight `[n, k]`, bit for bit, on its device: the CPU if the layer is offloaded."""
         return super().unpacked() if self._offload is None else self._offload.unpacked_on_cpu(self)
 
-    def update_(self, weight: Tensor) -> None:
-        """Replaces the weight by another, bfloat16 `[n, k]` on any device. The arena stays at its address.
+    def update_(self, weight: Tensor) -> bool:
+        """Replaces the weight by another, bfloat16 `[n, k]` on any device, and compares the packed bits with it.
 
-        The escape lists are new, so CUDA graphs that have captured this layer must be captured again. Raises
-        `ValueError`, and changes nothing, if `weight` has another shape or dtype or cannot be packed, and
-        `NotImplementedError` if the layer is offloaded.
+        Returns whether CUDA graphs that have captured this layer stay valid. They do unless the exponent window changes
+        or the escape lists outgrow their room, a quarter more than before; then capture them again. No work with this
+        layer may run meanwhile. Raises `ValueError`, and changes nothing, if `weight` has another shape or dtype or
+        cannot be packed, and `NotImplementedError` if the layer is offloaded.
         """
         if self._offload is not None:
             raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
@@ -183,14 +258,43 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
                 f"{weight.dtype} {list(weight.shape)}"
             )
-        packed = _pack(weight.detach().to(self.weight_packed.device))
-        if isinstance(packed, str):
+        weight = weight.detach().resolve_neg().to(self.weight_packed.device).contiguous()
+        before = self._escapes
+        holder = _pack_into(self.weight_packed.data, before, weight)
+        if isinstance(holder, str):
             raise ValueError(
-                f"the new weight of {self._describe()} cannot be packed: {packed}; the layer keeps its old weight; to "
+                f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
                 "replace it by a BF16 layer, load the module in BF16 and pack it again"
             )
-        self.weight_packed.data.copy_(packed.arena)
-        self._escapes = _holder(self.weight_packed, packed.escapes.data)
+        self._escapes = holder
+        if not torch.equal(self.unpacked().view(torch.int16), weight.view(torch.int16)):
+            raise UnweightError(f"the new weight of {self._describe()} was packed wrongly: please report this bug")
+        return holder is before or weight.device.type == "cpu"
+
+    def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
+        """Replaces some elements of the weight; the others keep their bits. Takes as long as `update_`, and returns and
+        raises the same.
+
+        `index` is an integer tensor `[m]` of positions in the flattened weight, `values` is bfloat16 `[m]`. Raises
+        `ValueError` for other shapes and dtypes, and `IndexError` for a position outside of the weight.
+        """
+        if self._offload is not None:
+            raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
+        is_integer = not index.is_floating_point() and index.dtype != torch.bool
+        if index.dim() != 1 or index.shape != values.shape or not is_integer or values.dtype != torch.bfloat16:
+            raise ValueError(
+                f"sparse weights of {self._describe()} are an integer index [m] and bfloat16 values [m], got "
+                f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
+            )
+        weight = self.unpacked()
+        index = index.to(weight.device, torch.int64)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
+            raise IndexError(
+                f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but the "
+                f"weight has {weight.numel()} elements"
+            )
+        weight.view(-1)[index] = values.to(weight.device)
+        return self.update_(weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.unpacked()
@@ -217,7 +321,12 @@ class PackedLinear(_PackedState, nn.Linear):
         )
         if key in state_dict:
             try:
-                self.update_(state_dict[key])
+                if not self.update_(state_dict[key]):
+                    warnings.warn(
+                        f"the new weight of {self._describe()} has another exponent window or more escapes than there "
+                        "was room for: capture CUDA graphs with this layer again",
+                        stacklevel=2,
+                    )
             except (ValueError, NotImplementedError) as error:
                 error_msgs.append(f'while packing the parameter named "{key}": {error}')
         elif strict:
@@ -234,12 +343,11 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"{self._describe()} is offloaded and cannot be copied or saved; save its state_dict, or copy the "
                 "module before offloading"
             )
-        # The holder of the escape lists is made again for the copied arena.
-        return _empty_layer, (type(self)._class_before,), {**self.__dict__, "_escapes": self._escapes.data}
+        return _empty_layer, (type(self)._class_before,), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._escapes = _holder(self.weight_packed, self._escapes)
+        self._held.hold(self.weight_packed)
 
     _class_before: type[nn.Linear] = nn.Linear
     """The class before packing."""
@@ -262,13 +370,13 @@ def _empty_layer(before: type[nn.Linear]) -> PackedLinear:
     return made.__new__(made)
 
 
-def _become_packed(layer: nn.Linear, packed: Packed, arena: nn.Parameter, name: str) -> None:
+def _become_packed(layer: nn.Linear, arena: nn.Parameter, held: _Held, name: str) -> None:
     """Changes a layer to a packed one with this parameter as its arena."""
     # Assigned before anything else, because it fails for a class with another layout.
     layer.__class__ = _packed_class(type(layer))
     del layer._parameters["weight"]
     layer._parameters = {"weight_packed": arena, **layer._parameters}
-    layer._escapes, layer._n, layer._layer_name = packed.escapes, packed.n, name
+    layer._held, layer._n, layer._layer_name = held, layer.out_features, name
 
 
 def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
@@ -369,7 +477,7 @@ def _pack_layers(
     }
     # By the id of the weight: the arena of the layers that share it, or why it cannot be packed. An id stays unique,
     # because the weights of all layers existed at once.
-    done: dict[int, Union[tuple[nn.Parameter, Packed], str]] = {}
+    done: dict[int, Union[tuple[nn.Parameter, _Held], str]] = {}
     reports = []
     for name, layer in list(module.named_modules()):
         if not isinstance(layer, nn.Linear):
@@ -384,20 +492,20 @@ def _pack_layers(
         result = reason or done[id(weight)]
         if not isinstance(result, str):
             try:
-                _become_packed(layer, result[1], result[0], name)
+                _become_packed(layer, *result, name)
             except TypeError as error:
                 result = f"its class cannot be changed: {error}"
         if isinstance(result, str):
             reports.append(LayerReport(name, nbytes, nbytes, result))
         else:
-            after = result[0].nbytes + result[1].escapes.data.nbytes if nbytes else 0
+            after = result[0].nbytes + result[1].holder.data.nbytes if nbytes else 0
             reports.append(LayerReport(name, nbytes, after, None))
     return reports
 
 
 def _pack_weight(
     weight: Tensor, target: Optional[torch.device], to_cpu: bool
-) -> Union[tuple[nn.Parameter, Packed], str]:
+) -> Union[tuple[nn.Parameter, _Held], str]:
     """Returns the arena of a weight packed on `target`, or why it cannot be packed; with `to_cpu`, on the CPU."""
     weight = weight if target is None else weight.to(target)
     if (reason := why_not(weight.device)) is not None:
@@ -405,7 +513,8 @@ def _pack_weight(
     packed = _pack(weight)
     if isinstance(packed, str):
         return packed
-    if to_cpu:
-        arena = packed.arena.cpu()
-        packed = Packed(arena, _holder(arena, packed.escapes.data), packed.n, packed.k)
-    return nn.Parameter(packed.arena, requires_grad=False), packed
+    arena, holder = packed.arena, packed.escapes
+    if to_cpu and arena.device.type != "cpu":
+        arena = arena.cpu()
+        holder = _holder(arena, holder.data)
+    return nn.Parameter(arena, requires_grad=False), _Held(holder)

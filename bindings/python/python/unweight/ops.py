@@ -169,7 +169,7 @@ class Placed:
     arena and registers the copy.
     """
 
-    __slots__ = ("__weakref__", "arenas", "lists", "registration", "_place", "_shared")
+    __slots__ = ("__weakref__", "arenas", "lists", "registration", "room", "_place", "_shared")
 
     def __init__(
         self,
@@ -181,6 +181,8 @@ class Placed:
         self.arenas, self.lists, self._place, self._shared = arenas, lists, place, shared
         self.registration = 0
         """The id of the arena's registration, for `Runtime.activate`; 0 for experts."""
+        self.room = 0
+        """The bytes of memory for the escape lists of the arena; 0 if it has none, and for experts."""
 
     @property
     def arena(self) -> Tensor:
@@ -201,9 +203,9 @@ class Placed:
         return self._place, (*self.arenas, *self.lists)
 
 
-def _padded_copy(lists: Tensor, device: torch.device) -> Tensor:
+def _padded_copy(lists: Tensor, device: torch.device, room: int = 0) -> Tensor:
     """Copies escape lists to their own memory on a device, with the padding that kernels may read after them."""
-    return torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
+    return torch.empty(max(lists.nbytes, room) + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
 
 
 def place(arena: Tensor, escapes: Tensor) -> Placed:
@@ -213,13 +215,15 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
     copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
     CUDA graph. Raises `ValueError` if they do not belong together, and `DeviceError` if the GPU or NVRTC fails.
     """
-    data, runtime, memory = _padded_copy(escapes, arena.device), _runtime(arena.device), _memory(arena)
+    # The lists of new weights may be longer (`_pack_into`).
+    room = escapes.nbytes and escapes.nbytes * 5 // 4 // 4 * 4 + 4096
+    data, runtime, memory = _padded_copy(escapes, arena.device, room), _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
-        registration, digest = runtime.register(memory, _memory(data))
+        registration, digest = runtime.register(memory, _memory(data), room)
     # With the digest, `_register_copy` finds the lists for a copy of the arena.
     placed = Placed(place, (arena,), (data,), _escapes(digest, data))
-    placed.registration = registration
+    placed.registration, placed.room = registration, room
     weakref.finalize(placed, runtime.forget, memory[0], registration)
     return placed
 
