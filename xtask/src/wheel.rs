@@ -148,7 +148,7 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
     };
     // `.ci/run` calls this after `cargo xtask test`, which has built the extension.
     let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
-    unittest(&python, Some(&site), &["test_torch"])?;
+    unittest(&python, Some(&site), &["test_torch", "test_modules"])?;
     // transformers itself causes warnings.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
 }

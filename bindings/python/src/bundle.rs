@@ -9,7 +9,7 @@ use pyo3::{
 };
 use unweight_format::bundle::{self, BundleError, TensorHandle};
 
-use crate::{error::raised, packed::at_mut, pool::on_pool, report::to_python};
+use crate::{dfloat11, error::raised, packed::at_mut, pool::on_pool, report::to_python};
 
 /// The base class of `unweight.Bundle`. Immutable, so several threads may use it at once.
 #[pyclass(frozen, subclass, module = "unweight._native")]
@@ -27,7 +27,10 @@ impl Bundle {
         // The path is made absolute because files next to the weights are opened later. An empty path cannot be, and
         // stays an error.
         let folder = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
-        let bundle = on_pool(py, || bundle::Bundle::open_weights(&folder))?.map_err(|error| raised(py, &error))?;
+        let bundle = on_pool(py, || bundle::Bundle::open_weights(&folder))?.map_err(|error| match error {
+            BundleError::NotABundle { .. } => dfloat11::not_a_bundle(py, &folder).unwrap_or_else(|| raised(py, &error)),
+            error => raised(py, &error),
+        })?;
         Ok(Self { bundle, path, folder })
     }
 
@@ -177,7 +180,8 @@ impl Bundle {
 }
 
 impl Bundle {
-    fn tensor(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<TensorHandle<'_>> {
+    /// Returns a tensor by its name, and its file if several files have the name.
+    pub fn tensor(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<TensorHandle<'_>> {
         let tensor = match file {
             Some(file) => self.bundle.tensor_in(file, name),
             None => self.bundle.tensor(name),

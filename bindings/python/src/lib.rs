@@ -3,6 +3,8 @@
 //! The Python part in `python/unweight` wraps it; `_native.pyi` documents it for Python.
 
 mod bundle;
+mod decode;
+mod dfloat11;
 mod error;
 mod packed;
 mod pool;

@@ -28,8 +28,11 @@ use unweight_rt::{
 };
 
 use crate::{
-    error::plain,
+    bundle::Bundle,
+    decode::{self, Failure},
+    error::{plain, raised as raised_by_bundle},
     packed::{ALIGN, Head, Layout, value_error, write_head},
+    pool::on_pool,
 };
 
 /// Device address and size in bytes.
@@ -37,7 +40,8 @@ type Memory = (u64, usize);
 
 type Registered<T> = Vec<(u64, Arc<T>)>;
 
-/// Values registered under the address of an arena. An arena registered twice stays known until both are forgotten.
+/// Values registered under the address of an arena, the active one last. An arena registered twice stays known until
+/// both are forgotten.
 struct Registry<T> {
     /// Per address, pairs of registration id and value. The allocator may reuse an address, so `forget` needs the id.
     by_address: RwLock<HashMap<u64, Registered<T>>>,
@@ -67,6 +71,16 @@ impl<T> Registry<T> {
                 values.remove();
             }
         }
+    }
+
+    /// Makes `get` return the value with this id. Returns whether it is registered.
+    fn activate(&self, address: u64, id: u64) -> bool {
+        let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(values) = entries.get_mut(&address) else { return false };
+        let Some(at) = values.iter().position(|(value_id, _)| *value_id == id) else { return false };
+        let last = values.len() - 1;
+        values.swap(at, last);
+        true
     }
 
     fn get(&self, address: u64) -> Option<Arc<T>> {
@@ -167,9 +181,11 @@ impl Runtime {
     }
 
     /// Registers an arena, and compiles the kernels of its shape. Returns the id for `forget` and the digest of the
-    /// escape lists.
-    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
+    /// escape lists. `room` is the number of bytes for lists at their address, so that others can replace them later.
+    #[pyo3(signature = (arena, escapes, room=0))]
+    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory, room: usize) -> PyResult<(u64, String)> {
         let PackedState { shape, window, at, digest } = self.stored(py, arena, escapes)?;
+        let at = PackedAt { escape_words: at.escape_words.max(room / 4), ..at };
         // SAFETY: the caller holds its tensors until `forget` and until all work is done (`_native.pyi`). The 256
         // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
@@ -253,6 +269,15 @@ impl Runtime {
         Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
     }
 
+    /// Makes launches use the registration `id` of an arena. Several arenas may take turns at one address; each is
+    /// registered while it is there.
+    fn activate(&self, arena: u64, id: u64) -> PyResult<()> {
+        match self.linears.activate(arena, id) {
+            true => Ok(()),
+            false => Err(PyValueError::new_err(format!("no registration {id} of an arena at {arena:#x}"))),
+        }
+    }
+
     /// Forgets the registration `id` of an arena.
     fn forget(&self, arena: u64, id: u64) {
         self.linears.forget(arena, id);
@@ -292,6 +317,23 @@ impl Runtime {
         // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
         unsafe { self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
+    }
+
+    /// Decodes a tensor of a bundle to `out`, its original bytes. Returns false, without writing, if there is no decoder
+    /// for GPUs.
+    #[pyo3(signature = (bundle, name, out, *, file=None))]
+    fn decode(&self, py: Python<'_>, bundle: &Bundle, name: &str, out: Memory, file: Option<&str>) -> PyResult<bool> {
+        let tensor = bundle.tensor(py, name, file)?;
+        let expected = tensor.original_bytes();
+        if expected != out.1 as u64 {
+            let message = format!("tensor '{name}' has {expected} bytes, but the buffer has {}", out.1);
+            return Err(PyValueError::new_err(message));
+        }
+        // SAFETY: the caller's tensor has this size and padding, and nothing else uses it meanwhile (`_native.pyi`).
+        on_pool(py, || unsafe { decode::decode(self.interop.kernels(), tensor, out.0) })?.map_err(|error| match error {
+            Failure::Bundle(error) => raised_by_bundle(py, &error),
+            Failure::Device(error) => raised(py, &error),
+        })
     }
 
     /// Unpacks a registered arena to `out` as BF16 `[n, k]`.

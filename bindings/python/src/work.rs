@@ -10,7 +10,7 @@ use unweight_format::{
     bundle::{self, CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions},
 };
 
-use crate::{pool::processors, progress::run_with_progress, report::to_python};
+use crate::{dfloat11::Source, pool::processors, progress::run_with_progress, report::to_python};
 
 /// The options that `compress` and `plan` share.
 #[derive(FromPyObject)]
@@ -115,8 +115,10 @@ pub fn compress<'py>(
         .force(more.force)
         .verify(named::<VerifyAfter>(&more.verify)?)
         .sha256(more.sha256);
-    let report =
-        run_with_progress(py, progress.as_ref(), |progress| bundle::compress(&source, &output, &options, progress))?;
+    let source = Source::find(py, source, Some(&output), progress.as_ref())?;
+    let report = run_with_progress(py, progress.as_ref(), |progress| {
+        bundle::compress(source.path(), &output, &options, progress)
+    })?;
     to_python(py, &report)
 }
 
@@ -124,7 +126,8 @@ pub fn compress<'py>(
 #[pyfunction]
 pub fn plan<'py>(py: Python<'py>, source: PathBuf, shared: SharedOptions) -> PyResult<Bound<'py, PyAny>> {
     let options = shared.options()?;
-    let report = run_with_progress(py, None, |_| bundle::plan(&source, &options))?;
+    let source = Source::find(py, source, None, None)?;
+    let report = run_with_progress(py, None, |_| bundle::plan(source.path(), &options))?;
     to_python(py, &report)
 }
 

@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import pathlib
 import pickle
+import tempfile
 import threading
 import unittest
 import warnings
@@ -475,6 +477,172 @@ class Module(Gpu):
         x = inputs(7, 512)
         self.assertTrue(torch.equal(linear(x.to("cuda:1"), second).to(DEVICE), linear(x, packed)))
         self.assertEqual(torch.cuda.current_device(), 0)
+
+
+class Modules(Gpu):
+    """`unweight.pack_model`; `pack_gpu.py` tests it on a large module."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(256, 256)
+            # Two shapes, so that arenas of different layers take turns at one address.
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 512 if at % 2 else 256), nn.SiLU(), nn.Linear(512 if at % 2 else 256, 256))
+                for at in range(5)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def made(self):
+        stock = self.Blocks().to(DEVICE, torch.bfloat16)
+        for seed, parameter in enumerate(stock.parameters()):
+            if parameter.dim() == 2:
+                parameter.data = weights(*parameter.shape, seed=seed)
+        return stock
+
+    def test_modules_move_and_are_copied(self):
+        stock, x = self.made(), inputs(9, 256)
+        module = copy.deepcopy(stock).cpu()
+        module.blocks[2][0].weight = module.blocks[0][0].weight
+        stock.blocks[2][0].weight.data.copy_(stock.blocks[0][0].weight)
+        self.assertEqual(unweight.pack_model(module).kept, {})
+        module.to(DEVICE)
+        self.assertIs(module.blocks[2][0].weight_packed, module.blocks[0][0].weight_packed)
+        with torch.no_grad():
+            expected = module(x)
+            torch.testing.assert_close(expected, stock(x), atol=3e-2, rtol=3e-2)
+            for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), module.cpu().to(DEVICE)):
+                self.assertTrue(torch.equal(other(x), expected))
+        for name, value in stock.state_dict().items():
+            self.assertTrue(torch.equal(module.state_dict()[name], value), name)
+
+    def test_new_weights_replace_the_old_ones(self):
+        module, x = self.made(), inputs(9, 256)
+        unweight.pack_model(module, device=DEVICE)
+        other = self.made()
+        for parameter in other.parameters():
+            if parameter.dim() == 2:
+                parameter.data = weights(*parameter.shape, seed=77) * 4
+        addresses = [layer.weight_packed.data_ptr() for layer in module.modules() if hasattr(layer, "weight_packed")]
+        module.load_state_dict(other.state_dict())
+        after = [layer.weight_packed.data_ptr() for layer in module.modules() if hasattr(layer, "weight_packed")]
+        self.assertEqual(after, addresses)
+        fresh = copy.deepcopy(other)
+        unweight.pack_model(fresh, device=DEVICE)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(module(x), fresh(x)))
+        for name, value in other.state_dict().items():
+            self.assertTrue(torch.equal(module.state_dict()[name], value), name)
+
+    def test_graphs_stay_valid_or_say_so(self):
+        layer = nn.Linear(1024, 512).to(DEVICE, torch.bfloat16)
+        layer.weight.data = weights(512, 1024)
+        unweight.pack_model(layer)
+        x = inputs(33, 1024)
+        with torch.no_grad():
+            expected, graph = layer(x), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = layer(x)
+            for seed, is_valid in ((1, True), (2, True), (3, False)):
+                weight = weights(512, 1024, seed=seed)
+                if not is_valid:
+                    # Another window, and many more escapes.
+                    weight = torch.where(torch.rand_like(weight.float()) < 0.003, weight * 2.0**-60, weight * 2.0**20)
+                before = layer.unpacked()
+                self.assertEqual(layer.update_(weight), is_valid)
+                self.assertTrue(torch.equal(layer.unpacked(), weight))
+                self.assertFalse(torch.equal(before, weight))
+                fresh = pack(weight)
+                self.assertTrue(torch.equal(layer.weight_packed, fresh.arena))
+                self.assertTrue(torch.equal(layer(x), linear(x, fresh, layer.bias)))
+                if is_valid:
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    self.assertTrue(torch.equal(out, layer(x)))
+                    self.assertFalse(torch.equal(out, expected))
+            copied = copy.deepcopy(layer)
+            self.assertTrue(torch.equal(copied(x), layer(x)))
+
+    def test_offloaded_blocks_give_the_same_bits(self):
+        stock = self.made()
+        resident, module = copy.deepcopy(stock), copy.deepcopy(stock).cpu()
+        unweight.pack_model(resident, device=DEVICE)
+        self.assertEqual(unweight.pack_model(module, device=DEVICE, offload=True).kept, {})
+        with torch.no_grad():
+            for rows in (1, 9, 300, 1, 9, 300):
+                x = inputs(rows, 256, seed=rows)
+                self.assertTrue(torch.equal(module(x), resident(x)))
+            for at in (3, 0, 4, 4, 1, 3, 2, 0):
+                self.assertTrue(torch.equal(module.blocks[at](x), resident.blocks[at](x)))
+            for name, value in stock.state_dict().items():
+                self.assertTrue(torch.equal(module.state_dict()[name].to(DEVICE), value), name)
+            self.assertTrue(torch.equal(module.blocks[3][0].weight.clone(), stock.blocks[3][0].weight))
+            graph = torch.cuda.CUDAGraph()
+            with self.assertRaisesRegex(RuntimeError, "cannot be captured"), torch.cuda.graph(graph):
+                module(x)
+
+
+class Bundles(Gpu):
+    """Tensors of bundles that are decoded on the GPU."""
+
+    DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.home = pathlib.Path(folder.name)
+        from safetensors.torch import save_file
+
+        (self.home / "model").mkdir()
+        # Shapes of whole tiles and others.
+        self.tensors = {
+            f"model.layers.{index}.mlp.{str(dtype).removeprefix('torch.')}_{n}.weight": weights(n, k, seed=index)
+            .mul(20)
+            .to(dtype)
+            .cpu()
+            for index, dtype in enumerate(self.DTYPES)
+            for n, k in ((512, 1024), (333, 200))
+        }
+        save_file(self.tensors, self.home / "model/model.safetensors")
+
+    def test_tensors_have_the_bits_of_the_model(self):
+        encodings = set()
+        for profile in ("distribution", "packed", "compact", "archive"):
+            unweight.compress(self.home / "model", self.home / profile, profile=profile, scope="all")
+            bundle = unweight.Bundle(self.home / profile)
+            for name, expected in self.tensors.items():
+                info = bundle.info(name)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    got, decoded = bundle.torch(name, device="cuda"), bundle._torch_decoded_on(info, DEVICE)
+                self.assertEqual((got.dtype, got.shape, got.device), (expected.dtype, expected.shape, DEVICE))
+                self.assertTrue(torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8)), (profile, name))
+                is_decoded = info.encoding in unweight._bundle._GPU_ENCODINGS
+                self.assertEqual(decoded is not None, is_decoded, (name, info.encoding))
+                encodings |= {(info.encoding, info.dtype)} if is_decoded else set()
+        expected = {("exponents", dtype) for dtype in ("F16", "F32", "F8_E4M3", "F8_E5M2")}
+        expected |= {(encoding, "BF16") for encoding in ("huffman", "packed", "compact")}
+        self.assertEqual(encodings, expected)
+
+    def test_damage_is_found(self):
+        unweight.compress(self.home / "model", self.home / "bundle", scope="all")
+        name = next(name for name in self.tensors if ".float16_" in name)
+        self.assertEqual(unweight.Bundle(self.home / "bundle").info(name).encoding, "exponents")
+        shard = self.home / "bundle/model.safetensors"
+        data = bytearray(shard.read_bytes())
+        for at in range(len(data) // 8, len(data), len(data) // 8):
+            data[at] ^= 1
+        shard.write_bytes(data)
+        with self.assertRaises(unweight.DamagedError):
+            bundle = unweight.Bundle(self.home / "bundle")
+            for name in self.tensors:
+                bundle.torch(name, device="cuda")
 
 
 if __name__ == "__main__":

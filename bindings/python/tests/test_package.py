@@ -4,6 +4,7 @@ import ctypes
 import errno
 import importlib.metadata
 import importlib.util
+import json
 import os
 import pathlib
 import signal
@@ -445,6 +446,39 @@ class Errors(Case):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertFalse((self.home / "out").exists())
+
+    def test_dfloat11_is_decoded_and_never_stored_as_bytes(self):
+        model, dfloat11 = self.home / "model", self.home / "dfloat11"
+        self.tensors = models.small(model)
+        (model / "config.json").write_text(json.dumps({"hidden_size": 64, "intermediate_size": 128}))
+        command = [sys.executable, "-m", "unweight", "convert", str(model), "-o", str(dfloat11), "--to", "dfloat11"]
+        subprocess.run(command, check=True, capture_output=True)
+        done = []
+        unweight.compress(dfloat11, self.home / "bundle", profile="packed", progress=done.append)
+        self.assertGreater(len(done), 1)
+        bundle = unweight.Bundle(self.home / "bundle")
+        self.assertEqual(set(bundle), set(self.tensors))
+        for name, (dtype, shape, data) in self.tensors.items():
+            info = bundle.info(name)
+            self.assertEqual((info.dtype, list(info.shape), bundle.read(name)), (dtype, shape, data), name)
+        planned = unweight.plan(dfloat11)["tensors"]
+        self.assertEqual({row["name"] for row in planned}, set(self.tensors))
+        # Nothing is left next to the output.
+        self.assertEqual({path.name for path in self.home.iterdir()}, {"model", "dfloat11", "bundle"})
+        with self.assertRaisesRegex(unweight.NotABundleError, "a DFloat11 model, not a bundle; .* unweight.compress"):
+            unweight.Bundle(dfloat11)
+
+        def cancel(_: unweight.Progress) -> None:
+            raise KeyboardInterrupt
+
+        with self.assertRaises(KeyboardInterrupt):
+            unweight.compress(dfloat11, self.home / "other", progress=cancel)
+        # Without its configuration, it is refused by the name of a unit.
+        (dfloat11 / "config.json").write_text("{}")
+        for attempt in (lambda: unweight.compress(dfloat11, self.home / "other"), lambda: unweight.plan(dfloat11)):
+            with self.assertRaisesRegex(unweight.ModelError, "has no dfloat11_config, but .* has the DFloat11 unit"):
+                attempt()
+        self.assertEqual({path.name for path in self.home.iterdir()}, {"model", "dfloat11", "bundle"})
 
     def test_a_flipped_bit_is_found_and_located(self):
         bundle = self.bundle(profile="packed")

@@ -533,6 +533,38 @@ class Tensors(unittest.TestCase):
                         self.assertTrue(torch.equal(got, expected), name)
                 self.assertEqual(bundle.torch("scale", device="meta").device.type, "meta")
 
+    @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
+    def test_tensors_are_decoded_on_the_cpu_if_the_gpu_cannot(self):
+        with tempfile.TemporaryDirectory() as home:
+            home = pathlib.Path(home)
+            models.small(home / "model")
+            unweight.compress(home / "model", home / "bundle", profile="packed")
+            bundle = unweight.Bundle(home / "bundle")
+            infos, gpu = bundle.tensors(), torch.device("cuda", 0)
+            self.assertLessEqual({"raw", "packed"}, {info.encoding for info in infos})
+            for info in infos:
+                self.assertIsNone(bundle._torch_decoded_on(info, gpu))
+            # A GPU without kernels, and one that fails: only tensors with a decoder get there.
+            asked = []
+            runtime = mock.Mock(side_effect=lambda _: asked.append(1) or self.fail_as_a_gpu())
+            with mock.patch.object(torch.cuda, "is_available", lambda: True):
+                with mock.patch.object(unweight.ops, "why_not", lambda _: "no kernels"):
+                    self.assertEqual([bundle._torch_decoded_on(info, gpu) for info in infos], [None] * len(infos))
+                with mock.patch.object(unweight.ops, "why_not", lambda _: None), mock.patch.object(
+                    unweight.ops, "_runtime", runtime
+                ):
+                    for info in infos:
+                        with warnings.catch_warnings(record=True) as caught:
+                            warnings.simplefilter("always")
+                            self.assertIsNone(bundle._torch_decoded_on(info, gpu))
+                        self.assertEqual(len(caught), info.encoding != "raw")
+                        for warning in caught:
+                            self.assertIn("decoded on the CPU, not on cuda:0: it is gone", str(warning.message))
+            self.assertEqual(len(asked), sum(info.encoding != "raw" for info in infos))
+
+    def fail_as_a_gpu(self):
+        raise unweight.DeviceError("it is gone")
+
     def test_tensors_load_without_pinned_memory(self):
         empty, pin_requests = torch.empty, []
 

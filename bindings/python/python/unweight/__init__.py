@@ -1,8 +1,10 @@
 """Lossless BF16 weight compression: compress models to bundles, restore them, and read bundles tensor by tensor.
 
-Importing this package needs neither numpy, torch, CUDA nor a GPU. `unweight.ops` multiplies by packed weights in torch;
-`unweight.transformers` and `unweight.vllm` run models on them.
+Importing this package needs neither numpy, torch, CUDA nor a GPU. `unweight.ops` multiplies by packed weights in torch,
+`unweight.pack_model` packs the layers of a module; `unweight.transformers` and `unweight.vllm` run models on them.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from ._bundle import Bundle, TensorInfo
 from ._native import __version__
@@ -20,6 +22,9 @@ from .errors import (
     UnknownNameError,
     UnweightError,
 )
+
+if TYPE_CHECKING:
+    from .modules import pack_model as pack_model
 
 __all__ = [
     "Bundle",
@@ -43,3 +48,12 @@ __all__ = [
     "plan",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, because it imports torch.
+    if name == "pack_model":
+        from .modules import pack_model
+
+        return pack_model
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 import os
+import warnings
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
 from ._extras import require
-from .errors import DamagedError
+from .errors import DamagedError, DeviceError
 
 if TYPE_CHECKING:
     import numpy
@@ -39,6 +40,8 @@ _TORCH = {
     "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
 }
+# The encodings that `Bundle.torch` decodes on a GPU.
+_GPU_ENCODINGS = ("exponents", "huffman", "packed", "compact")
 
 
 class TensorInfo(NamedTuple):
@@ -211,6 +214,10 @@ class Bundle(_native.Bundle):
         `rows` and `cols` are pairs `(start, end)` that select a part of a matrix; the end is exclusive. Only that part
         is read from disk if `reads_parts(name)` is true.
 
+        A whole tensor for a GPU with kernels (`unweight.ops.why_not`) is decoded there if it is stored as `exponents`
+        (FP8, F16, F32), `huffman`, `packed` or `compact`: the stored bytes are compared with their digests and copied.
+        Other tensors are decoded on the CPU.
+
         Raises:
             TypeError: torch lacks the tensor's dtype, or `rows` or `cols` is not a pair of integers.
             ValueError: the range is out of bounds or empty, or the tensor with `rows` or `cols` is not a matrix.
@@ -223,11 +230,39 @@ class Bundle(_native.Bundle):
             tensor, _ = self._torch_part(info, rows, cols)
         else:
             to = torch.device("cpu" if device is None else device)
+            decoded = self._torch_decoded_on(info, to) if to.type == "cuda" else None
+            if decoded is not None:
+                return decoded
             pin = to.type == "cuda" and torch.cuda.is_available()
             # Torch pins memory with a device that already has a context; without this, the first GPU would get one.
             with torch.cuda.device(to) if pin else nullcontext():
                 tensor = self._torch_whole(info, pin=pin)
         return tensor if device is None else tensor.to(device)
+
+    def _torch_decoded_on(self, info: TensorInfo, device: torch.device) -> Optional[torch.Tensor]:
+        """Returns a tensor decoded on a GPU; `None` if it has to be decoded on the CPU."""
+        if info.encoding not in _GPU_ENCODINGS or info.original_bytes == 0:
+            return None
+        torch = require("torch", "torch")
+        from . import ops
+
+        dtype = getattr(torch, _dtype(info, _TORCH, "torch"))
+        if not torch.cuda.is_available() or ops.why_not(device) is not None:
+            return None
+        try:
+            runtime = ops._runtime(device)
+            with torch.cuda.device(device):
+                # Decoders need 256 more bytes.
+                memory = torch.empty(info.original_bytes + ops._PAD, dtype=torch.uint8, device=device)
+                # Earlier users of this memory must be done: the decoder has its own stream.
+                torch.cuda.current_stream().synchronize()
+                place = (memory.data_ptr(), info.original_bytes)
+                if not runtime.decode(self, info.name, place, file=info.file):
+                    return None
+        except DeviceError as error:
+            warnings.warn(f"tensors are decoded on the CPU, not on {device}: {error}", stacklevel=3)
+            return None
+        return memory[: info.original_bytes].view(dtype).view(info.shape)
 
     def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
         """Returns a tensor on the CPU; with `pin`, in pinned memory if possible, which a GPU reads without a copy."""

@@ -102,10 +102,13 @@ class Runtime:
         """Returns the used bytes of `escapes`, or why the matrix cannot be packed."""
     def prepare(self, rows: int, cols: int) -> None:
         """Compiles and loads the kernels that `register` needs for a shape."""
-    def register(self, arena: _Memory, escapes: _Memory) -> tuple[int, str]:
+    def register(self, arena: _Memory, escapes: _Memory, room: int = 0) -> tuple[int, str]:
         """Registers an arena; returns the id for `forget` and the digest of the escapes. The caller keeps both buffers
-        unchanged until `forget` is called and all work with them is done."""
+        until `forget` is called and all work with them is done. Between launches, it may write another matrix with the
+        same window to them, whose escapes have at most `room` bytes."""
     def is_registered(self, arena: int) -> bool: ...
+    def activate(self, arena: int, id: int) -> None:
+        """Makes later launches use the registration `id`, if several arenas share this address one after another."""
     def digest(self, arena: _Memory) -> str: ...
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
@@ -117,6 +120,12 @@ class Runtime:
         until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
+    def decode(self, bundle: Bundle, name: str, out: _Memory, *, file: Optional[str] = None) -> bool:
+        """Decodes a tensor of a bundle to `out`, which has the tensor's size and 256 more bytes.
+
+        The stored sections are compared with their digests before. Returns false if the encoding has no decoder for
+        GPUs.
+        """
     def register_experts(
         self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
     ) -> int:

@@ -1,4 +1,4 @@
-"""Lazy tensors for matrices of a bundle: only the slice that an operation uses is read, when it is used.
+"""Lazy tensors. `Part` is a matrix of a bundle: only the slice that an operation uses is read, when it is used.
 
 vLLM's tensor parallelism slices whole matrices. With `Part`, each process reads only its own slice.
 """
@@ -19,7 +19,8 @@ _aten = torch.ops.aten
 class _Fixed(Tensor):
     """A tensor subclass that refuses in-place changes, which would be lost."""
 
-    _name: str
+    _what: str
+    """What it is, the start of a sentence in errors."""
 
     @property
     def data(self) -> Tensor:
@@ -28,7 +29,7 @@ class _Fixed(Tensor):
 
     @data.setter
     def data(self, _: Tensor) -> None:
-        raise _no_change("data =", self._name)
+        raise _no_change("data =", self._what)
 
     def read(self) -> Tensor:
         """Returns the contents as a plain tensor."""
@@ -36,11 +37,11 @@ class _Fixed(Tensor):
 
     def share_memory_(self) -> Tensor:
         """Raises `NotImplementedError`, because the tensor has no memory to share."""
-        raise _no_memory("share_memory_", self._name)
+        raise _no_memory("share_memory_", self._what)
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         """Raises `NotImplementedError`, because the tensor has no memory to export."""
-        raise _no_memory("__dlpack__", self._name)
+        raise _no_memory("__dlpack__", self._what)
 
     @classmethod
     def __torch_dispatch__(
@@ -56,25 +57,21 @@ class _Fixed(Tensor):
             if argument.alias_info is not None:
                 fixed = next((one for one in tree_leaves(value) if isinstance(one, _Fixed)), None)
                 if fixed is not None and argument.alias_info.is_write:
-                    raise _no_change(func, fixed._name)
+                    raise _no_change(func, fixed._what)
                 source = fixed if source is None else source
         args, kwargs = tree_map(lambda one: one.read() if isinstance(one, _Fixed) else one, (args, kwargs))
         results = func(*args, **kwargs)
         if source is None:
             return results
-        return tree_map(lambda one: _View(one, source._name) if isinstance(one, Tensor) else one, results)
+        return tree_map(lambda one: _View(one, source._what) if isinstance(one, Tensor) else one, results)
 
 
-def _no_change(what: object, name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what}: a part of tensor '{name}' is read from a bundle, and cannot be changed in place; clone() it first"
-    )
+def _no_change(operation: object, what: str) -> NotImplementedError:
+    return NotImplementedError(f"{operation}: {what}, and cannot be changed in place; clone() it first")
 
 
-def _no_memory(what: str, name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what}: a part of tensor '{name}' is read from a bundle, and has no memory of its own; clone() it first"
-    )
+def _no_memory(operation: str, what: str) -> NotImplementedError:
+    return NotImplementedError(f"{operation}: {what}, and has no memory of its own; clone() it first")
 
 
 class _View(_Fixed):
@@ -83,7 +80,7 @@ class _View(_Fixed):
     _read: Tensor
 
     @staticmethod
-    def __new__(cls, read: Tensor, name: str) -> _View:
+    def __new__(cls, read: Tensor, what: str) -> _View:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             read.shape,
@@ -92,7 +89,7 @@ class _View(_Fixed):
             dtype=read.dtype,
             device=read.device,
         )
-        self._read, self._name = read, name
+        self._read, self._what = read, what
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -103,7 +100,7 @@ class _View(_Fixed):
         return self._read
 
     def __repr__(self, **_: Any) -> str:
-        return f"view of a part of {self._name!r}, {self._read!r}"
+        return f"view of {self._read!r}: {self._what}"
 
 
 class Part(_Fixed):
@@ -136,7 +133,8 @@ class Part(_Fixed):
         rows, cols = rows or (0, info.shape[0]), cols or (0, info.shape[1])
         shape = (rows[1] - rows[0], cols[1] - cols[0])
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device="cpu")
-        self._bundle, self._info, self._on_read, self._name = bundle, info, on_read, info.name
+        self._bundle, self._info, self._on_read = bundle, info, on_read
+        self._what = f"a part of tensor '{info.name}' is read from a bundle"
         self._rows, self._cols = rows, cols
         return self
 

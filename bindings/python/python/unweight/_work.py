@@ -98,7 +98,8 @@ def compress(
     """Compresses a model directory to a bundle. The bundle appears at `output` only when it is complete.
 
     Args:
-        source: model directory with safetensors files.
+        source: model directory with safetensors files. A DFloat11 directory is decoded to BF16 first, in a temporary
+            directory next to `output`; `progress` then counts twice.
         output: bundle directory to write.
         profile: what to optimise for: `"distribution"` (small), `"archive"` (smallest), `"inference"`, `"palette"`,
             `"packed"` (fastest on a GPU) or `"compact"`.

@@ -169,7 +169,7 @@ class Placed:
     arena and registers the copy.
     """
 
-    __slots__ = ("__weakref__", "arenas", "lists", "_place", "_shared")
+    __slots__ = ("__weakref__", "arenas", "lists", "registration", "room", "_place", "_shared")
 
     def __init__(
         self,
@@ -179,6 +179,10 @@ class Placed:
         shared: Optional[Escapes] = None,
     ) -> None:
         self.arenas, self.lists, self._place, self._shared = arenas, lists, place, shared
+        self.registration = 0
+        """The id of the arena's registration, for `Runtime.activate`; 0 for experts."""
+        self.room = 0
+        """The bytes of memory for the escape lists of the arena; 0 if it has none, and for experts."""
 
     @property
     def arena(self) -> Tensor:
@@ -199,9 +203,9 @@ class Placed:
         return self._place, (*self.arenas, *self.lists)
 
 
-def _padded_copy(lists: Tensor, device: torch.device) -> Tensor:
+def _padded_copy(lists: Tensor, device: torch.device, room: int = 0) -> Tensor:
     """Copies escape lists to their own memory on a device, with the padding that kernels may read after them."""
-    return torch.empty(lists.nbytes + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
+    return torch.empty(max(lists.nbytes, room) + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
 
 
 def place(arena: Tensor, escapes: Tensor) -> Placed:
@@ -211,12 +215,15 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
     copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
     CUDA graph. Raises `ValueError` if they do not belong together, and `DeviceError` if the GPU or NVRTC fails.
     """
-    data, runtime, memory = _padded_copy(escapes, arena.device), _runtime(arena.device), _memory(arena)
+    # The lists of new weights may be longer (`_pack_into`).
+    room = escapes.nbytes and escapes.nbytes * 5 // 4 // 4 * 4 + 4096
+    data, runtime, memory = _padded_copy(escapes, arena.device, room), _runtime(arena.device), _memory(arena)
     with torch.cuda.device(arena.device):
         torch.cuda.current_stream().synchronize()
-        registration, digest = runtime.register(memory, _memory(data))
+        registration, digest = runtime.register(memory, _memory(data), room)
     # With the digest, `_register_copy` finds the lists for a copy of the arena.
     placed = Placed(place, (arena,), (data,), _escapes(digest, data))
+    placed.registration, placed.room = registration, room
     weakref.finalize(placed, runtime.forget, memory[0], registration)
     return placed
 
@@ -242,16 +249,19 @@ def _register_copy(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
 
 
 def _holder_of_moved(arena: Tensor, holder: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
-    """Returns the object to keep with an arena that was moved; `holder` is the object of the original."""
-    if arena.device.type == "cuda" or arena.device.type == "cpu" and isinstance(holder, Placed):
-        return _holder(arena, holder.data)
-    return holder
+    """Returns the object to keep with an arena that may have been moved; `holder` is the object of the original."""
+    if arena.device.type == "cuda":
+        is_held = isinstance(holder, Placed) and holder.arena.data_ptr() == arena.data_ptr()
+    else:
+        is_held = arena.device.type != "cpu" or isinstance(holder, Escapes)
+    return holder if is_held else _holder(arena, holder.data)
 
 
 def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
     """Returns the object to keep with an arena: `Placed` on a GPU, `Escapes` on the CPU."""
     if arena.device.type == "cuda":
-        return place(arena, data)
+        # The tensor of a parameter is replaced when it moves, so it would not keep the memory at this address.
+        return place(arena.data if isinstance(arena, nn.Parameter) else arena, data)
     _, _, _, digest = _native.arena_head(*_memory(arena))
     return _escapes(digest, data.cpu())
 
@@ -633,29 +643,50 @@ def linear(x: Tensor, packed: Packed, bias: Optional[Tensor] = None) -> Tensor:
     return _linear(x, packed.arena, packed.n, bias)
 
 
-class Linear(nn.Module):
+class _PackedState:
+    """What modules with one packed weight share, a base class next to `nn.Module`: the arena and its escape lists."""
+
+    weight_packed: Tensor
+    bias: Optional[nn.Parameter]
+    _escapes: Union[Escapes, Placed, None] = None
+    _n = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weight is packed."""
+        return self._escapes is not None
+
+    def unpacked(self) -> Tensor:
+        """Returns the weight `[n, k]`, bit for bit, on its device."""
+        return unpack(self.weight_packed) if self.is_packed else self.weight.detach()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self._escapes is not None and hasattr(self, "weight_packed"):
+            # It may have been moved, such as by `to`.
+            self._escapes = _holder_of_moved(self.weight_packed, self._escapes)
+        return self
+
+    def extra_repr(self) -> str:
+        state = "packed" if self.is_packed else "not packed"
+        has_bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {state}"
+
+
+class Linear(_PackedState, nn.Module):
     """A linear layer whose weight can be packed; until `pack()` succeeds, it computes as `nn.Linear`.
 
     `Linear(linear)` shares the parameters of an `nn.Linear`. A packed layer has the arena as its buffer `weight_packed`
     and no parameter `weight`. It refuses `state_dict` and `load_state_dict` with `NotImplementedError`.
     """
 
-    weight_packed: Optional[Tensor]
     weight: Optional[nn.Parameter]
-    bias: Optional[nn.Parameter]
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_parameter("weight", linear.weight)
         self.register_parameter("bias", linear.bias)
-        self._escapes: Union[Escapes, Placed, None] = None
-        self._n = 0
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the weight is packed."""
-        return self._escapes is not None
 
     def pack(self, weight: Optional[Tensor] = None) -> bool:
         """Replaces the layer's weight by its packed encoding, or by that of `weight`, bfloat16 `[n, k]`.
@@ -682,27 +713,10 @@ class Linear(nn.Module):
         _refuse_state(self.is_packed)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def unpacked(self) -> Tensor:
-        """Returns the weight `[n, k]`, bit for bit, on its device."""
-        return unpack(self.weight_packed) if self.is_packed else self.weight.detach()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        before = self.weight_packed if self.is_packed else None
-        super()._apply(fn, recurse)
-        if self._escapes is not None and self.weight_packed is not before:
-            # Moved, such as by `to`.
-            self._escapes = _holder_of_moved(self.weight_packed, self._escapes)
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         if self._escapes is None:
             return F.linear(x, self.weight, self.bias)
         return _linear(x, self.weight_packed, self._n, self.bias)
-
-    def extra_repr(self) -> str:
-        state = "packed" if self.is_packed else "not packed"
-        has_bias = self.bias is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}, {state}"
 
 
 def _refuse_state(is_packed: bool) -> None:
@@ -770,11 +784,9 @@ class Experts(nn.Module):
         return len(self.arenas)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        before = self.arenas
         super()._apply(fn, recurse)
-        if self.arenas is not before:
-            # Moved, such as by `to`.
-            self._escapes = [_holder_of_moved(arena, holder) for arena, holder in zip(self.arenas, self._escapes)]
+        # They may have been moved, such as by `to`.
+        self._escapes = [_holder_of_moved(arena, holder) for arena, holder in zip(self.arenas, self._escapes)]
         return self
 
     def extra_repr(self) -> str:

@@ -1,0 +1,228 @@
+"""CPU offload of packed layers: their arenas stay in pinned memory, and the next block is copied while one runs.
+
+    pinned memory    [ block 0 ][ block 1 ][ block 2 ] ...         a copy on a side stream
+                           |         |                                    |
+    GPU              [  slot 0  ][  slot 1  ]              a block runs in one slot, the next arrives in the other
+
+A layer asks for its arena when it runs (`Offload.arena`), so blocks may run in any order. The block that followed last
+time is prefetched.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .ops import Placed, _runtime, place, unpack
+
+if TYPE_CHECKING:
+    from .modules import PackedLinear
+
+# A block runs in one slot while the next arrives in the other.
+_SLOTS = 2
+
+
+class Copies(Protocol):
+    """Copies blocks to slots. `CudaCopies` is the implementation for GPUs; tests have one that is late on purpose."""
+
+    device: torch.device
+
+    def slot(self, nbytes: int) -> Tensor:
+        """Returns a new slot, uint8 `[nbytes]` on the device."""
+
+    def start(self, source: Tensor, slot: int, to: Tensor) -> None:
+        """Starts a copy to a slot, which begins after the last `release` of the slot."""
+
+    def wait(self, slot: int) -> None:
+        """Makes later work on the current stream wait for the last copy to a slot."""
+
+    def release(self, slot: int) -> None:
+        """Lets the next copy to a slot begin when the work so far on the current stream is done."""
+
+
+class CudaCopies:
+    """Copies on a stream of their own, ordered with the work of the current stream by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._arrived = [torch.cuda.Event() for _ in range(_SLOTS)]
+        self._released = [torch.cuda.Event() for _ in range(_SLOTS)]
+
+    def slot(self, nbytes: int) -> Tensor:
+        """Returns a slot; waits for the device, so that no earlier user of the memory is still running."""
+        slot = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
+        return slot
+
+    def start(self, source: Tensor, slot: int, to: Tensor) -> None:
+        # An event that was never recorded does not block.
+        self._stream.wait_event(self._released[slot])
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            self._arrived[slot].record(self._stream)
+
+    def wait(self, slot: int) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self._arrived[slot])
+
+    def release(self, slot: int) -> None:
+        self._released[slot].record(torch.cuda.current_stream(self.device))
+
+
+class _Place(NamedTuple):
+    """Where the arena of an offloaded layer is."""
+
+    block: int
+    host: Tensor
+    """The arena in CPU memory, a part of the block's buffer."""
+    slots: tuple[Tensor, ...]
+    """The arena in each slot, valid while its block is there."""
+
+
+class Offload:
+    """The offloaded blocks of a module, and the slots on the device that runs them. For one thread at a time."""
+
+    def __init__(self, blocks: Sequence[Sequence[PackedLinear]], copies: Copies) -> None:
+        self.device, self._copies = copies.device, copies
+        sizes = [sum(layer.weight_packed.nbytes for layer in layers) for layers in blocks]
+        self._slots = [copies.slot(max(sizes)) for _ in range(_SLOTS)]
+        self._block_in: list[Optional[int]] = [None] * _SLOTS
+        self._current: Optional[int] = None
+        # The block that followed each one last time.
+        self._next = [(block + 1) % len(blocks) for block in range(len(blocks))]
+        self._buffers: list[Tensor] = []
+        self._places: dict[int, _Place] = {}
+        # For each block and slot, the registrations of its arenas.
+        self._placed: list[list[list[Placed]]] = []
+        for layers, nbytes in zip(blocks, sizes):
+            self._buffers.append(self._pinned(nbytes))
+            self._add(layers)
+
+    def _pinned(self, nbytes: int) -> Tensor:
+        """Returns a CPU buffer, pinned if the device is a GPU."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        if self.device.type == "cuda":
+            # Torch rounds its pinned allocations up to powers of two, so the buffer is registered instead.
+            with torch.cuda.device(self.device):
+                error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), nbytes, 0))
+            if error == 0:
+                # When the process exits, CUDA may be gone before the finalizer.
+                weakref.finalize(self, _unpin, buffer, self.device).atexit = False
+            else:
+                warnings.warn(
+                    f"cannot pin {nbytes} bytes of CPU memory (CUDA error {error}): offloaded weights are copied from "
+                    "pageable memory, which does not overlap with compute; free memory or raise `ulimit -l`",
+                    stacklevel=5,
+                )
+        return buffer
+
+    def _add(self, layers: Sequence[PackedLinear]) -> None:
+        """Moves the arenas of the last block to its buffer, and registers them in every slot."""
+        block, at = len(self._buffers) - 1, 0
+        for layer in layers:
+            arena = layer.weight_packed.data
+            view = slice(at, at + arena.nbytes)
+            host = self._buffers[block][view]
+            host.copy_(arena)
+            self._places[id(layer)] = _Place(block, host, tuple(slot[view] for slot in self._slots))
+            # The layer keeps its escape lists in CPU memory, to unpack the arena there.
+            del layer._parameters["weight_packed"]
+            layer._offload = self
+            at += arena.nbytes
+        placed: list[list[Placed]] = []
+        if self.device.type == "cuda":
+            # Registration checks an arena, so it has to be in the slot. The copied escape lists stay on the GPU.
+            for index, slot in enumerate(self._slots):
+                slot[:at].copy_(self._buffers[block])
+                placed.append([place(self._places[id(layer)].slots[index], layer._escapes.data) for layer in layers])
+        self._placed.append(placed)
+
+    def host_arena(self, layer: PackedLinear) -> Tensor:
+        """Returns the arena of a layer in CPU memory, uint8 `[bytes]`."""
+        return self._places[id(layer)].host
+
+    def unpacked_on_cpu(self, layer: PackedLinear) -> Tensor:
+        """Returns the BF16 weight of a layer on the CPU."""
+        return unpack(self._places[id(layer)].host)
+
+    def unpacked(self, layer: PackedLinear) -> Tensor:
+        """Returns the BF16 weight of a layer on the device."""
+        return unpack(self.arena(layer))
+
+    @torch.compiler.disable
+    def arena(self, layer: PackedLinear) -> Tensor:
+        """Returns the arena of a layer on the device; work on the current stream may use it until another block runs.
+
+        Fetches the block of the layer unless it is there, and starts to fetch the next one.
+        """
+        where = self._places[id(layer)]
+        slot = self._enter(where.block) if where.block != self._current else self._block_in.index(where.block)
+        return where.slots[slot]
+
+    def _enter(self, block: int) -> int:
+        """Makes a block current, and returns its slot."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("offloaded layers cannot be captured in a CUDA graph; pack the module without offload")
+        left: Optional[int] = None
+        if self._current is not None:
+            left = self._block_in.index(self._current)
+            self._copies.release(left)
+            self._next[self._current] = block
+        if block not in self._block_in:
+            # Not predicted. The slot of the previous block is the one to be filled with the next.
+            self._fetch(block, 0 if left is None else 1 - left)
+        slot = self._block_in.index(block)
+        self._copies.wait(slot)
+        if self._placed[block]:
+            runtime = _runtime(self.device)
+            for placed in self._placed[block][slot]:
+                runtime.activate(placed.arena.data_ptr(), placed.registration)
+        self._current = block
+        if self._next[block] not in self._block_in:
+            self._fetch(self._next[block], 1 - slot)
+        return slot
+
+    def _fetch(self, block: int, slot: int) -> None:
+        buffer = self._buffers[block]
+        self._block_in[slot] = block
+        self._copies.start(buffer, slot, self._slots[slot][: buffer.nbytes])
+
+
+def _unpin(buffer: Tensor, device: torch.device) -> None:
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def offload_blocks(module: nn.Module, device: torch.device) -> None:
+    """Offloads the packed layers of the elements of each outermost `nn.ModuleList`; `pack_model` documents it."""
+    blocks = blocks_of(module)
+    if len(blocks) < 2:
+        raise ValueError(
+            f"offload needs two blocks, the elements of an nn.ModuleList with packed layers, but the module has "
+            f"{len(blocks)}; omit offload"
+        )
+    Offload(blocks, CudaCopies(device))
+
+
+def blocks_of(module: nn.Module) -> list[list[PackedLinear]]:
+    """Returns the packed layers of each element of the outermost `nn.ModuleList`s, without empty blocks."""
+    from .modules import PackedLinear
+
+    blocks: list[list[PackedLinear]] = []
+    seen: set[int] = set()
+
+    def visit(part: nn.Module) -> None:
+        for child in part.children():
+            if isinstance(part, nn.ModuleList):
+                layers = [one for one in child.modules() if isinstance(one, PackedLinear) and id(one) not in seen]
+                seen.update(map(id, layers))
+                blocks.append(layers)
+            else:
+                visit(child)
+
+    visit(module)
+    return [layers for layers in blocks if layers]

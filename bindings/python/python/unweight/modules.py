@@ -1,0 +1,520 @@
+"""Packs the linear layers of any torch module in place: `unweight.pack_model`.
+
+A packed layer stays the same object with the same hooks and parents. Its class changes to a subclass of its own class,
+which has the arena as the parameter `weight_packed` and a read-only property `weight`: a tensor without memory of its
+own that unpacks when it is used. So code that reads `layer.weight.dtype`, passes `layer.weight` to `F.linear`, or tests
+`isinstance(layer, nn.Linear)` works as before.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import warnings
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Sequence, Union
+
+from ._extras import require
+
+require("torch", "torch")
+
+import torch  # noqa: E402
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ._part import _Fixed
+from .errors import UnweightError
+from .ops import (
+    Escapes,
+    Placed,
+    _escapes,
+    _holder,
+    _linear,
+    _memory,
+    _pack,
+    _packed_cuda,
+    _PackedState,
+    _runtime,
+    place,
+    why_not,
+)
+
+if TYPE_CHECKING:
+    from ._offload import Offload
+
+__all__ = ["LayerReport", "ModelReport", "PackedLinear", "PackedWeight", "pack_model"]
+
+
+class LayerReport(NamedTuple):
+    """The result for one linear layer."""
+
+    name: str
+    """The name of the layer in the module; empty for the module itself."""
+    bytes_before: int
+    """The bytes of its BF16 weight; 0 if another layer that shares the weight has them."""
+    bytes_after: int
+    """The bytes of its packed weight with the escape lists; `bytes_before` if it stays as it is."""
+    reason: Optional[str]
+    """Why it is not packed; `None` if it is."""
+
+
+class ModelReport(NamedTuple):
+    """The result of `pack_model`. `str()` is a summary in one line."""
+
+    layers: tuple[LayerReport, ...]
+    """One report for each linear layer, in the order of `named_modules()`."""
+    bytes_before: int
+    """The bytes of all parameters and buffers of the module before packing."""
+    bytes_after: int
+    """The bytes of all parameters, buffers and escape lists after packing."""
+
+    @property
+    def packed(self) -> list[str]:
+        """The names of the packed layers."""
+        return [layer.name for layer in self.layers if layer.reason is None]
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The names of the layers that stay as they are, with the reasons."""
+        return {layer.name: layer.reason for layer in self.layers if layer.reason is not None}
+
+    def __str__(self) -> str:
+        before, after = self.bytes_before / 2**30, self.bytes_after / 2**30
+        packed, kept = len(self.packed), len(self.kept)
+        return f"{packed} layers packed, {kept} kept; {before:.2f} GiB before, {after:.2f} GiB after"
+
+
+class PackedWeight(_Fixed):
+    """The weight of a packed layer, BF16 `[n, k]`, without memory of its own.
+
+    Its shape, dtype and device are those of the weight. `F.linear` multiplies by the packed weight. Any other operation
+    unpacks for this one use. It cannot be changed in place.
+    """
+
+    _layer: PackedLinear
+
+    @staticmethod
+    def __new__(cls, layer: PackedLinear) -> PackedWeight:
+        shape = (layer.out_features, layer.in_features)
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bfloat16, device=layer._runs_on)
+        self._layer, self._what = layer, f"the weight of {layer._describe()} is packed"
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self) -> Tensor:
+        """Returns the BF16 weight as a plain tensor."""
+        return self._layer._unpacked_where_run()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Optional[dict[str, Any]] = None
+    ) -> Any:
+        if func is F.linear:
+            return _product(*args, **(kwargs or {}))
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"PackedWeight({list(self.shape)}, device='{self.device}')"
+
+
+def _product(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """`F.linear` with a `PackedWeight` among its operands."""
+    if isinstance(weight, PackedWeight) and not isinstance(input, _Fixed) and not isinstance(bias, _Fixed):
+        return weight._layer._multiply(input, bias)
+    plain = (one.read() if isinstance(one, _Fixed) else one for one in (input, weight, bias))
+    return F.linear(*plain)
+
+
+def _pack_into(arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor) -> Union[Escapes, Placed, str]:
+    """Packs other weights of the same shape into an arena; returns the object to keep with it, or why they cannot be
+    packed, which changes nothing.
+
+    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
+    have captured the arena stay valid.
+    """
+    if arena.device.type != "cuda":
+        packed = _pack(weight)
+        if isinstance(packed, str):
+            return packed
+        arena.copy_(packed.arena)
+        return packed.escapes
+    packed = _packed_cuda(weight)
+    if isinstance(packed, str):
+        return packed
+    made, lists = packed
+    # Of the head, 64 bytes depend on shape and lists; the rest is the window.
+    keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
+    arena.copy_(made)
+    if not (isinstance(holder, Placed) and keeps_window and lists.nbytes <= holder.room):
+        return place(arena, lists)
+    (old,) = holder.lists
+    memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
+    holder.lists = (memory,)
+    # `_register_copy` finds lists by the digest in the arena.
+    runtime = _runtime(arena.device)
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
+    return holder
+
+
+def _autocast_dtype(device: str) -> Optional[torch.dtype]:
+    """Returns the dtype to which autocast converts operands of `F.linear`; `None` if it is off."""
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+class _Held:
+    """The object to keep with an arena, for all layers that share it. A copy has only the escape lists, until the first
+    of its layers holds the copied arena."""
+
+    __slots__ = ("holder", "lists")
+
+    def __init__(self, holder: Union[Escapes, Placed, None], lists: Optional[Tensor] = None) -> None:
+        self.holder, self.lists = holder, lists
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Held, (None, self.holder.data)
+
+    def hold(self, arena: Tensor) -> None:
+        if self.holder is None:
+            self.holder, self.lists = _holder(arena, self.lists), None
+
+
+class PackedLinear(_PackedState, nn.Linear):
+    """An `nn.Linear` whose weight is packed; `pack_model` changes the class of layers to it, or to a subclass.
+
+    It computes what the BF16 layer computes, on the CPU bit for bit. Without BF16 operands, such as under autocast to
+    float16, it unpacks the weight for the call. There is no backward. `state_dict` has the BF16 weight, and
+    `load_state_dict` packs a new one.
+    """
+
+    weight_packed: nn.Parameter
+    """The arena, uint8 `[bytes]`; absent if the layer is offloaded."""
+    _held: _Held
+    _offload: Optional[Offload] = None
+    _layer_name = ""
+
+    @property
+    def _escapes(self) -> Union[Escapes, Placed, None]:  # type: ignore[override]
+        return self._held.holder
+
+    @_escapes.setter
+    def _escapes(self, holder: Union[Escapes, Placed]) -> None:
+        self._held.holder = holder
+
+    @property
+    def weight(self) -> PackedWeight:  # type: ignore[override]
+        """The BF16 weight `[n, k]`, unpacked when it is used; read-only. `update_` replaces it."""
+        return PackedWeight(self)
+
+    @property
+    def _runs_on(self) -> torch.device:
+        """The device that the layer runs on."""
+        return self.weight_packed.device if self._offload is None else self._offload.device
+
+    def _describe(self) -> str:
+        return f"layer '{self._layer_name}'" if self._layer_name else "this layer"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.bias)
+
+    def _multiply(self, x: Tensor, bias: Optional[Tensor]) -> Tensor:
+        autocast = _autocast_dtype(x.device.type)
+        dtypes = (torch.bfloat16,) if autocast is None else (torch.bfloat16, torch.float16, torch.float32)
+        is_cast = autocast is None or autocast is torch.bfloat16
+        if not is_cast or x.dtype not in dtypes or bias is not None and bias.dtype not in dtypes:
+            # As nn.Linear, including its error.
+            return F.linear(x, self._unpacked_where_run(), bias)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        return _linear(x.to(torch.bfloat16), self._arena(), self._n, bias)
+
+    def _arena(self) -> Tensor:
+        """Returns the arena on the device that the layer runs on."""
+        return self.weight_packed if self._offload is None else self._offload.arena(self)
+
+    def _unpacked_where_run(self) -> Tensor:
+        return self.unpacked() if self._offload is None else self._offload.unpacked(self)
+
+    def unpacked(self) -> Tensor:
+        """Returns the BF16 weight `[n, k]`, bit for bit, on its device: the CPU if the layer is offloaded."""
+        return super().unpacked() if self._offload is None else self._offload.unpacked_on_cpu(self)
+
+    def update_(self, weight: Tensor) -> bool:
+        """Replaces the weight by another, bfloat16 `[n, k]` on any device, and compares the packed bits with it.
+
+        Returns whether CUDA graphs that have captured this layer stay valid. They do unless the exponent window changes
+        or the escape lists outgrow their room, a quarter more than before; then capture them again. No work with this
+        layer may run meanwhile. Raises `ValueError`, and changes nothing, if `weight` has another shape or dtype or
+        cannot be packed, and `NotImplementedError` if the layer is offloaded.
+        """
+        if self._offload is not None:
+            raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
+        if weight.shape != (self.out_features, self.in_features) or weight.dtype != torch.bfloat16:
+            raise ValueError(
+                f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
+                f"{weight.dtype} {list(weight.shape)}"
+            )
+        weight = weight.detach().resolve_neg().to(self.weight_packed.device).contiguous()
+        before = self._escapes
+        holder = _pack_into(self.weight_packed.data, before, weight)
+        if isinstance(holder, str):
+            raise ValueError(
+                f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
+                "replace it by a BF16 layer, load the module in BF16 and pack it again"
+            )
+        self._escapes = holder
+        if not torch.equal(self.unpacked().view(torch.int16), weight.view(torch.int16)):
+            raise UnweightError(f"the new weight of {self._describe()} was packed wrongly: please report this bug")
+        return holder is before or weight.device.type == "cpu"
+
+    def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
+        """Replaces some elements of the weight; the others keep their bits. Takes as long as `update_`, and returns and
+        raises the same.
+
+        `index` is an integer tensor `[m]` of positions in the flattened weight, `values` is bfloat16 `[m]`. Raises
+        `ValueError` for other shapes and dtypes, and `IndexError` for a position outside of the weight.
+        """
+        if self._offload is not None:
+            raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
+        is_integer = not index.is_floating_point() and index.dtype != torch.bool
+        if index.dim() != 1 or index.shape != values.shape or not is_integer or values.dtype != torch.bfloat16:
+            raise ValueError(
+                f"sparse weights of {self._describe()} are an integer index [m] and bfloat16 values [m], got "
+                f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
+            )
+        weight = self.unpacked()
+        index = index.to(weight.device, torch.int64)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
+            raise IndexError(
+                f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but the "
+                f"weight has {weight.numel()} elements"
+            )
+        weight.view(-1)[index] = values.to(weight.device)
+        return self.update_(weight)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.unpacked()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}weight_packed", None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = f"{prefix}weight"
+        rest = {name: value for name, value in state_dict.items() if name.startswith(prefix) and name != key}
+        if self._offload is None:
+            # The arena stays; the new weight is packed into it.
+            rest[f"{prefix}weight_packed"] = self.weight_packed
+        super()._load_from_state_dict(
+            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key in state_dict:
+            try:
+                if not self.update_(state_dict[key]):
+                    warnings.warn(
+                        f"the new weight of {self._describe()} has another exponent window or more escapes than there "
+                        "was room for: capture CUDA graphs with this layer again",
+                        stacklevel=2,
+                    )
+            except (ValueError, NotImplementedError) as error:
+                error_msgs.append(f'while packing the parameter named "{key}": {error}')
+        elif strict:
+            missing_keys.append(key)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(f"the weight of {self._describe()} is packed; replace it with update_(weight)")
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        if self._offload is not None:
+            raise NotImplementedError(
+                f"{self._describe()} is offloaded and cannot be copied or saved; save its state_dict, or copy the "
+                "module before offloading"
+            )
+        return _empty_layer, (type(self)._class_before,), self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._held.hold(self.weight_packed)
+
+    _class_before: type[nn.Linear] = nn.Linear
+    """The class before packing."""
+
+
+@functools.cache
+def _packed_class(before: type[nn.Linear]) -> type[PackedLinear]:
+    """Returns the class of packed layers of a class."""
+    if before is nn.Linear:
+        return PackedLinear
+    members: dict[str, Any] = {"_class_before": before, "__module__": before.__module__, "__doc__": before.__doc__}
+    if before.forward is not nn.Linear.forward:
+        # Its own forward gets the weight from the property.
+        members["forward"] = before.forward
+    return type(f"Packed{before.__name__}", (PackedLinear, before), members)
+
+
+def _empty_layer(before: type[nn.Linear]) -> PackedLinear:
+    made = _packed_class(before)
+    return made.__new__(made)
+
+
+def _become_packed(layer: nn.Linear, arena: nn.Parameter, held: _Held, name: str) -> None:
+    """Changes a layer to a packed one with this parameter as its arena."""
+    # Assigned before anything else, because it fails for a class with another layout.
+    layer.__class__ = _packed_class(type(layer))
+    del layer._parameters["weight"]
+    layer._parameters = {"weight_packed": arena, **layer._parameters}
+    layer._held, layer._n, layer._layer_name = held, layer.out_features, name
+
+
+def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
+    """Returns why a layer cannot be packed, as far as is known without packing."""
+    if isinstance(layer, PackedLinear):
+        return "it is packed already"
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention passes its weight to a fused kernel"
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters (weight_norm, a parametrization or pruning)"
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"its weight is a {type(weight.data if type(weight) is nn.Parameter else weight).__name__}"
+    if weight.dtype != torch.bfloat16:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}, not bfloat16"
+    if weight.device.type == "meta":
+        return "its weight is on the meta device"
+    if weight.layout != torch.strided:
+        return f"the layout of its weight is {weight.layout}"
+    if id(weight) in others:
+        return f"it shares its weight with '{others[id(weight)]}', which is not a linear layer"
+    return None
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yields all parameters and buffers, and the escape lists and offloaded arenas of packed layers."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear):
+            yield layer._escapes.data
+            if layer._offload is not None:
+                yield layer._offload.host_arena(layer)
+
+
+def _nbytes(module: nn.Module) -> int:
+    known = (tensor for tensor in _tensors(module) if not is_lazy(tensor))
+    seen = {(tensor.device, tensor.data_ptr() or id(tensor)): tensor.nbytes for tensor in known}
+    return sum(seen.values())
+
+
+def pack_model(
+    module: nn.Module,
+    *,
+    device: Union[str, torch.device, None] = None,
+    exclude: Sequence[str] = (),
+    offload: bool = False,
+) -> ModelReport:
+    """Packs every BF16 `nn.Linear` of a module in place, also subclasses and the module itself.
+
+    Layers that cannot be packed stay as they are; the report has the reasons. The module is for inference afterwards:
+    its parameters have `requires_grad` false, and a backward through a packed layer raises `NotImplementedError`.
+    `state_dict()` has the original names and bits.
+
+    Args:
+        module: any module, such as a diffusion transformer, a text encoder or an embedding model.
+        device: the device to pack on and to move the module to, layer by layer; `None` packs where each weight is.
+        exclude: glob patterns (`*`, `?`) of names of layers to leave as they are.
+        offload: keep packed weights of blocks in pinned CPU memory. While a block runs, the next one is copied to the
+            GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU.
+
+    Raises:
+        ValueError: `device` has no kernels, or `offload` is given without a GPU or without two blocks.
+        DeviceError: the GPU or NVRTC failed.
+    """
+    target = None if device is None else torch.device(device)
+    if target is not None and (reason := why_not(target)) is not None:
+        raise ValueError(f"{reason}; omit device to pack where the weights are")
+    if target is not None and target.type == "cuda" and target.index is None:
+        target = torch.device("cuda", torch.cuda.current_device())
+    if offload and (target is None or target.type != "cuda"):
+        raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
+    if isinstance(exclude, str):
+        raise TypeError(f"exclude is a string; give a list of patterns: [{exclude!r}]")
+    before = _nbytes(module)
+    layers = _pack_layers(module, target, exclude, offload)
+    for parameter in module.parameters():
+        if not is_lazy(parameter):
+            parameter.requires_grad_(False)
+    if offload:
+        from ._offload import offload_blocks
+
+        offload_blocks(module, target)
+    if target is not None:
+        module.to(target)
+    return ModelReport(tuple(layers), before, _nbytes(module))
+
+
+def _pack_layers(
+    module: nn.Module, target: Optional[torch.device], exclude: Sequence[str], to_cpu: bool
+) -> list[LayerReport]:
+    """Packs the layers of a module on `target`; with `to_cpu`, moves each to the CPU."""
+    others = {
+        id(parameter): name or type(part).__name__
+        for name, part in module.named_modules()
+        if not isinstance(part, nn.Linear)
+        for parameter in part.parameters(recurse=False)
+    }
+    # By the id of the weight: the arena of the layers that share it, or why it cannot be packed. An id stays unique,
+    # because the weights of all layers existed at once.
+    done: dict[int, Union[tuple[nn.Parameter, _Held], str]] = {}
+    reports = []
+    for name, layer in list(module.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        weight = layer._parameters.get("weight")
+        nbytes = 0 if weight is None or is_lazy(weight) or id(weight) in done else weight.nbytes
+        reason = _reason_to_keep(layer, others)
+        if reason is None and any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+            reason = "excluded"
+        if reason is None and id(weight) not in done:
+            done[id(weight)] = _pack_weight(weight.data, target, to_cpu)
+        result = reason or done[id(weight)]
+        if not isinstance(result, str):
+            try:
+                _become_packed(layer, *result, name)
+            except TypeError as error:
+                result = f"its class cannot be changed: {error}"
+        if isinstance(result, str):
+            reports.append(LayerReport(name, nbytes, nbytes, result))
+        else:
+            after = result[0].nbytes + result[1].holder.data.nbytes if nbytes else 0
+            reports.append(LayerReport(name, nbytes, after, None))
+    return reports
+
+
+def _pack_weight(
+    weight: Tensor, target: Optional[torch.device], to_cpu: bool
+) -> Union[tuple[nn.Parameter, _Held], str]:
+    """Returns the arena of a weight packed on `target`, or why it cannot be packed; with `to_cpu`, on the CPU."""
+    weight = weight if target is None else weight.to(target)
+    if (reason := why_not(weight.device)) is not None:
+        return reason
+    packed = _pack(weight)
+    if isinstance(packed, str):
+        return packed
+    arena, holder = packed.arena, packed.escapes
+    if to_cpu and arena.device.type != "cpu":
+        arena = arena.cpu()
+        holder = _holder(arena, holder.data)
+    return nn.Parameter(arena, requires_grad=False), _Held(holder)
