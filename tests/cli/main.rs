@@ -5,6 +5,8 @@
 mod archive;
 mod attach;
 mod budget;
+#[cfg(feature = "hub")]
+mod card;
 mod completions;
 mod compress;
 mod convert;
@@ -14,6 +16,8 @@ mod errors;
 mod extract;
 mod generate;
 mod harness;
+#[cfg(feature = "hub")]
+mod hub;
 mod inspect;
 mod kernels;
 mod man;
