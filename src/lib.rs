@@ -31,7 +31,7 @@
 //! | `text` | `text`: tokenizers and chat templates | with `gpu`: `generate` |
 //! | `serve` | `serve`: an HTTP server; brings `gpu` and `text` | `serve` |
 //! | `hub` | models and bundles of the Hugging Face Hub as `org/name` | `card`, `push` |
-//! | `sign` | | `compress --sign`, `merge --sign` |
+//! | `sign` | | `prove`; `compress --sign`, `merge --sign` |
 //! | `dfloat11` | `rivals`: formats of other systems | `convert`; DFloat11 directories as sources |
 //! | `plots` | | `inspect --svg`, `tune --svg` |
 //! | `full` | all of the above | every command |

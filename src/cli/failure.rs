@@ -31,7 +31,7 @@ use unweight::{
         budget::BudgetError,
         raw::pipelines::tune::{JournalError, TuneError},
     },
-    model::{BindError, ConfigError, sampling::OutOfRange},
+    model::{BindError, ConfigError, reference::ReferenceError, sampling::OutOfRange},
     rt::{
         self, DeviceError,
         env::EnvError,
@@ -281,6 +281,7 @@ coded!(
     JournalError,
     OutOfRange,
     ParseNameError,
+    ReferenceError,
     AdmissionError,
     TableError,
     TuneError,

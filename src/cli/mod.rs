@@ -41,6 +41,8 @@ pub mod plot;
 mod printable;
 mod program;
 mod progress;
+#[cfg(feature = "sign")]
+mod prove;
 #[cfg(feature = "hub")]
 mod push;
 mod reference;
@@ -110,6 +112,9 @@ enum Command {
     Inspect(inspect::Inspect),
     /// Write the original bytes of one tensor or file
     Extract(extract::Extract),
+    /// Certify that a bundle has every bit of its source, or check a certificate
+    #[cfg(feature = "sign")]
+    Prove(prove::Prove),
     /// Verify a bundle and write its model card
     #[cfg(feature = "hub")]
     Card(card::Card),
@@ -158,6 +163,8 @@ impl Command {
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
             Self::Extract(_) => "extract",
+            #[cfg(feature = "sign")]
+            Self::Prove(_) => "prove",
             #[cfg(feature = "hub")]
             Self::Card(_) => "card",
             #[cfg(feature = "hub")]
@@ -193,6 +200,8 @@ impl Command {
             Self::Verify(command) => command.run(console),
             Self::Inspect(command) => command.run(console),
             Self::Extract(command) => command.run(console),
+            #[cfg(feature = "sign")]
+            Self::Prove(command) => command.run(console),
             #[cfg(feature = "hub")]
             Self::Card(command) => command.run(console),
             #[cfg(feature = "hub")]

@@ -24,6 +24,8 @@ mod man;
 mod merge;
 mod output;
 mod plan;
+#[cfg(feature = "sign")]
+mod prove;
 #[cfg(all(feature = "dfloat11", feature = "serve"))]
 mod reference;
 mod resume;

@@ -243,6 +243,6 @@ pub const INNER: &[(&str, &str)] = &[
         "src/cli",
         "arch printable signals size < common failure < absent archive output scratch < completions pipelines plot \
          program progress report sign text_process trust < hub reference < source < select < budget cache card compress \
-         convert decompress demo doctor extract generate inspect kernels man plan push tune verify < merge serve",
+         convert decompress demo doctor extract generate inspect kernels man plan prove push tune verify < merge serve",
     ),
 ];
