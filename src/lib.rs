@@ -30,7 +30,8 @@
 //! | `gpu` | `model`, `codegen`, `rt`, `engine`; nothing is linked against CUDA | `budget`, `tune`, `kernels`, `cache`, `doctor`; `compress --device cuda` |
 //! | `text` | `text`: tokenizers and chat templates | with `gpu`: `generate` |
 //! | `serve` | `serve`: an HTTP server; brings `gpu` and `text` | `serve` |
-//! | `sign` | | `compress --sign`, `merge --sign` |
+//! | `hub` | models and bundles of the Hugging Face Hub as `org/name` | `card`, `push` |
+//! | `sign` | | `prove`; `compress --sign`, `merge --sign` |
 //! | `dfloat11` | `rivals`: formats of other systems | `convert`; DFloat11 directories as sources |
 //! | `plots` | | `inspect --svg`, `tune --svg` |
 //! | `full` | all of the above | every command |
@@ -76,6 +77,8 @@ pub use unweight_rt as rt;
 #[cfg(feature = "cli")]
 #[doc(hidden)]
 pub mod cli;
+#[cfg(feature = "hub")]
+mod hub;
 #[cfg(feature = "serve")]
 pub mod serve;
 #[cfg(feature = "text")]

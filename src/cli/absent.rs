@@ -3,13 +3,16 @@
 use super::failure::Failure;
 
 /// Commands that need more than feature `cli`: name, group, whether this build has it, and the required features.
-const COMMANDS: [(&str, &str, bool, &str); 8] = [
+const COMMANDS: [(&str, &str, bool, &str); 11] = [
     ("cache", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("card", "commands for the Hub", cfg!(feature = "hub"), "hub"),
     ("convert", "commands for DFloat11", cfg!(feature = "dfloat11"), "dfloat11"),
     ("doctor", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("budget", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("generate", "text generation", cfg!(all(feature = "gpu", feature = "text")), "gpu,text"),
     ("kernels", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("prove", "certificates", cfg!(feature = "sign"), "sign"),
+    ("push", "commands for the Hub", cfg!(feature = "hub"), "hub"),
     ("serve", "HTTP server", cfg!(feature = "serve"), "serve"),
     ("tune", "GPU commands", cfg!(feature = "gpu"), "gpu"),
 ];

@@ -51,7 +51,7 @@ struct Converted<T> {
 impl Convert {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
-        let root = source::find(std::slice::from_ref(&self.source))?.root;
+        let root = source::find(std::slice::from_ref(&self.source), console)?.root;
         let bar = Bar::new(console, "converting")?;
         let started = Instant::now();
         let seconds = || started.elapsed().as_secs_f64();

@@ -12,6 +12,7 @@ use super::{
     archive,
     common::{Force, Ram, Resume, Threads},
     failure::{Failure, Result},
+    hub,
     output::{self, Console, Table},
     progress::Bar,
     source,
@@ -54,7 +55,10 @@ impl Decompress {
         let unpacked = archive::is_stream(&self.bundle)
             .then(|| source::unpacked((!to_stdout).then_some(&self.output), console))
             .transpose()?;
-        let bundle = unpacked.as_ref().map_or(&self.bundle, |(_, root)| root);
+        let bundle = match &unpacked {
+            Some((_, root)) => root,
+            None => &hub::bundle(&self.bundle, console)?,
+        };
         let options = DecompressOptions::default()
             .threads(self.threads.count)
             .ram_bytes(self.ram.bytes)

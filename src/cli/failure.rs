@@ -10,6 +10,8 @@ use super::{
     printable::{one_line, printable},
     signals,
 };
+#[cfg(feature = "hub")]
+use crate::hub::HubError;
 use serde::Serialize;
 use unweight::format::{
     UnknownName,
@@ -29,7 +31,7 @@ use unweight::{
         budget::BudgetError,
         raw::pipelines::tune::{JournalError, TuneError},
     },
-    model::{BindError, ConfigError, sampling::OutOfRange},
+    model::{BindError, ConfigError, reference::ReferenceError, sampling::OutOfRange},
     rt::{
         self, DeviceError,
         env::EnvError,
@@ -246,6 +248,24 @@ coded!(ConvertError);
 #[cfg(feature = "text")]
 coded!(TextError);
 
+#[cfg(feature = "hub")]
+coded!(HubError);
+
+#[cfg(feature = "hub")]
+impl From<HubError> for Failure {
+    fn from(error: HubError) -> Self {
+        let class = match error {
+            HubError::Contents { .. } => Class::Mismatch,
+            HubError::Interrupted { .. } => Class::Interrupted,
+            _ => Class::Failed,
+        };
+        let failure = Self::from_error(error, class);
+        // Names and reasons come from the server.
+        let help = failure.help.as_deref().map(|help| one_line(help).into_owned());
+        Self { message: one_line(&failure.message).into_owned(), help, ..failure }
+    }
+}
+
 #[cfg(feature = "gpu")]
 coded!(
     OptionError,
@@ -261,6 +281,7 @@ coded!(
     JournalError,
     OutOfRange,
     ParseNameError,
+    ReferenceError,
     AdmissionError,
     TableError,
     TuneError,

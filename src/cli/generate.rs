@@ -26,6 +26,7 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
+    hub,
     output::Console,
     pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     printable::printable,
@@ -36,7 +37,7 @@ use super::{
 /// Arguments of `generate`.
 #[derive(Args)]
 pub struct Generate {
-    /// Bundle directory
+    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
     bundle: PathBuf,
     /// Prompt; repeatable, to run several prompts together
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
@@ -202,7 +203,8 @@ impl SequenceState {
 impl Generate {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
-        let bundle = Bundle::open(&self.bundle)?;
+        let dir = hub::bundle(&self.bundle, console)?;
+        let bundle = Bundle::open(&dir)?;
         let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
         let texts = self.texts()?;
         let text = match load_text(&bundle, &self.bundle) {

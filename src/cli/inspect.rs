@@ -14,6 +14,7 @@ use unweight::format::{
 use super::{
     completions,
     failure::{Failure, Result},
+    hub,
     output::{self, Console},
     plot::{self, Drawing},
     printable::one_line,
@@ -24,7 +25,7 @@ use super::{
 /// Arguments of `inspect`.
 #[derive(Args)]
 pub struct Inspect {
-    /// Bundle directory
+    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
     bundle: PathBuf,
     /// Show only matching tensors; * and ? are wildcards; repeatable
     #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]
@@ -78,7 +79,7 @@ impl Inspect {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
         plot::check_can_save(self.svg.as_deref())?;
-        let bundle = Bundle::open(&self.bundle)?;
+        let bundle = Bundle::open(&hub::bundle(&self.bundle, console)?)?;
         let manifest = bundle.manifest();
         let is_selected =
             |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));

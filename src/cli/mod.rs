@@ -12,6 +12,8 @@ mod archive;
 mod budget;
 #[cfg(feature = "gpu")]
 mod cache;
+#[cfg(feature = "hub")]
+mod card;
 pub mod common;
 mod completions;
 mod compress;
@@ -25,6 +27,7 @@ mod extract;
 pub mod failure;
 #[cfg(all(feature = "gpu", feature = "text"))]
 mod generate;
+mod hub;
 mod inspect;
 #[cfg(feature = "gpu")]
 mod kernels;
@@ -38,6 +41,10 @@ pub mod plot;
 mod printable;
 mod program;
 mod progress;
+#[cfg(feature = "sign")]
+mod prove;
+#[cfg(feature = "hub")]
+mod push;
 mod reference;
 mod report;
 mod scratch;
@@ -105,6 +112,15 @@ enum Command {
     Inspect(inspect::Inspect),
     /// Write the original bytes of one tensor or file
     Extract(extract::Extract),
+    /// Certify that a bundle has every bit of its source, or check a certificate
+    #[cfg(feature = "sign")]
+    Prove(prove::Prove),
+    /// Verify a bundle and write its model card
+    #[cfg(feature = "hub")]
+    Card(card::Card),
+    /// Upload a bundle to the Hugging Face Hub
+    #[cfg(feature = "hub")]
+    Push(push::Push),
     /// Generate text with a compressed model, on the GPU
     #[cfg(all(feature = "gpu", feature = "text"))]
     Generate(generate::Generate),
@@ -147,6 +163,12 @@ impl Command {
             Self::Verify(_) => "verify",
             Self::Inspect(_) => "inspect",
             Self::Extract(_) => "extract",
+            #[cfg(feature = "sign")]
+            Self::Prove(_) => "prove",
+            #[cfg(feature = "hub")]
+            Self::Card(_) => "card",
+            #[cfg(feature = "hub")]
+            Self::Push(_) => "push",
             #[cfg(all(feature = "gpu", feature = "text"))]
             Self::Generate(_) => "generate",
             #[cfg(feature = "serve")]
@@ -178,6 +200,12 @@ impl Command {
             Self::Verify(command) => command.run(console),
             Self::Inspect(command) => command.run(console),
             Self::Extract(command) => command.run(console),
+            #[cfg(feature = "sign")]
+            Self::Prove(command) => command.run(console),
+            #[cfg(feature = "hub")]
+            Self::Card(command) => command.run(console),
+            #[cfg(feature = "hub")]
+            Self::Push(command) => command.run(console),
             #[cfg(all(feature = "gpu", feature = "text"))]
             Self::Generate(command) => command.run(console),
             #[cfg(feature = "serve")]

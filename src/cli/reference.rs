@@ -15,7 +15,7 @@ pub fn markdown(mut program: Command, cli: &str) -> String {
     let mut commands = Vec::new();
     leaves(&mut program, &mut commands);
     let common = Common::of(&commands, cli);
-    let mut page = "\n## Common options\n\n| option | |\n|---|---|\n".to_owned();
+    let mut page = "\n## Common options\n\n| | |\n|---|---|\n".to_owned();
     common.rows.iter().for_each(|row| page += &row.line(true));
     page += "\n## Commands\n";
     commands.iter().for_each(|command| command.describe(&common, &mut page));
@@ -34,10 +34,17 @@ fn leaves(program: &mut Command, found: &mut Vec<Leaf>) {
         found.push(Leaf {
             name: name.to_owned(),
             about: command.get_about().map(|about| escaped(&about.to_string())).unwrap_or_default(),
-            usage: usage.trim_start_matches("Usage: ").trim_end().to_owned(),
+            usage: arguments_of(&usage, command.get_bin_name().unwrap_or_default()),
             rows: arguments(command).into_iter().map(Row::of).collect(),
         });
     }
+}
+
+/// Returns what follows the name of the program and command in a usage line; that there are options goes without saying.
+fn arguments_of(usage: &str, command: &str) -> String {
+    let usage = usage.trim_start_matches("Usage: ").trim();
+    let arguments = usage.strip_prefix(command).unwrap_or(usage).trim_start();
+    arguments.strip_prefix("[OPTIONS]").unwrap_or(arguments).trim_start().to_owned()
 }
 
 /// A command without subcommands.
@@ -51,13 +58,16 @@ struct Leaf {
 impl Leaf {
     fn describe(&self, common: &Common<'_>, page: &mut String) {
         let Self { name, about, usage, rows } = self;
-        let _ = write!(page, "\n### {name}\n\n{about}.\n\n`{usage}`\n");
+        let _ = write!(page, "\n### {name}\n\n{about}.\n");
+        if !usage.is_empty() {
+            let _ = write!(page, "\n`{usage}`\n");
+        }
         let (linked, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| common.is_in_cli_page(row));
         let (shared, specific): (Vec<&Row>, Vec<&Row>) = rest.iter().partition(|row| common.has(row));
         let mut headings: Vec<_> = specific.iter().map(|row| row.heading.as_deref()).collect();
         headings.dedup();
         for heading in headings {
-            let _ = write!(page, "\n| {} | |\n|---|---|\n", heading.unwrap_or("option"));
+            let _ = write!(page, "\n| {} | |\n|---|---|\n", heading.unwrap_or_default());
             for row in specific.iter().filter(|row| row.heading.as_deref() == heading) {
                 *page += &row.line(!common.has_values(row));
             }

@@ -21,6 +21,7 @@ use super::{
     API_KEY,
     failure::{Failure, Result},
     generate::{load_draft, load_text},
+    hub,
     output::Console,
     pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
     progress,
@@ -30,7 +31,7 @@ use super::{
 /// Arguments of `serve`.
 #[derive(Args)]
 pub struct Serve {
-    /// Bundle directory
+    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
     bundle: PathBuf,
     /// Address to listen on; 0.0.0.0 is every address
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Server")]
@@ -97,7 +98,8 @@ struct Report {
 impl Serve {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
-        let bundle = Bundle::open(&self.bundle)?;
+        let dir = hub::bundle(&self.bundle, console)?;
+        let bundle = Bundle::open(&dir)?;
         let text = load_text(&bundle, &self.bundle)?;
         let options = self.serve_options()?;
         // Fail before the model is loaded if the port is in use.

@@ -14,10 +14,70 @@ const KEY_MAX: u64 = 16 << 10;
 /// Length of a public key in base64, characters.
 const PUBLIC_KEY_CHARACTERS: usize = 56;
 
+/// A secret key.
+#[cfg(feature = "sign")]
+pub struct Secret(SecretKey);
+
+#[cfg(feature = "sign")]
+impl Secret {
+    /// Signs `text` with a trusted comment, and returns the signature's file.
+    pub fn sign(&self, text: &[u8], trusted_comment: &str) -> Result<String> {
+        let comment = Some("signature by unweight");
+        let signature = minisign::sign(None, &self.0, text, Some(trusted_comment), comment);
+        let signature = signature.map_err(|error| {
+            Failure::new("signing-failed", format!("minisign cannot sign: {error}"), "try another key")
+        })?;
+        Ok(signature.to_string())
+    }
+
+    /// Reads the secret key of file `key`. The first line of file `password` is the key's password, if it has one.
+    pub fn read(key: &Path, password: Option<&Path>) -> Result<Self> {
+        secret(key, password).map(Self)
+    }
+}
+
+/// Checks that a text was signed with a public key, given as a file or as the key itself.
+#[cfg(feature = "sign")]
+pub fn check(key: &str, text: &[u8], signature: &[u8], file: &Path) -> Result<()> {
+    use minisign::{PublicKey, PublicKeyBox, SignatureBox};
+
+    let key = public_key(key)?;
+    let parsed = match key.trim() {
+        key if key.contains('\n') => PublicKeyBox::from_string(key).and_then(PublicKey::from_box),
+        key => PublicKey::from_base64(key),
+    };
+    let parsed = parsed.map_err(|error| {
+        Failure::new(
+            "public-key-invalid",
+            format!("not a minisign public key: {error}"),
+            "give the file of a public key",
+        )
+    })?;
+    let signature = std::str::from_utf8(signature).ok().and_then(|text| SignatureBox::from_string(text).ok());
+    let verified = signature.is_some_and(|signature| {
+        minisign::verify(&parsed, &signature, std::io::Cursor::new(text), true, false, false).is_ok()
+    });
+    if verified {
+        return Ok(());
+    }
+    let message = format!("{}: not a signature of this file by this key", file.display());
+    Err(Failure::mismatch("signature-invalid", message, "check --key, or fetch file and signature again"))
+}
+
 /// Returns a signer with the secret key of file `key`. The first line of file `password` is the key's password, if it
 /// has one.
 #[cfg(feature = "sign")]
 pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
+    let secret = secret(key, password)?;
+    Ok(Signer::new(move |manifest| {
+        // The trusted comment has no time: the manifest alone identifies the bundle.
+        let signature = minisign::sign(None, &secret, manifest, Some("unweight.json"), Some("signature of a bundle"))?;
+        Ok(signature.to_string())
+    }))
+}
+
+#[cfg(feature = "sign")]
+fn secret(key: &Path, password: Option<&Path>) -> Result<SecretKey> {
     let text = read(key)?;
     if text.lines().any(|line| line.trim().len() == PUBLIC_KEY_CHARACTERS && !line.contains(' ')) {
         return Err(Failure::new(
@@ -37,18 +97,13 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
             )
         })
     };
-    let secret = match password {
-        None => decode(key_box.and_then(SecretKeyBox::into_unencrypted_secret_key).map_err(Box::new))?,
+    match password {
+        None => decode(key_box.and_then(SecretKeyBox::into_unencrypted_secret_key).map_err(Box::new)),
         Some(file) => {
             let password = read(file)?.lines().next().unwrap_or_default().to_owned();
-            decode(key_box.and_then(|key| key.into_secret_key(Some(password))).map_err(Box::new))?
+            decode(key_box.and_then(|key| key.into_secret_key(Some(password))).map_err(Box::new))
         }
-    };
-    Ok(Signer::new(move |manifest| {
-        // The trusted comment has no time: the manifest alone identifies the bundle.
-        let signature = minisign::sign(None, &secret, manifest, Some("unweight.json"), Some("signature of a bundle"))?;
-        Ok(signature.to_string())
-    }))
+    }
 }
 
 /// Fails: signing needs feature `sign`.

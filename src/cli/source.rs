@@ -1,12 +1,11 @@
-//! Locates a model: a directory, files, a glob, a name in the Hugging Face cache, or an archive on stdin.
+//! Locates a model: a directory, files, a glob, a name on the Hugging Face Hub, or an archive on stdin.
 
 use std::{
-    env,
-    fs::{self, File},
-    io::Read,
-    os::unix::fs::OpenOptionsExt,
+    env, fs,
     path::{Path, PathBuf},
 };
+#[cfg(not(feature = "dfloat11"))]
+use std::{fs::File, io::Read};
 
 use clap::Args;
 use unweight::format::bundle::{Bundle, BundleError, Selection};
@@ -16,6 +15,7 @@ use unweight::rivals::dfloat11::{self, ConvertError};
 use super::{
     archive,
     failure::{Failure, Result},
+    hub::{self, Wanted},
     output::Console,
     progress::Bar,
     scratch::Scratch,
@@ -24,8 +24,8 @@ use super::{
 /// The source argument of a command.
 #[derive(Args)]
 pub struct Source {
-    /// Model directory, .safetensors files, quoted glob, cached Hugging Face model (org/name or org/name@revision),
-    /// or - for a tar archive on stdin
+    /// Model directory, .safetensors files, quoted glob, Hugging Face model (org/name or org/name@revision), or - for
+    /// a tar archive on stdin
     #[arg(required = true, value_name = "SOURCE")]
     source: Vec<PathBuf>,
 }
@@ -61,7 +61,7 @@ impl Source {
     /// directory.
     pub fn find(&self, destination: Option<&Path>, console: Console) -> Result<LocatedModel> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
-            find(&self.source)?
+            find(&self.source, console)?
         } else if self.source.len() > 1 {
             return Err(Failure::new("usage", "- (stdin) cannot be combined with other sources", "give - alone"));
         } else {
@@ -153,7 +153,7 @@ fn scratch_home(destination: Option<&Path>) -> Result<PathBuf> {
 }
 
 /// Locates a model by the names on the command line.
-pub fn find(names: &[PathBuf]) -> Result<LocatedModel> {
+pub fn find(names: &[PathBuf], console: Console) -> Result<LocatedModel> {
     let mut paths = Vec::new();
     for name in names {
         if name.exists() {
@@ -161,7 +161,7 @@ pub fn find(names: &[PathBuf]) -> Result<LocatedModel> {
         } else if let Some(found) = expand(name)? {
             paths.extend(found);
         } else {
-            paths.push(in_hub_cache(name)?);
+            paths.push(hub::locate(name, Wanted::Model, console)?);
         }
     }
     if let [only] = &paths[..]
@@ -220,112 +220,9 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
     Ok(Some(found))
 }
 
-/// Returns the snapshot of a model in the local Hugging Face cache. Never downloads.
-fn in_hub_cache(name: &Path) -> Result<PathBuf> {
-    let not_found = || {
-        let message = format!("{}: no such file or directory", name.display());
-        Failure::new("source-not-found", message, "give the directory of a model, or a name that `hf cache ls` lists")
-    };
-    let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(not_found()) };
-    let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(not_found()) };
-    snapshot(&cache, id, revision)
-}
-
-/// Parses a name of the hub and its revision: `name` or `org/name`, each with an optional `@revision`.
-fn hub_name(text: &str) -> Option<(&str, &str)> {
-    let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
-    let plain = |part: &str| {
-        let mut bytes = part.bytes();
-        bytes.next().is_some_and(|first| first.is_ascii_alphanumeric() || first == b'_')
-            && bytes.all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-' | b'_'))
-            && !part.contains("--")
-            && !part.contains("..")
-    };
-    // Revisions such as refs/pr/1 have folders.
-    let good = id.split('/').count() <= 2 && id.split('/').all(plain) && revision.split('/').all(plain);
-    good.then_some((id, revision))
-}
-
-/// Returns the cache directory of the `huggingface_hub` library.
-fn hub_cache(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Option<PathBuf> {
-    let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let home = || set("HF_HOME").or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")));
-    let home = || home().or_else(|| Some(set("HOME")?.join(".cache/huggingface")));
-    set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")))
-}
-
-/// Reads a small file of one line. Returns `None` for anything else, without waiting for it.
-fn read_line(path: &Path) -> Option<String> {
-    let nonblock = rustix::fs::OFlags::NONBLOCK.bits() as i32;
-    let file = File::options().read(true).custom_flags(nonblock).open(path).ok()?;
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
-    let mut text = String::new();
-    file.take(4096).read_to_string(&mut text).ok()?;
-    Some(text.trim().to_owned())
-}
-
-fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
-    let model = cache.join(format!("models--{}", id.replace('/', "--")));
-    if !model.is_dir() {
-        let message = format!("{id}: no such file or directory, and no such model in the Hugging Face cache");
-        let help = format!(
-            "looked for {}; run `hf download {id}`, or set HF_HUB_CACHE to the directory of the cache",
-            model.display()
-        );
-        return Err(Failure::new("source-not-found", message, help));
-    }
-    let reference = model.join("refs").join(revision);
-    // A ref is a file with one line; a commit is itself the name of a snapshot.
-    let commit = read_line(&reference).unwrap_or_else(|| revision.to_owned());
-    let plain = commit.bytes().all(|byte| byte.is_ascii_alphanumeric()) && !commit.is_empty();
-    let snapshot = model.join("snapshots").join(&commit);
-    if plain && snapshot.is_dir() {
-        return Ok(snapshot);
-    }
-    let mut snapshots: Vec<String> = fs::read_dir(model.join("snapshots"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
-    snapshots.sort();
-    let message = format!("{id}: revision '{revision}' is not in the Hugging Face cache");
-    let snapshots = if snapshots.is_empty() {
-        "the cache has no snapshot of this model".to_owned()
-    } else {
-        format!("cached snapshots: {}", snapshots.join(", "))
-    };
-    let help = format!("looked for {} and in {}; {snapshots}", reference.display(), model.join("snapshots").display());
-    Err(Failure::new("hub-revision-not-found", message, help))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_of_the_hub() {
-        assert_eq!(hub_name("gpt2"), Some(("gpt2", "main")));
-        assert_eq!(hub_name("meta-llama/Llama-3.1-8B@refs/pr/1"), Some(("meta-llama/Llama-3.1-8B", "refs/pr/1")));
-        for name in ["a/b/c", "../x", "a/..", "/etc", "a b", "x@", "", "a--b", "x@../y", ".hidden", "x/"] {
-            assert_eq!(hub_name(name), None, "{name}");
-        }
-    }
-
-    #[test]
-    fn hub_cache_location_follows_environment() {
-        let with = |set: &[(&str, &str)]| {
-            hub_cache(|name| set.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into()))
-        };
-        assert_eq!(with(&[("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
-        assert_eq!(with(&[("HOME", "/h"), ("XDG_CACHE_HOME", "/x")]), Some("/x/huggingface/hub".into()));
-        assert_eq!(with(&[("HOME", "/h"), ("HF_HOME", "/f"), ("XDG_CACHE_HOME", "/x")]), Some("/f/hub".into()));
-        assert_eq!(with(&[("HF_HOME", "/f"), ("HF_HUB_CACHE", "/c")]), Some("/c".into()));
-        assert_eq!(with(&[("HF_HOME", ""), ("HOME", "/h")]), Some("/h/.cache/huggingface/hub".into()));
-        assert_eq!(with(&[]), None);
-    }
 
     #[test]
     fn common_folder_of_sources() {

@@ -8,6 +8,7 @@ use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOp
 use super::{
     common::{Ram, Threads},
     failure::{Failure, Result},
+    hub,
     output::{self, Console},
     printable::one_line,
     progress::Bar,
@@ -17,7 +18,7 @@ use super::{
 /// Arguments of `verify`.
 #[derive(Args)]
 pub struct Verify {
-    /// Bundle directory
+    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
     bundle: PathBuf,
     /// Also compare with the source: a directory, file, quoted glob or cached model
     #[arg(long, value_name = "SOURCE")]
@@ -40,7 +41,9 @@ pub struct Verify {
 impl Verify {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
-        let against = self.against.as_ref().map(|source| source::find(std::slice::from_ref(source))).transpose()?;
+        let dir = hub::bundle(&self.bundle, console)?;
+        let against =
+            self.against.as_ref().map(|source| source::find(std::slice::from_ref(source), console)).transpose()?;
         let selection = Selection::default().skip(self.skip.clone());
         let bar = Bar::new(console, "verifying")?;
         let options = VerifyOptions::default()
@@ -50,7 +53,7 @@ impl Verify {
             .key(self.key.as_deref().map(sign::public_key).transpose()?)
             .ram_bytes(self.ram.bytes)
             .threads(self.threads.count);
-        let report = bundle::verify_with(&self.bundle, &options, &bar)?;
+        let report = bundle::verify_with(&dir, &options, &bar)?;
         bar.finish();
         let only_source = report.problems.iter().all(|problem| problem.in_source);
         console.summary("verify", &report, |out| {

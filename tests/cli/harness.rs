@@ -19,6 +19,8 @@ use unweight::format::{
 pub fn unweight(arguments: &[&str]) -> Command {
     let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
     command.args(arguments).env_remove("NO_COLOR").env_remove("UNWEIGHT_JIT");
+    // Names that look like repositories are not looked up; tests of the Hub unset this.
+    command.env("HF_HUB_OFFLINE", "1");
     command
 }
 

@@ -5,6 +5,8 @@
 mod archive;
 mod attach;
 mod budget;
+#[cfg(feature = "hub")]
+mod card;
 mod completions;
 mod compress;
 mod convert;
@@ -14,12 +16,16 @@ mod errors;
 mod extract;
 mod generate;
 mod harness;
+#[cfg(feature = "hub")]
+mod hub;
 mod inspect;
 mod kernels;
 mod man;
 mod merge;
 mod output;
 mod plan;
+#[cfg(feature = "sign")]
+mod prove;
 #[cfg(all(feature = "dfloat11", feature = "serve"))]
 mod reference;
 mod resume;

@@ -112,7 +112,8 @@ fn finds_models_in_the_hugging_face_cache() {
         for variable in ["HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"] {
             command.env_remove(variable);
         }
-        let output = command.current_dir(&home).env("HF_HOME", home.path()).output().unwrap();
+        let output =
+            command.current_dir(&home).env("HF_HOME", home.path()).env("HF_HUB_OFFLINE", "1").output().unwrap();
         assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
         output
     };

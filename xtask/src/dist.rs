@@ -30,7 +30,7 @@ pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The version of cargo-cyclonedx, which writes the SBOMs.
 const CYCLONEDX: &str = "0.5.9";
 /// Features for musl: CPU only, because a static program cannot load the driver.
-const MUSL_FEATURES: &str = "cli,dfloat11,plots,sign";
+const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";

@@ -347,7 +347,7 @@ fn generated(text: &str, types: Types) -> String {
             page.rows(&file, &without, "", &mut others);
             rows.retain(|[key, ..]| !others.iter().any(|[other, ..]| other == key));
         }
-        out += "\n| key | type | |\n|---|---|---|\n";
+        out += "\n| | | |\n|---|---|---|\n";
         for [key, json, doc] in rows {
             writeln!(out, "| {key} | {json} | {doc} |").expect("writing to a string cannot fail");
         }
@@ -404,7 +404,7 @@ fn a_table_follows_serde() {
     ";
     let page = "### report\n<!-- keys a.rs::Report<More> -->\n\n| old |\n\nafter\n";
     let expected = "### report\n<!-- keys a.rs::Report<More> -->\n
-| key | type | |
+| | | |
 |---|---|---|
 | `rows[]` | object[] | The `Vec` of rows |
 | `rows[].is` | boolean | Is it |

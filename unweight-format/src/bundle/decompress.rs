@@ -184,7 +184,7 @@ impl Job<'_> {
         match file {
             FileEntry::Weights(weights) => self.weights(weights),
             FileEntry::Index(_) | FileEntry::Config(_) | FileEntry::Copied(_) => {
-                self.copy(file, &file.original().unwrap_or_default()).map(|()| 0)
+                self.copy(file, &files::original(self.bundle, file)).map(|()| 0)
             }
         }
     }

@@ -11,7 +11,11 @@ use rayon::prelude::*;
 use rustix::process::{Resource, getrlimit};
 use sha2::{Digest as _, Sha256};
 
-use super::{BundleError, Selection, manifest::FileEntry, names::is_weights};
+use super::{
+    BundleError, Selection,
+    manifest::{CopiedFile, FileEntry},
+    names::{CARD_NAME, CARD_SOURCE_NAME, is_weights},
+};
 use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
 /// Bytes read or copied at once.
@@ -389,9 +393,24 @@ fn walk_into(
     Ok(())
 }
 
+/// Returns the name of the bundle's file with the source's bytes of an entry; empty for weights. The source's model card
+/// may have made room for the bundle's (`docs/format.md` B.1).
+pub(crate) fn original(dir: &Path, entry: &FileEntry) -> String {
+    let is_replaced = |file: &CopiedFile| {
+        file.name == CARD_NAME && dir.join(CARD_SOURCE_NAME).metadata().is_ok_and(|found| found.len() == file.size)
+    };
+    match entry {
+        FileEntry::Copied(file) if is_replaced(file) => CARD_SOURCE_NAME.to_owned(),
+        other => other.original().unwrap_or_default(),
+    }
+}
+
 /// Checks that the stored files of an entry exist with the sizes in the manifest.
 pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
-    entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected))
+    match entry {
+        FileEntry::Copied(file) => check_size(dir, original(dir, entry), file.size),
+        _ => entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected)),
+    }
 }
 
 /// Checks that a file of the bundle exists with the size in the manifest.

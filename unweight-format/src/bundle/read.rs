@@ -170,7 +170,7 @@ impl Bundle {
         let Some(entry) = self.manifest.files.iter().filter(is_copy).find(|entry| entry.name() == file) else {
             return Ok(None);
         };
-        let stored = entry.original().unwrap_or_default();
+        let stored = files::original(&self.dir, entry);
         check_size(&self.dir, stored.clone(), entry.size())?;
         let bytes = files::read_small(&self.dir.join(&stored), limit)?;
         let digest = Digest::of(&bytes);

@@ -41,7 +41,7 @@ impl Bundle {
                 write_weights(shard, weights, options.ram_bytes, &mut out)
             }
             FileEntry::Index(_) | FileEntry::Config(_) | FileEntry::Copied(_) => {
-                write_copy(self.dir(), file, file.original().unwrap_or_default(), &mut out)
+                write_copy(self.dir(), file, files::original(self.dir(), file), &mut out)
             }
         })?;
         Ok(FileReport {

@@ -9,7 +9,7 @@ use super::{
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input, check_sizes},
     manifest_file::read_manifest_bytes,
-    names::{ATTACHED_NAME, PARTIAL_NAME},
+    names::{ATTACHED_NAME, OF_REPOSITORY, PARTIAL_NAME},
     pipeline::{ReadUnit, on_threads},
     report::peak_rss_bytes,
     shard::Shard,
@@ -143,7 +143,7 @@ fn note(
 
 /// Reads the bundle's copy of a file other than weights.
 fn read_stored(bundle: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<u64, BundleError> {
-    let stored = file.original().unwrap_or_default();
+    let stored = files::original(bundle, file);
     let got = files::read_through(&bundle.join(&stored), file.sha256().is_some(), |chunk| {
         progress.advance(chunk.len() as u64);
         check_cancelled(progress)
@@ -157,7 +157,9 @@ fn check_cancelled(progress: &dyn Progress) -> Result<(), BundleError> {
 }
 
 fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) -> Result<(), BundleError> {
-    let listed: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+    let mut listed: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
+    listed.extend(OF_REPOSITORY.map(str::to_owned));
+    listed.extend(manifest.files.iter().map(|file| files::original(bundle, file)));
     for (file, path) in files::walk(bundle)? {
         if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
             report.stored_bytes +=

@@ -148,6 +148,7 @@ pub const CRATES: [Crate; 11] = [
             "unweight-rivals",
         ],
         levels: &[
+            ("hub", "a client of the Hugging Face Hub"),
             ("text", "text to token ids and back, chat templates"),
             ("serve", "an HTTP server over an engine"),
             ("cli", "the command line"),
@@ -231,6 +232,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/engine", "routing < draft_model measure stepper < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
+    ("src/hub", "digest error < settings < client < repository < cache push < fetch"),
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (
         "src/serve",
@@ -240,7 +242,7 @@ pub const INNER: &[(&str, &str)] = &[
     (
         "src/cli",
         "arch printable signals size < common failure < absent archive output scratch < completions pipelines plot \
-         program progress report sign text_process trust < reference source < select < budget cache compress convert \
-         decompress demo doctor extract generate inspect kernels man plan tune verify < merge serve",
+         program progress report sign text_process trust < hub reference < source < select < budget cache card compress \
+         convert decompress demo doctor extract generate inspect kernels man plan prove push tune verify < merge serve",
     ),
 ];

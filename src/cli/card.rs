@@ -1,0 +1,387 @@
+//! `unweight card`: the model card of a bundle.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write as _,
+    fs::{self, Permissions},
+    io::{self, Write},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use clap::Args;
+use serde::Serialize;
+use sha2::{Digest as _, Sha256};
+use unweight::format::bundle::{
+    self, Bundle, VerifyOptions,
+    manifest::{FILE_NAME, FileEntry},
+};
+
+use super::{
+    archive,
+    common::{Force, Ram, Threads},
+    failure::{Failure, Result},
+    output::Console,
+    progress::Bar,
+    source,
+};
+
+/// File name of a model card.
+const CARD: &str = "README.md";
+/// File name of the source's card, next to the bundle's.
+const SOURCE_CARD: &str = "README.md.source";
+/// Marks cards of this command, which it may replace.
+const MARK: &str = "<!-- `unweight card` wrote this file and replaces it. -->";
+/// Maximum size of a card, bytes.
+const CARD_MAX: u64 = 4 << 20;
+/// Keys of the source's card that hold for the bundle, too.
+const KEPT: [&str; 5] = ["license", "license_name", "license_link", "language", "pipeline_tag"];
+
+/// Arguments of `card`.
+#[derive(Args)]
+pub struct Card {
+    /// Bundle directory
+    bundle: PathBuf,
+    /// Model that the bundle was made from, such as org/name [default: `_name_or_path` of config.json]
+    #[arg(long, value_name = "NAME")]
+    base_model: Option<String>,
+    /// Name that the bundle will have on the Hub, for its commands [default: name of the directory]
+    #[arg(long, value_name = "NAME")]
+    repository: Option<String>,
+    /// Also compare with the source: a directory, file, quoted glob or Hugging Face model
+    #[arg(long, value_name = "SOURCE")]
+    against: Option<PathBuf>,
+    /// File to write; - is stdout [default: README.md of the bundle, which keeps the source's as README.md.source]
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    threads: Threads,
+}
+
+#[derive(Serialize)]
+struct Report {
+    /// File that was written; null for stdout.
+    card: Option<PathBuf>,
+    /// The model that the bundle was made from.
+    base_model: Option<String>,
+    /// License in the source's card.
+    license: Option<String>,
+    /// Bytes of all source files.
+    original_bytes: u64,
+    /// Bytes of all files of the bundle.
+    stored_bytes: u64,
+    /// `stored_bytes / original_bytes`.
+    ratio: f64,
+    /// Weights in GPU memory, if all are packed or raw.
+    weight_bytes: Option<u64>,
+    /// KV cache per token, BF16.
+    cache_token_bytes: Option<u64>,
+    /// Tensors that were decoded and compared.
+    tensors: u64,
+    /// Identifies the bundle.
+    manifest_digest: String,
+    /// SHA-256 of `unweight.json`.
+    manifest_sha256: String,
+    /// Whether the source was compared as well (`--against`).
+    against_source: bool,
+}
+
+/// What an engine needs on a GPU.
+#[derive(Default)]
+struct GpuMemory {
+    weight_bytes: Option<u64>,
+    cache_token_bytes: Option<u64>,
+}
+
+impl Card {
+    /// Runs the command.
+    pub fn run(&self, console: Console) -> Result<()> {
+        if console.json && self.output.as_deref().is_some_and(archive::is_stream) {
+            let help = "with -o -, the card goes to stdout; use -o FILE with --json";
+            return Err(Failure::new("usage", "-o - cannot be combined with --json", help));
+        }
+        let bundle = Bundle::open(&self.bundle)?;
+        let target = self.target(&bundle)?;
+        let source_card = bundle.copied(CARD, CARD_MAX)?.unwrap_or_default();
+        let verified = self.verify(console)?;
+        let manifest = bundle.manifest();
+        let kept = kept_lines(&String::from_utf8_lossy(&source_card));
+        let text = bundle.copied("config.json", CARD_MAX)?.unwrap_or_default();
+        let config: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
+        let named = config["_name_or_path"].as_str().filter(|name| is_name(name)).map(str::to_owned);
+        let memory = gpu_memory(&bundle);
+        let original_bytes = manifest.files.iter().map(FileEntry::size).sum();
+        let json = fs::read(self.bundle.join(FILE_NAME)).map_err(Failure::io(FILE_NAME))?;
+        let report = Report {
+            card: target.clone(),
+            base_model: self.base_model.clone().or(named),
+            license: value_of(&kept, "license"),
+            original_bytes,
+            stored_bytes: verified.stored_bytes,
+            ratio: verified.stored_bytes as f64 / (original_bytes as f64).max(1.0),
+            weight_bytes: memory.weight_bytes,
+            cache_token_bytes: memory.cache_token_bytes,
+            tensors: verified.tensors,
+            manifest_digest: manifest.manifest_digest.to_string(),
+            manifest_sha256: Sha256::digest(&json).iter().map(|byte| format!("{byte:02x}")).collect(),
+            against_source: verified.against_source,
+        };
+        if let Some(name) = report.base_model.as_ref().filter(|name| !is_name(name)) {
+            let help = "give --base-model org/name";
+            return Err(Failure::new("usage", format!("'{name}' is not the name of a model"), help));
+        }
+        let card = self.text(&bundle, &report, &kept);
+        match &target {
+            None => {
+                io::stdout().write_all(card.as_bytes())?;
+                return Ok(());
+            }
+            Some(file) => self.write(&bundle, file, &card)?,
+        }
+        if report.base_model.is_none() {
+            console.note("remark: the card names no base model; --base-model org/name adds it");
+        }
+        console.summary("card", &report, |out| {
+            let file = target.as_deref().unwrap_or(Path::new(CARD)).display();
+            writeln!(out, "{file}: the card of a sound bundle, {:.1} % of its source", report.ratio * 100.0)
+        })
+    }
+
+    /// Returns the file to write. Fails if it is not to be replaced.
+    fn target(&self, bundle: &Bundle) -> Result<Option<PathBuf>> {
+        let (file, is_bundle_card) = match &self.output {
+            Some(file) if archive::is_stream(file) => return Ok(None),
+            Some(file) => (file.clone(), false),
+            None => (self.bundle.join(CARD), true),
+        };
+        let listed = |name: &str| bundle.manifest().files.iter().any(|file| file.name() == name);
+        if is_bundle_card && listed(SOURCE_CARD) {
+            let message = format!("{SOURCE_CARD}: a file of the source has the name that the bundle's card needs");
+            return Err(Failure::new("file-name-reserved", message, "write the card elsewhere with -o FILE"));
+        }
+        let is_of_source = is_bundle_card && listed(CARD) && !self.bundle.join(SOURCE_CARD).exists();
+        let is_ours = || fs::read_to_string(&file).is_ok_and(|text| text.contains(MARK));
+        if file.symlink_metadata().is_ok() && !is_of_source && !self.force.is_set && !is_ours() {
+            let message = format!("{}: exists, and is not a card of this command", file.display());
+            return Err(Failure::new("output-exists", message, "choose another name, or replace it with --force"));
+        }
+        Ok(Some(file))
+    }
+
+    /// Decodes and compares all of the bundle. A card only states what is true.
+    fn verify(&self, console: Console) -> Result<bundle::VerifyReport> {
+        let against = self.against.as_ref();
+        let against = against.map(|source| source::find(std::slice::from_ref(source), console)).transpose()?;
+        let options = VerifyOptions::default()
+            .against(against.as_ref().map(|found| found.root.clone()))
+            .ram_bytes(self.ram.bytes)
+            .threads(self.threads.count);
+        let bar = Bar::new(console, "verifying")?;
+        let report = bundle::verify_with(&self.bundle, &options, &bar)?;
+        bar.finish();
+        match report.problems.first() {
+            None => Ok(report),
+            Some(problem) => {
+                let code = if problem.in_source { "source-differs" } else { "bundle-damaged" };
+                let help = "`unweight verify` lists all problems; the card was not written";
+                Err(Failure::mismatch(code, super::printable::one_line(&problem.message), help))
+            }
+        }
+    }
+
+    /// Writes the card. That of the source makes room, and keeps its bytes.
+    fn write(&self, bundle: &Bundle, file: &Path, card: &str) -> Result<()> {
+        let kept = self.bundle.join(SOURCE_CARD);
+        let listed = bundle.manifest().files.iter().any(|entry| entry.name() == CARD);
+        if self.output.is_none() && listed && !kept.exists() {
+            fs::rename(file, &kept).map_err(Failure::io(file.display()))?;
+        }
+        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let write = || {
+            let mut temporary = tempfile::NamedTempFile::new_in(folder)?;
+            temporary.write_all(card.as_bytes())?;
+            temporary.as_file().set_permissions(Permissions::from_mode(0o644))?;
+            temporary.persist(file).map_err(io::Error::from).map(|_| ())
+        };
+        write().map_err(Failure::io(file.display()))
+    }
+
+    fn name(&self) -> String {
+        self.repository.clone().unwrap_or_else(|| {
+            let dir = std::path::absolute(&self.bundle).ok();
+            let name = dir.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+            name.unwrap_or_else(|| "bundle".to_owned())
+        })
+    }
+
+    /// Returns the text of the card.
+    fn text(&self, bundle: &Bundle, report: &Report, kept: &[String]) -> String {
+        let (name, options) = (self.name(), &bundle.manifest().options);
+        let mut text = String::from("---\n");
+        // Writing to a string does not fail.
+        if let Some(base) = &report.base_model {
+            _ = writeln!(text, "base_model: {base}\nbase_model_relation: quantized");
+        }
+        text += "library_name: unweight\n";
+        kept.iter().for_each(|line| _ = writeln!(text, "{line}"));
+        _ = write!(text, "tags:\n- unweight\n- lossless\n- compression\n---\n\n{MARK}\n\n# {name}\n\n");
+        let of = report.base_model.as_ref().map_or_else(
+            || "a model".to_owned(),
+            |base| if base.contains('/') { format!("[{base}](https://huggingface.co/{base})") } else { base.clone() },
+        );
+        _ = write!(
+            text,
+            "{of}, losslessly compressed by [Unweight](https://crates.io/crates/unweight): every file of the source \
+             is restored byte for byte, and GPUs compute from the compressed weights.\n\n\
+             | | source | this bundle |\n|---|---:|---:|\n| all files | {} | {} ({:.1} %) |\n",
+            gigabytes(report.original_bytes),
+            gigabytes(report.stored_bytes),
+            report.ratio * 100.0,
+        );
+        for (encoding, total) in totals(bundle) {
+            _ = writeln!(
+                text,
+                "| {} tensors, `{}` | {} | {} |",
+                total.tensors,
+                encoding,
+                gigabytes(total.original_bytes),
+                gigabytes(total.stored_bytes)
+            );
+        }
+        _ = writeln!(text, "\nProfile `{}`, scope `{}`.", options.profile, options.scope);
+        if report.weight_bytes.is_some() || report.cache_token_bytes.is_some() {
+            text += "\n## GPU memory\n\n| | |\n|---|---:|\n";
+        }
+        if let Some(bytes) = report.weight_bytes {
+            _ = writeln!(text, "| weights | {} |", gigabytes(bytes));
+        }
+        if let Some(bytes) = report.cache_token_bytes {
+            _ = writeln!(text, "| KV cache, per token, BF16 | {bytes} bytes |");
+        }
+        _ = write!(
+            text,
+            "\n## Run\n\n```sh\nunweight generate {name} --chat --prompt \"Why is the sky blue?\"\n\
+             unweight serve {name} --port 8000      # OpenAI-compatible HTTP API\n\
+             vllm serve {name}                      # with the Python package `unweight`\n```\n\n\
+             ## Restore the source\n\n```sh\nhf download {name} --local-dir bundle\n\
+             unweight decompress bundle -o model\n```\n\n## Verification\n\n\
+             `unweight {}` decoded all {} tensors and compared every digest{}: sound. Repeat it with\n\
+             `unweight verify bundle`.\n\n| | |\n|---|---|\n| manifest digest | `{}` |\n\
+             | SHA-256 of `{FILE_NAME}` | `{}` |\n| written by | `{}` |\n",
+            env!("CARGO_PKG_VERSION"),
+            report.tensors,
+            if report.against_source { ", and all files with the source" } else { "" },
+            report.manifest_digest,
+            report.manifest_sha256,
+            super::printable::one_line(&bundle.manifest().creator),
+        );
+        text
+    }
+}
+
+/// Returns the lines of the front matter that the bundle's card keeps: its keys, with the lines of their lists.
+fn kept_lines(card: &str) -> Vec<String> {
+    let Some((_, rest)) = card.split_once("---\n").filter(|(before, _)| before.trim().is_empty()) else {
+        return Vec::new();
+    };
+    let (mut lines, mut keeps) = (Vec::new(), false);
+    for line in rest.lines().take_while(|line| line.trim_end() != "---") {
+        let continues = line.starts_with([' ', '-', '\t']);
+        if !continues {
+            keeps = line.split_once(':').is_some_and(|(key, _)| KEPT.contains(&key));
+        }
+        if keeps && !line.chars().any(char::is_control) {
+            lines.push(line.trim_end().to_owned());
+        }
+    }
+    lines
+}
+
+fn value_of(lines: &[String], key: &str) -> Option<String> {
+    let value = lines.iter().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    Some(value.trim().trim_matches(['"', '\'']).to_owned()).filter(|value| !value.is_empty())
+}
+
+/// Whether a text is `name` or `org/name`.
+fn is_name(text: &str) -> bool {
+    let plain = |part: &str| {
+        let usable = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        part.starts_with(|c: char| c.is_ascii_alphanumeric()) && part.chars().all(usable)
+    };
+    text.split('/').count() <= 2 && text.split('/').all(plain)
+}
+
+fn gigabytes(bytes: u64) -> String {
+    match bytes {
+        10_000_000.. => format!("{:.2} GB", bytes as f64 / 1e9),
+        10_000.. => format!("{:.2} MB", bytes as f64 / 1e6),
+        _ => format!("{bytes} bytes"),
+    }
+}
+
+/// The tensors of one encoding.
+#[derive(Default)]
+struct Total {
+    tensors: u64,
+    original_bytes: u64,
+    stored_bytes: u64,
+}
+
+/// Sums the tensors by encoding.
+fn totals(bundle: &Bundle) -> BTreeMap<String, Total> {
+    let mut totals: BTreeMap<String, Total> = BTreeMap::new();
+    for tensor in bundle.tensors().map(|tensor| tensor.report()) {
+        let total = totals.entry(tensor.encoding.to_string()).or_default();
+        total.tensors += 1;
+        total.original_bytes += tensor.original_bytes;
+        total.stored_bytes += tensor.stored_bytes;
+    }
+    totals
+}
+
+/// Returns the GPU memory of a bundle. Only packed and raw weights stay as they are stored.
+#[cfg(feature = "gpu")]
+fn gpu_memory(bundle: &Bundle) -> GpuMemory {
+    use unweight::format::EncodingId;
+
+    // The engine does not run other families.
+    let Ok(config) = unweight::model::ModelConfig::of_bundle(bundle) else { return GpuMemory::default() };
+    let tensors = bundle.tensors().map(|tensor| tensor.report()).filter(|tensor| bundle.is_of_model(&tensor.file));
+    let stays = |encoding| [EncodingId::PACKED, EncodingId::RAW].contains(&encoding);
+    let sum = tensors.map(|tensor| stays(tensor.encoding).then_some(tensor.stored_bytes)).sum();
+    GpuMemory { weight_bytes: sum, cache_token_bytes: Some(config.kv_bytes_per_token()) }
+}
+
+#[cfg(not(feature = "gpu"))]
+fn gpu_memory(_: &Bundle) -> GpuMemory {
+    GpuMemory::default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn front_matter_keeps_the_license() {
+        let card = "---\nlicense: other\nlicense_name: \"x y\"\ntags:\n- a\nlanguage:\n- en\n- de\nextra: 1\n---\nlicense: no\n";
+        let kept = kept_lines(card);
+        assert_eq!(kept, ["license: other", "license_name: \"x y\"", "language:", "- en", "- de"]);
+        assert_eq!(value_of(&kept, "license").as_deref(), Some("other"));
+        assert_eq!(value_of(&kept, "license_name").as_deref(), Some("x y"));
+        for none in ["", "license: mit\n", "text\n---\nlicense: mit\n---\n"] {
+            assert!(kept_lines(none).is_empty(), "{none}");
+        }
+    }
+
+    #[test]
+    fn names_of_models() {
+        assert!(is_name("org/name-1.5") && is_name("gpt2"));
+        for name in ["", "/a", "a/", "a/b/c", "../x", "a b", "a\nb", ".x"] {
+            assert!(!is_name(name), "{name}");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! Model cards.
+
+use std::fs;
+
+use crate::harness::{copy, damaged, documented, fails, fixture, json, run, same, stderr, stdout};
+
+#[test]
+fn a_card_states_what_the_bundle_has() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let source_card = "---\nlicense: apache-2.0\nlanguage:\n- en\ntags:\n- chat\n---\n# Theirs\n";
+    fs::write(home.path().join("model/README.md"), source_card).unwrap();
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "packed"], 0);
+    let arguments = ["card", "bundle", "--base-model", "org/tiny", "--repository", "me/tiny", "--against", "model"];
+    let report = json(&run(home.path(), &[&arguments[..], &["--json"]].concat(), 0));
+    documented("card", &report);
+    assert_eq!((&report["license"], &report["base_model"]), (&"apache-2.0".into(), &"org/tiny".into()));
+    let card = fs::read_to_string(home.path().join("bundle/README.md")).unwrap();
+    let front = card.split("---\n").nth(1).unwrap();
+    assert_eq!(
+        front,
+        "base_model: org/tiny\nbase_model_relation: quantized\nlibrary_name: unweight\nlicense: apache-2.0\n\
+         language:\n- en\ntags:\n- unweight\n- lossless\n- compression\n"
+    );
+    let inspected = json(&run(home.path(), &["inspect", "bundle", "--json"], 0));
+    let digest = inspected["manifest_digest"].as_str().unwrap();
+    let stored: u64 =
+        inspected["tensors"].as_array().unwrap().iter().map(|t| t["stored_bytes"].as_u64().unwrap()).sum();
+    if cfg!(feature = "gpu") {
+        assert_eq!(report["weight_bytes"], stored);
+    }
+    let tensors = format!("decoded all {} tensors", inspected["tensors"].as_array().unwrap().len());
+    for part in [digest, &tensors, "all files with the source", "unweight generate me/tiny", "`packed`"] {
+        assert!(card.contains(part), "{part}: {card}");
+    }
+    // The source's card keeps its bytes; the bundle stays sound and restores it.
+    assert_eq!(fs::read_to_string(home.path().join("bundle/README.md.source")).unwrap(), source_card);
+    run(home.path(), &["verify", "bundle", "--against", "model"], 0);
+    run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
+    same(&home.path().join("model"), &home.path().join("restored"));
+    assert_eq!(stdout(&run(home.path(), &["extract", "bundle", "--file", "README.md", "-o", "-"], 0)), source_card);
+    // Writing it again changes nothing; a flipped bit of the source's card is found.
+    run(home.path(), &arguments, 0);
+    assert_eq!(fs::read_to_string(home.path().join("bundle/README.md")).unwrap(), card);
+    fs::write(home.path().join("bundle/README.md.source"), source_card.replace("apache", "apachf")).unwrap();
+    fails(home.path(), &["verify", "bundle"], 1, "bundle-damaged");
+}
+
+#[test]
+fn cards_go_elsewhere_and_replace_only_cards() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("bundle"), &home.path().join("bundle"));
+    let output = run(home.path(), &["card", "bundle", "-o", "-"], 0);
+    assert!(stdout(&output).starts_with("---\nlibrary_name: unweight\n") && stdout(&output).contains("# bundle\n"));
+    same(&fixture().join("bundle"), &home.path().join("bundle"));
+    let output = run(home.path(), &["card", "bundle"], 0);
+    assert!(stderr(&output).contains("--base-model"), "{}", stderr(&output));
+    // The fixture has no README.md of its own: the card is not an extra file.
+    run(home.path(), &["verify", "bundle"], 0);
+    fs::write(home.path().join("bundle/README.md"), "mine").unwrap();
+    fails(home.path(), &["card", "bundle"], 2, "output-exists");
+    run(home.path(), &["card", "bundle", "--force"], 0);
+    fails(home.path(), &["card", "bundle", "--base-model", "a\nb: c"], 2, "usage");
+    let home = tempfile::tempdir().unwrap();
+    let shard = damaged(home.path());
+    let message = fails(home.path(), &["card", "bundle"], 1, "bundle-damaged");
+    assert!(message.contains(&shard) && !home.path().join("bundle/README.md").exists(), "{message}");
+}
