@@ -452,7 +452,8 @@ fn stands_for(spec: &VariantSpec) -> VariantSpec {
 
 /// Variants for other architectures compile to their plans without spills: each block as its most demanding variant
 /// (for large families only with `UNWEIGHT_TEST_ALL`), and on the oldest and the newest data-center architecture one of
-/// each family (with `UNWEIGHT_TEST_ALL`: and batch tile, output format and KV cache). No such device was available, so this is their only test.
+/// each family (with `UNWEIGHT_TEST_ALL`: and batch tile, output format and KV cache). No such device was available, so
+/// this is their only test.
 #[test]
 fn other_architectures_compile_to_their_plans() {
     let others = || Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a);

@@ -340,8 +340,8 @@ impl<'k> Loader<'k> {
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
-    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device. `shared` and `shape`
-    /// are as for [`Loader::experts`].
+    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device. `shared` and
+    /// `shape` are as for [`Loader::experts`].
     ///
     /// # Errors
     /// As [`Loader::experts`]; or too little memory can be pinned.
