@@ -24,7 +24,11 @@ const RETIRED: [(&str, &str, &[&str]); 16] = [
     ("Resident", "Placement", &[]),
     ("ResidentArg", "PlacementArg", &[]),
     // The names of an MLP's tensors.
-    ("MlpWeights", "Placement", &["unweight-model", "unweight-engine/src/weights", "xtask/tests/public_api.rs"]),
+    (
+        "MlpWeights",
+        "Placement",
+        &["unweight-model", "unweight-engine/src/weights", "tests/gpu/mixtures.rs", "xtask/tests/public_api.rs"],
+    ),
     ("LyingMlp", "Placement", &[]),
     ("MlpMode", "Pipeline", &[]),
 ];

@@ -524,8 +524,8 @@ impl Forward {
         Ok(())
     }
 
-    /// Enqueues what follows attention in a layer: the output projection and the MLP. Experts of the `next` layer may be
-    /// prefetched.
+    /// Enqueues what follows attention in a layer: the output projection and the MLP. Experts of the `next` layer may
+    /// be prefetched.
     pub(crate) fn enqueue_after_attention(
         &mut self,
         (layer, next): (&Layer, Option<&Layer>),
