@@ -134,7 +134,7 @@ pub struct StepRow {
     pub tokens_per_s: f64,
     /// The BF16 baseline's median over this row's median.
     pub over_baseline: Option<f64>,
-    /// Traffic of all steps of this row, including warm-up, if not all experts are on the device.
+    /// Traffic of the timed rounds, four steps each, if not all experts are on the device.
     pub experts: Option<ExpertTraffic>,
 }
 
@@ -162,9 +162,17 @@ const TUNED: &str = "tuned";
 /// Maximum rounds of a part.
 const PART_ROUNDS: usize = 15;
 
+/// Rounds that fill the slots of experts, and count which are chosen often, before steps are timed.
+const EXPERT_ROUNDS: usize = 32;
+
+/// Returns the number of rounds of a batch before steps are timed.
+fn warmup_rounds(options: &DecodeOptions, timing: &Timing) -> usize {
+    timing.warmup_rounds.saturating_add(if options.resident_experts.is_some() { EXPERT_ROUNDS } else { 0 })
+}
+
 /// Returns the number of steps in all rounds of a batch.
-fn steps_of(timing: &Timing) -> u32 {
-    let rounds = timing.rounds.max(1).saturating_add(timing.warmup_rounds);
+fn steps_of(options: &DecodeOptions, timing: &Timing) -> u32 {
+    let rounds = timing.rounds.max(1).saturating_add(warmup_rounds(options, timing));
     u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(STEPS)
 }
 
@@ -212,7 +220,7 @@ pub fn bench_decode(
 ) -> Result<DecodeReport, BenchError> {
     let rounds = timing.rounds.max(1);
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
-    let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
+    let reserve = steps_of(options, timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
     let engine_options = |(placement, kv_cache): (Option<Placement>, Option<KvCache>)| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
@@ -277,14 +285,14 @@ pub fn bench_decode(
                 contender.engine.measure().tune_cublas(batch)?;
             }
         }
-        rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
+        rows.extend(steps(&mut contenders, batch, options, timing, progress)?);
         if let Some(found) = tuned.iter().find(|found| found.batch == batch) {
             let untuned = options.placement.unwrap_or_default().name();
             for contender in contenders.iter_mut().filter(|contender| contender.name == untuned) {
                 contender.engine.tune_pipelines()?.set(batch, &found.setting)?;
                 contender.name = TUNED;
             }
-            let again = steps(&mut contenders, batch, options.context, timing, progress)?;
+            let again = steps(&mut contenders, batch, options, timing, progress)?;
             rows.extend(again.into_iter().filter(|row| row.placement == TUNED));
             for contender in contenders.iter_mut().filter(|contender| contender.name == TUNED) {
                 // A setting may apply to another batch with as many rows per step, whose initial guess must be timed as
@@ -323,21 +331,24 @@ fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize)
 fn steps(
     contenders: &mut [Contender],
     batch: u32,
-    context: u32,
+    options: &DecodeOptions,
     timing: &Timing,
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<StepRow>, BenchError> {
     // The middle round has the requested context.
-    let step_count = steps_of(timing);
+    let (warmup, step_count) = (warmup_rounds(options, timing), steps_of(options, timing));
     for contender in contenders.iter_mut() {
-        contender.engine.measure().prepare(batch, context.saturating_sub(step_count / 2), step_count)?;
+        contender.engine.measure().prepare(batch, options.context.saturating_sub(step_count / 2), step_count)?;
     }
     let mut times = vec![Vec::new(); contenders.len()];
     let traffic = |contenders: &mut [Contender]| -> Result<Vec<Option<ExpertTraffic>>, EngineError> {
         contenders.iter_mut().map(|contender| contender.engine.expert_traffic()).collect()
     };
-    let before = traffic(contenders)?;
-    for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
+    let mut before = traffic(contenders)?;
+    for round in 0..warmup + timing.rounds.max(1) {
+        if round == warmup {
+            before = traffic(contenders)?;
+        }
         for (contender, times) in contenders.iter_mut().zip(&mut times) {
             let stream = contender.engine.stream().clone();
             // Keep the device busy while the host enqueues the timed steps.
@@ -348,7 +359,7 @@ fn steps(
             }
             let end = stream.event()?;
             stream.synchronize()?;
-            if round >= timing.warmup_rounds {
+            if round >= warmup {
                 times.push(start.elapsed_us(&end)? / f64::from(STEPS - 1));
             }
         }

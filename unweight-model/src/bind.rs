@@ -368,8 +368,7 @@ fn mlp_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> MlpWei
     MlpWeights::Mixture { router, experts, shared }
 }
 
-/// The layout of experts in checkpoints of a family that has separate tensors, unless a tensor of all experts was
-/// found.
+/// The layout of experts in a checkpoint, in which a tensor of all experts may have been found.
 fn expert_layout(config: &ModelConfig, has_stacked: bool) -> ExpertLayout {
     let always = matches!(config.family, Family::GraniteMoe | Family::GraniteMoeShared);
     if always || has_stacked { ExpertLayout::Stacked } else { ExpertLayout::Separate }

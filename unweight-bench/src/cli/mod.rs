@@ -216,8 +216,7 @@ struct DecodeBench {
     /// Leave out the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
-    /// Which experts tokens choose with --resident-experts: the routers' (model), or random ones (uniform, zipf), which
-    /// are not prefetched
+    /// Which experts tokens choose, with --resident-experts: model, or random: uniform or zipf, not prefetched
     #[arg(long, value_name = "ROUTING", default_value = "model", value_parser = routing)]
     routing: Routing,
     /// Profile of the MLPs of --geometry, with --placement stored or alternate

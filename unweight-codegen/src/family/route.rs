@@ -80,7 +80,7 @@ args! {
         pub gated: u32,
         /// `topk`: the factor of all weights, after rounding.
         pub scale: f32,
-        /// Zero, for alignment.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

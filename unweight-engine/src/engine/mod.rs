@@ -122,6 +122,7 @@ impl Engine {
     }
 
     /// The counts of [`Engine::expert_traffic`] up to the last step whose result was read. Does not wait.
+    #[doc(hidden)]
     pub fn last_expert_traffic(&self) -> Option<ExpertTraffic> {
         self.forward.last_expert_traffic()
     }

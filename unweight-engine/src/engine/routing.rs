@@ -40,7 +40,7 @@ impl Routing {
         }
         let mut generator = Generator::new(self, layers, experts);
         let top_k = top_k.clamp(1, experts.max(1)) as usize;
-        Some(ReplaceRouting(Box::new(move |ids| generator.next_layer(ids, top_k))))
+        Some(ReplaceRouting::new(move |ids: &mut [u32]| generator.next_layer(ids, top_k)))
     }
 }
 

@@ -403,8 +403,8 @@ pub trait Source {
     fn set_placement(&mut self, placement: Placement);
     /// Sets how the linear layers that are loaded next multiply large batches. Returns the previous value.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// Loads the experts of a mixture, of which a shared expert is the last ones, packed if possible; with `resident`
-    /// in host memory, with room for this many on the device.
+    /// Loads the experts of a mixture, packed if possible; the parts of a shared expert come last. With `resident` they
+    /// are in host memory, with room for this many on the device.
     fn experts(
         &mut self,
         names: ExpertNames<'_>,

@@ -325,8 +325,9 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. Weights that
-    /// cannot be packed stay BF16 ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
+    /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. The last experts
+    /// of the shape are the parts of `shared`, if the layer has a shared expert. Weights that cannot be packed stay BF16
+    /// ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
     ///
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, or sizes that are not multiples of 64.
@@ -340,8 +341,8 @@ impl<'k> Loader<'k> {
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
-    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device. `shared` and
-    /// `shape` are as for [`Loader::experts`].
+    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device. Takes the same
+    /// tensors as [`Loader::experts`].
     ///
     /// # Errors
     /// As [`Loader::experts`]; or too little memory can be pinned.

@@ -229,7 +229,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/pipelines", "step_graph tune weights < runner space tuned"),
     ("unweight-engine/src/pipelines/step_graph", "clock < build check"),
     ("unweight-engine/src/pipelines/tune", "answer key space < journal < search"),
-    ("unweight-engine/src/engine", "routing < draft_model measure stepper < load logits objective"),
+    ("unweight-engine/src/engine", "draft_model routing stepper < measure < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
     ("src/hub", "digest error < settings < client < repository < cache push < fetch"),

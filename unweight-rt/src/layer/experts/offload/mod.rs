@@ -101,8 +101,8 @@ impl fmt::Display for ExpertTraffic {
         let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
         write!(
             f,
-            "experts: {hits} hits, {misses} misses, {prefetch_hits} of {prefetched} prefetched experts used, {gb:.2} GB \
-             fetched, {stalls} waits of {ms:.1} ms together"
+            "experts: {hits} hits, {misses} misses, {prefetch_hits} of {prefetched} prefetched experts used, \
+             {gb:.2} GB fetched, {stalls} waits of {ms:.1} ms together"
         )
     }
 }
@@ -304,6 +304,7 @@ impl OffloadedExperts {
     ///
     /// # Errors
     /// As [`Experts::choose`]; more tokens than [`Fetcher::predicts`] accepts.
+    #[doc(hidden)]
     pub fn predict(
         &self,
         stream: &Stream,
@@ -322,6 +323,7 @@ impl OffloadedExperts {
     ///
     /// # Errors
     /// A driver error.
+    #[doc(hidden)]
     pub fn prefetch(&self, fetcher: &mut Fetcher) -> Result<(), DeviceError> {
         let Some(expected) = fetcher.expected.wait(self.shape.experts)? else { return Ok(()) };
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
@@ -535,11 +537,18 @@ impl Plan {
     }
 }
 
-/// Overwrites the expert ids of a call, those of a token one after the other, with other experts.
-pub struct ReplaceRouting(
-    /// The function that overwrites the ids.
-    pub Box<dyn FnMut(&mut [u32]) + Send>,
-);
+type Replace = dyn FnMut(&mut [u32]) + Send;
+
+/// Replaces the routing decisions of a [`Fetcher`].
+#[doc(hidden)]
+pub struct ReplaceRouting(Box<Replace>);
+
+impl ReplaceRouting {
+    /// `replace` overwrites the expert ids of each call, those of a token one after the other.
+    pub fn new(replace: impl FnMut(&mut [u32]) + Send + 'static) -> Self {
+        Self(Box::new(replace))
+    }
+}
 
 impl fmt::Debug for ReplaceRouting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -612,11 +621,13 @@ impl Fetcher {
 
     /// Returns whether a prediction for a batch of `tokens` is likely to be worth its copies: for small batches, unless
     /// most recent predictions were wrong. Then one in a few is still tried.
+    #[doc(hidden)]
     pub fn predicts(&mut self, tokens: u32) -> bool {
         self.replace.is_none() && self.expected.is_wanted(tokens)
     }
 
     /// Replaces routing decisions, for measurements; nothing is predicted then.
+    #[doc(hidden)]
     pub fn replace_routing(&mut self, replace: Option<ReplaceRouting>) {
         self.replace = replace;
     }
@@ -626,6 +637,7 @@ impl Fetcher {
     ///
     /// # Errors
     /// More ids than the fetcher was created for, or a driver error.
+    #[doc(hidden)]
     pub fn begin(&mut self, stream: &Stream, ids: &DeviceBuffer<u32>, count: usize) -> Result<(), DeviceError> {
         // Waits for the copy before, if it was not used.
         self.reading = None;
@@ -662,6 +674,7 @@ impl Fetcher {
     }
 
     /// Returns the counts so far without waiting; durations of recent waits are not included.
+    #[doc(hidden)]
     pub fn last_traffic(&self) -> ExpertTraffic {
         self.traffic
     }
