@@ -191,13 +191,13 @@ pub struct Mixture {
 
 /// The shared expert of a mixture.
 ///
-/// It is a gated MLP whose width is a multiple of an expert's, so it equals the sum of `parts` experts: rows of its gate
-/// and up, and columns of its down, are divided among them.
+/// It is a gated MLP whose width is a multiple of an expert's, so it equals the sum of `parts` experts: rows of its
+/// gate and up, and columns of its down, are divided among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SharedExpert {
     /// The width of the shared expert, as a multiple of [`ModelConfig::intermediate`].
     pub parts: u32,
-    /// Whether its output is multiplied by the sigmoid of a gate, the product of the token's row with one row of weights.
+    /// Whether its output is multiplied by the sigmoid of a gate: the product of the token's row with a row of weights.
     pub gated: bool,
 }
 
