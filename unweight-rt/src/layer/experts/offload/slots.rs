@@ -2,9 +2,9 @@
 //! device or clock.
 //!
 //! A step requests experts. Experts in a slot are hits; a miss replaces the expert that was requested least often,
-//! where the weight of a request halves every [`HALF_LIFE`] steps. Trained routers prefer some experts: with half of 128
-//! experts in slots and Zipf routing, one sequence misses 16 % of its experts, and 22 % if the least recently used were
-//! replaced (the test of this module computes both). With uniform routing, all choices are equal.
+//! where the weight of a request halves every [`HALF_LIFE`] steps. Trained routers prefer some experts: with half of
+//! 128 experts in slots and Zipf routing, one sequence misses 16 % of its experts, and 22 % if the least recently used
+//! were replaced (the test of this module computes both). With uniform routing, all choices are equal.
 //!
 //! A step is split into waves. The first multiplies the experts in slots, while the others are copied; if there are
 //! more experts than slots, it also keeps experts from being evicted before use. The second multiplies the rest. If
