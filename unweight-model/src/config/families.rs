@@ -142,8 +142,7 @@ pub(crate) struct ExpertKeys {
 pub(crate) enum SharedKeys {
     /// No shared expert.
     None,
-    /// `shared_expert_intermediate_size`, whose default is the value; the output is multiplied by the sigmoid of a
-    /// gate.
+    /// `shared_expert_intermediate_size`, whose default is the value; the output has the sigmoid of a gate as a factor.
     Gated(u32),
     /// `shared_intermediate_size`; no shared expert by default. Gate and up are one tensor.
     Merged,

@@ -197,8 +197,7 @@ pub struct Mixture {
 pub struct SharedExpert {
     /// The width of the shared expert, as a multiple of [`ModelConfig::intermediate`].
     pub parts: u32,
-    /// Whether its output is multiplied by the sigmoid of a gate, the product of the token's row with one row of
-    /// weights.
+    /// Whether its output is multiplied by the sigmoid of a gate: the product of the token's row with a row of weights.
     pub gated: bool,
 }
 

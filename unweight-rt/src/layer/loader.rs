@@ -326,8 +326,8 @@ impl<'k> Loader<'k> {
     }
 
     /// Loads the experts of a mixture from tensors of any encoding; experts are concatenated by rows. The last experts
-    /// of the shape are the parts of `shared`, if the layer has a shared expert. Weights that cannot be packed stay BF16
-    /// ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
+    /// of the shape are the parts of `shared`, if the layer has a shared expert. Weights that cannot be packed stay
+    /// BF16 ([`Experts::unpackable`]), as do all with [`Placement::Bf16`].
     ///
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, or sizes that are not multiples of 64.
