@@ -1,9 +1,9 @@
 //! Checks that the tables of JSON keys in `docs/reference/json.md` match the types that the command line prints.
 //!
-//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes the tables. A table follows `<!-- = FILE::TYPE -->`, which
-//! names a type that derives `Serialize`. A row has the key, its JSON type (`#` is an integer, `T[]` an array, `T?` may
-//! be `null`) and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type
-//! with its own heading is linked; the keys of other types are listed below the field's.
+//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes the tables. A table follows `<!-- = FILE::TYPE -->`,
+//! which names a type that derives `Serialize`. A row has the key, its JSON type (`#` is an integer, `T[]` an array,
+//! `T?` may be `null`) and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as
+//! well. A type with its own heading is linked; the keys of other types are listed below the field's.
 
 use std::{
     collections::{BTreeMap, HashMap},
