@@ -75,18 +75,23 @@ struct Report {
     /// Bytes of all files of the bundle.
     stored_bytes: u64,
     /// `stored_bytes / original_bytes`.
+    #[serde(skip)]
     ratio: f64,
     /// Weights in GPU memory, if all are packed or raw.
     weight_bytes: Option<u64>,
     /// KV cache per token, BF16.
+    #[serde(skip)]
     cache_token_bytes: Option<u64>,
     /// Tensors that were decoded and compared.
+    #[serde(skip)]
     tensors: u64,
     /// Identifies the bundle.
     manifest_digest: String,
     /// SHA-256 of `unweight.json`.
+    #[serde(skip)]
     manifest_sha256: String,
     /// Whether the source was compared as well (`--against`).
+    #[serde(skip)]
     against_source: bool,
 }
 

@@ -15,6 +15,7 @@ use super::{
     common::{Ram, Threads},
     completions,
     failure::{Failure, Result},
+    hub,
     output::{self, Console},
     progress::Bar,
     scratch,
@@ -24,7 +25,7 @@ use super::{
 #[derive(Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true).args(["tensor", "file"]))]
 pub struct Extract {
-    /// Bundle directory
+    /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
     /// Tensor to extract
     #[arg(long, value_name = "NAME", conflicts_with_all = ["ram", "threads"],
@@ -79,7 +80,7 @@ impl Extract {
                 "write the bytes to a file with -o FILE",
             ));
         }
-        let bundle = Bundle::open(&self.bundle)?;
+        let bundle = Bundle::open(&hub::bundle(&self.bundle, console)?)?;
         match (&self.tensor, &self.file) {
             (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), console),
             // clap requires one of both arguments.

@@ -37,7 +37,7 @@ use super::{
 /// Arguments of `generate`.
 #[derive(Args)]
 pub struct Generate {
-    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
+    /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
     /// Prompt; repeatable, to run several prompts together
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]

@@ -25,7 +25,7 @@ use super::{
 /// Arguments of `inspect`.
 #[derive(Args)]
 pub struct Inspect {
-    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
+    /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
     /// Show only matching tensors; * and ? are wildcards; repeatable
     #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]

@@ -40,7 +40,7 @@ fn leaves(program: &mut Command, found: &mut Vec<Leaf>) {
     }
 }
 
-/// Returns what follows the name of the program and command in a usage line; that there are options goes without saying.
+/// Returns what follows the names of program and command in a usage line, without the mark for options.
 fn arguments_of(usage: &str, command: &str) -> String {
     let usage = usage.trim_start_matches("Usage: ").trim();
     let arguments = usage.strip_prefix(command).unwrap_or(usage).trim_start();

@@ -31,7 +31,7 @@ use super::{
 /// Arguments of `serve`.
 #[derive(Args)]
 pub struct Serve {
-    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
+    /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
     /// Address to listen on; 0.0.0.0 is every address
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Server")]

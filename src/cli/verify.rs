@@ -18,7 +18,7 @@ use super::{
 /// Arguments of `verify`.
 #[derive(Args)]
 pub struct Verify {
-    /// Bundle directory, or bundle on the Hugging Face Hub (org/name)
+    /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
     /// Also compare with the source: a directory, file, quoted glob or cached model
     #[arg(long, value_name = "SOURCE")]

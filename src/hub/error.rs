@@ -59,7 +59,7 @@ pub enum HubError {
         host: String,
     },
     /// No such branch, tag or commit.
-    #[error("{what}: {host} has no revision '{revision}' of it; give a branch, tag or commit after @")]
+    #[error("{what}: {host} has no such revision '{revision}'; give a branch, tag or commit after @")]
     NoRevision {
         /// Repository.
         what: String,

@@ -19,6 +19,7 @@ mod fetch;
 mod push;
 mod repository;
 mod settings;
+mod url;
 
 pub use error::HubError;
 pub use fetch::fetch;

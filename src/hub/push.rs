@@ -18,8 +18,9 @@ use ureq::http::header;
 
 use super::{
     HubError, Repository,
-    client::{Call, Client, Content, Failed, encode, join},
+    client::{Call, Client, Content, Failed},
     digest::Etag,
+    url::{encode, join},
 };
 
 /// Maximum size of an answer, bytes.

@@ -4,11 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use serde::Deserialize;
 
-use super::{
-    HubError,
-    client::{Client, encode},
-    digest::is_etag,
-};
+use super::{HubError, client::Client, digest::is_etag, url::encode};
 
 /// Maximum size of a list of files, bytes.
 const LIST_MAX: u64 = 64 << 20;

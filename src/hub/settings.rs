@@ -75,7 +75,7 @@ impl Settings {
         let endpoint = text("HF_ENDPOINT")?.unwrap_or_else(|| ENDPOINT.to_owned());
         let endpoint = endpoint.trim_end_matches('/').to_owned();
         let invalid = |name: &str, reason: String| HubError::Setting { variable: name.into(), reason };
-        if !super::client::is_endpoint(&endpoint) {
+        if !super::url::is_endpoint(&endpoint) {
             return Err(invalid("HF_ENDPOINT", format!("'{endpoint}' is not a URL such as {ENDPOINT}")));
         }
         let silence = match text("HF_HUB_DOWNLOAD_TIMEOUT")? {

@@ -5,6 +5,7 @@ mod gpu_pack;
 mod kernel_digests;
 mod lint;
 mod peers;
+mod records;
 mod release;
 mod run;
 mod rustc;
@@ -51,6 +52,7 @@ usage: cargo xtask <task> [options]
                         --sample N     only every Nth kernel
                         --compare BEFORE AFTER [--renames FILE]
                                        compare two lists; each line of FILE is `OLD NEW`, two parts of names
+  records             write docs/records/tables.html, the tables of the records
   help                print this text
 ";
 
@@ -90,6 +92,7 @@ fn main() -> ExitCode {
         "test-release" => release::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
+        "records" => run::no_arguments(rest).and_then(|()| records::run_task(run::root())),
         "kernel-digests" => kernel_digests::run(rest),
         "help" | "-h" | "--help" => {
             print!("{HELP}");

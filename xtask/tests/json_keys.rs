@@ -1,9 +1,9 @@
 //! Checks that the tables of JSON keys in `docs/reference/json.md` match the types that the command line prints.
 //!
-//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes the tables. A table follows `<!-- keys FILE::TYPE -->`,
-//! which names a type that derives `Serialize`. A row has the key, its JSON type (`T[]` is an array, `T?` may be
-//! `null`) and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type
-//! with its own heading is linked; the keys of other types are listed below the field's.
+//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes the tables. A table follows `<!-- = FILE::TYPE -->`,
+//! which names a type that derives `Serialize`. A row has the key, its JSON type (`#` is an integer, `T[]` an array,
+//! `T?` may be `null`) and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as
+//! well. A type with its own heading is linked; the keys of other types are listed below the field's.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,12 +23,12 @@ const SCALARS: [(&str, &str); 23] = [
     ("bool", "boolean"),
     ("f32", "number"),
     ("f64", "number"),
-    ("i64", "integer"),
-    ("u8", "integer"),
-    ("u16", "integer"),
-    ("u32", "integer"),
-    ("u64", "integer"),
-    ("usize", "integer"),
+    ("i64", "#"),
+    ("u8", "#"),
+    ("u16", "#"),
+    ("u32", "#"),
+    ("u64", "#"),
+    ("usize", "#"),
     ("String", "string"),
     ("str", "string"),
     ("Path", "string"),
@@ -318,7 +318,7 @@ fn with_arguments(mut kind: Type, given: &HashMap<&str, &Type>) -> Type {
 
 /// Parses a marker: the file, the type, and the type of the same file whose keys are left out.
 fn marker(line: &str) -> Option<(PathBuf, Type, Option<Type>)> {
-    let (file, kinds) = line.strip_prefix("<!-- keys ")?.strip_suffix(" -->")?.split_once("::")?;
+    let (file, kinds) = line.strip_prefix("<!-- = ")?.strip_suffix(" -->")?.split_once("::")?;
     let parsed = |kind| syn::parse_str(kind).unwrap_or_else(|error| panic!("{line}: {error}"));
     let (kind, without) = kinds.split_once(" without ").map_or((kinds, None), |(kind, other)| (kind, Some(other)));
     Some((file.into(), parsed(kind), without.map(parsed)))
@@ -402,8 +402,8 @@ fn a_table_follows_serde() {
         }
         struct NotWritten { a: u8 }
     ";
-    let page = "### report\n<!-- keys a.rs::Report<More> -->\n\n| old |\n\nafter\n";
-    let expected = "### report\n<!-- keys a.rs::Report<More> -->\n
+    let page = "### report\n<!-- = a.rs::Report<More> -->\n\n| old |\n\nafter\n";
+    let expected = "### report\n<!-- = a.rs::Report<More> -->\n
 | | | |
 |---|---|---|
 | `rows[]` | object[] | The `Vec` of rows |
@@ -412,12 +412,12 @@ fn a_table_follows_serde() {
 | `first_one` | object, optional | One |
 | `first_one.is` | boolean | Is it |
 | `second` | string, optional | Two |
-| `counts` | integer[]?, optional | Left out |
+| `counts` | #[]?, optional | Left out |
 
 after
 ";
     assert_eq!(generated(page, types_of("a.rs", source)), expected);
-    let page = "<!-- keys a.rs::Report<More> without More -->\n";
+    let page = "<!-- = a.rs::Report<More> without More -->\n";
     let without = generated(page, types_of("a.rs", source));
     assert!(without.contains("| `rows[]` |") && !without.contains("`second`"), "{without}");
 }

@@ -393,8 +393,8 @@ fn walk_into(
     Ok(())
 }
 
-/// Returns the name of the bundle's file with the source's bytes of an entry; empty for weights. The source's model card
-/// may have made room for the bundle's (`docs/format.md` B.1).
+/// Returns the name of the bundle's file with the source's bytes of an entry; empty for weights. The source's model
+/// card may have made room for the bundle's (`docs/format.md` B.1).
 pub(crate) fn original(dir: &Path, entry: &FileEntry) -> String {
     let is_replaced = |file: &CopiedFile| {
         file.name == CARD_NAME && dir.join(CARD_SOURCE_NAME).metadata().is_ok_and(|found| found.len() == file.size)

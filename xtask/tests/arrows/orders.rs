@@ -184,7 +184,7 @@ pub const CRATES: [Crate; 11] = [
         levels: &[
             ("run", "programs and their output"),
             ("kernel_digests rustc setup", "digests of machine code; a compiler without places; what `target/` holds"),
-            ("gpu_pack lint peers", "a test for a GPU machine; linters; other systems"),
+            ("gpu_pack lint peers records", "a test for a GPU machine; linters; other systems; tables of records"),
             ("wheel", "the Python package"),
             ("dist test", "the files of a release; all tests"),
             ("release", "tests of those files"),
@@ -232,7 +232,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/engine", "draft_model routing stepper < measure < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
-    ("src/hub", "digest error < settings < client < repository < cache push < fetch"),
+    ("src/hub", "digest error url < settings < client < repository < cache push < fetch"),
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (
         "src/serve",
