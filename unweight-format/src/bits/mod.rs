@@ -13,4 +13,4 @@ pub mod named;
 pub mod tile;
 
 pub use buffer::{keep_freed_memory, return_freed_memory};
-pub(crate) use buffer::{memory_bytes, try_zeroed, zeroed};
+pub(crate) use buffer::{memory_bytes, try_zeroed, with_capacity, zeroed};
