@@ -12,7 +12,7 @@ use unweight::format::{
 
 use super::{
     archive,
-    common::{Ram, Threads},
+    common::{Base, Ram, Threads},
     completions,
     failure::{Failure, Result},
     output::{self, Console},
@@ -36,6 +36,8 @@ pub struct Extract {
     /// File to write; - is stdout. Tensors are little-endian, row-major
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    base: Base,
     #[command(flatten)]
     ram: Ram,
     #[command(flatten)]
@@ -79,7 +81,7 @@ impl Extract {
                 "write the bytes to a file with -o FILE",
             ));
         }
-        let bundle = Bundle::open(&self.bundle)?;
+        let bundle = Bundle::open_with_base(&self.bundle, self.base.dir.as_deref())?;
         match (&self.tensor, &self.file) {
             (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), console),
             // clap requires one of both arguments.

@@ -3,6 +3,7 @@
 pub mod bf16;
 pub mod bitstream;
 mod buffer;
+pub(crate) mod delta;
 pub mod digest;
 pub mod dtype;
 pub mod error;

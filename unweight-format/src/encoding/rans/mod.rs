@@ -11,6 +11,7 @@ mod choose;
 mod coder;
 mod model;
 mod numbers;
+pub(crate) mod planes;
 
 use std::{borrow::Cow, cell::Cell};
 
