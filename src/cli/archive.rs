@@ -232,7 +232,7 @@ fn has_sound_size(entry: &mut Entry<'_, impl Read>) -> bool {
 
 /// Writes a bundle as a tar archive, its manifest first.
 pub fn pack_bundle(dir: &Path, out: &mut File) -> Result<()> {
-    let bundle = Bundle::open(dir)?;
+    let bundle = Bundle::open_without_base(dir)?;
     let mut builder = Builder::new(out);
     let stored = bundle.manifest().files.iter().flat_map(FileEntry::stored).map(|(name, _)| name);
     let signature = dir.join(SIGNATURE_NAME).exists().then(|| SIGNATURE_NAME.to_owned());
@@ -252,7 +252,7 @@ pub fn pack_originals(
     options: &DecompressOptions,
     progress: &dyn Progress,
 ) -> Result<(usize, u64)> {
-    let bundle = Bundle::open(dir)?;
+    let bundle = Bundle::open_with_base(dir, options.base.as_deref())?;
     let files = &bundle.manifest().files;
     let total = files.iter().map(FileEntry::size).sum();
     progress.start(total);

@@ -1,8 +1,18 @@
 //! Options that several commands share, so that they have the same names, values and help everywhere.
 
+use std::path::PathBuf;
+
 use clap::Args;
 
 use super::size;
+
+/// The base of a bundle that is stored as differences.
+#[derive(Args)]
+pub struct Base {
+    /// Base of the bundle [default: the folder of its name next to the bundle]
+    #[arg(id = "base", long = "base", value_name = "DIR")]
+    pub dir: Option<PathBuf>,
+}
 
 /// The memory limit of the CPU codec.
 #[derive(Args)]

@@ -107,5 +107,5 @@ fn line() -> impl Iterator<Item = OsString> {
 /// Opens the first bundle that the command line names.
 fn bundle() -> Option<Bundle> {
     let mut bundles = line().filter(|word| Path::new(word).join(FILE_NAME).is_file());
-    Bundle::open(Path::new(&bundles.next()?)).ok()
+    Bundle::open_without_base(Path::new(&bundles.next()?)).ok()
 }

@@ -55,6 +55,9 @@ pub struct Compress {
     /// Compress part I of N; `merge` joins the parts
     #[arg(long, value_name = "I/N", conflicts_with = "sign")]
     part: Option<Part>,
+    /// Store differences from this model or bundle where they are smaller
+    #[arg(long, value_name = "DIR", conflicts_with = "part")]
+    base: Option<PathBuf>,
     /// Processor that encodes; does not change the bundle
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
@@ -121,7 +124,8 @@ impl Compress {
             .verify(self.verify)
             .sha256(self.sha256)
             .sign(signer)
-            .part(self.part);
+            .part(self.part)
+            .base(self.base.clone());
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(console, "compressing")?;
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
@@ -178,7 +182,11 @@ impl Compress {
                 output::seconds(report.seconds),
                 output::rate(report.original_bytes, report.seconds),
                 report.verified_tensors,
-            )
+            )?;
+            match (&self.base, report.base_tensors) {
+                (Some(base), count) => writeln!(out, "{count} tensors are differences from {}", base.display()),
+                (None, _) => Ok(()),
+            }
         })
     }
 }

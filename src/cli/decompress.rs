@@ -10,7 +10,7 @@ use unweight::format::{
 
 use super::{
     archive,
-    common::{Force, Ram, Resume, Threads},
+    common::{Base, Force, Ram, Resume, Threads},
     failure::{Failure, Result},
     hub,
     output::{self, Console, Table},
@@ -26,6 +26,8 @@ pub struct Decompress {
     /// Directory for the original files; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
+    #[command(flatten)]
+    base: Base,
     #[command(flatten)]
     ram: Ram,
     #[command(flatten)]
@@ -63,7 +65,8 @@ impl Decompress {
             .threads(self.threads.count)
             .ram_bytes(self.ram.bytes)
             .resume(self.resume.is_set)
-            .force(self.force.is_set);
+            .force(self.force.is_set)
+            .base(self.base.dir.clone());
         let bar = Bar::new(console, "decompressing")?;
         if let Some(stdout) = &mut stdout {
             let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;

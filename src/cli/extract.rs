@@ -12,7 +12,7 @@ use unweight::format::{
 
 use super::{
     archive,
-    common::{Ram, Threads},
+    common::{Base, Ram, Threads},
     completions,
     failure::{Failure, Result},
     hub,
@@ -37,6 +37,8 @@ pub struct Extract {
     /// File to write; - is stdout. Tensors are little-endian, row-major
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+    #[command(flatten)]
+    base: Base,
     #[command(flatten)]
     ram: Ram,
     #[command(flatten)]
@@ -80,7 +82,7 @@ impl Extract {
                 "write the bytes to a file with -o FILE",
             ));
         }
-        let bundle = Bundle::open(&hub::bundle(&self.bundle, console)?)?;
+        let bundle = Bundle::open_with_base(&hub::bundle(&self.bundle, console)?, self.base.dir.as_deref())?;
         match (&self.tensor, &self.file) {
             (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), console),
             // clap requires one of both arguments.

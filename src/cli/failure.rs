@@ -406,6 +406,10 @@ fn bundle_remedy_help(remedy: Remedy) -> Option<&'static str> {
         Remedy::FreeAndRepeat => "free some space, then run it again",
         Remedy::FreeAndResume => "free some space, then run again with --resume",
         Remedy::CpuEncoder => "run again with --device cpu",
+        Remedy::PassBase => {
+            "pass it with --base DIR; commands without that option need the model: unweight decompress BUNDLE -o MODEL \
+             --base DIR"
+        }
         Remedy::FewerThreads => "lower --threads, or raise the limit on processes (ulimit -u)",
         _ => return None,
     })

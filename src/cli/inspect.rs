@@ -7,7 +7,10 @@ use clap_complete::engine::ArgValueCandidates;
 use serde::Serialize;
 use unweight::format::{
     Histogram,
-    bundle::{AttachedKernel, Bundle, BundleError, Progress, TensorReport, manifest::Options},
+    bundle::{
+        AttachedKernel, Bundle, BundleError, Progress, TensorReport,
+        manifest::{BaseEntry, Options},
+    },
     raw::glob::matches,
 };
 
@@ -55,6 +58,9 @@ struct Report<'a> {
     format_version: String,
     /// Options of `compress`.
     options: &'a Options,
+    /// Name and digest of the base, if some tensors are differences from it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    base: Option<&'a BaseEntry>,
     /// Identifies the bundle.
     manifest_digest: String,
     /// Tensors, all or those of `--tensor`.
@@ -79,7 +85,7 @@ impl Inspect {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
         plot::check_can_save(self.svg.as_deref())?;
-        let bundle = Bundle::open(&hub::bundle(&self.bundle, console)?)?;
+        let bundle = Bundle::open_without_base(&hub::bundle(&self.bundle, console)?)?;
         let manifest = bundle.manifest();
         let is_selected =
             |name: &str| self.tensor.is_empty() || self.tensor.iter().any(|pattern| matches(pattern, name));
@@ -102,6 +108,7 @@ impl Inspect {
             creator: &manifest.creator,
             format_version: format!("{}.{}", manifest.version.major, manifest.version.minor),
             options: &manifest.options,
+            base: manifest.base.as_ref(),
             manifest_digest: manifest.manifest_digest.to_string(),
             original_bytes: tensors.iter().map(|tensor| tensor.original_bytes).sum(),
             stored_bytes: tensors.iter().map(|tensor| tensor.stored_bytes).sum(),
@@ -149,6 +156,9 @@ impl Report<'_> {
             one_line(self.creator),
             self.manifest_digest
         )?;
+        if let Some(base) = self.base {
+            writeln!(out, "`planes` are differences from {}, digest {}\n", one_line(&base.name), base.digest)?;
+        }
         report::tensors(&self.tensors).write(out)?;
         let totals =
             format!("\n{} tensors: {}", self.tensors.len(), report::percent(self.stored_bytes, self.original_bytes));

@@ -68,7 +68,7 @@ impl Source {
             let (scratch, root) = unpacked(destination, console)?;
             LocatedModel { root, only: None, _scratch: Some(scratch) }
         };
-        if let Ok(bundle) = Bundle::open(&found.root) {
+        if let Ok(bundle) = Bundle::open_without_base(&found.root) {
             drop(bundle);
             return Err(Failure::new(
                 "source-is-bundle",

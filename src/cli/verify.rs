@@ -6,7 +6,7 @@ use clap::Args;
 use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOptions, manifest::SIGNATURE_NAME};
 
 use super::{
-    common::{Ram, Threads},
+    common::{Base, Ram, Threads},
     failure::{Failure, Result},
     hub,
     output::{self, Console},
@@ -33,6 +33,8 @@ pub struct Verify {
     #[arg(long)]
     quick: bool,
     #[command(flatten)]
+    base: Base,
+    #[command(flatten)]
     ram: Ram,
     #[command(flatten)]
     threads: Threads,
@@ -51,6 +53,7 @@ impl Verify {
             .against(against.as_ref().map(|found| found.root.clone()))
             .quick(self.quick)
             .key(self.key.as_deref().map(sign::public_key).transpose()?)
+            .base(self.base.dir.clone())
             .ram_bytes(self.ram.bytes)
             .threads(self.threads.count);
         let report = bundle::verify_with(&dir, &options, &bar)?;

@@ -168,6 +168,7 @@ fn hint(remedy: Remedy) -> Option<&'static str> {
         Remedy::Resume => "call again with resume=True to continue",
         Remedy::ResumeMaking => "repeat the call that was making it with resume=True to continue",
         Remedy::FreeAndResume => "free some space, then call again with resume=True",
+        Remedy::PassBase => "restore the model first: unweight decompress BUNDLE -o MODEL --base DIR",
         Remedy::FewerThreads => "pass a smaller threads=, or allow more processes (ulimit -u)",
         _ => return None,
     })

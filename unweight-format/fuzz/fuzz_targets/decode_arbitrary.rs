@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, EncodingId, Histogram, Matrix, TileGrid,
+    CodeLimit, CodecError, EncodingId, Float, FloatMatrix, Histogram, Matrix, StoredTensor, Survey, TileGrid,
     raw::{
         CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, RansTensor, Section, compact,
         exponents, huffman, oracle, packed, palette, rans,
@@ -73,6 +73,9 @@ fn check_rans(tensor: &RansTensor<Vec<u8>>) {
 
 fuzz_target!(|data: &[u8]| {
     let [mode, rows, cols, data @ ..] = data else { return };
+    if mode & 0xcc == 0xcc {
+        return planes_sections(*mode, usize::from(*rows) + 1, usize::from(*cols) + 1, data);
+    }
     if mode & 0x8c == 0x88 {
         return rans_sections(*mode, usize::from(*rows) + 1, usize::from(*cols) + 1, data);
     }
@@ -281,6 +284,43 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         bytes
     };
     CompactTensor::from_sections(grid, damaged).iter().for_each(check_compact);
+}
+
+/// Planes: tables and streams cut from the input, or valid ones changed by (section, offset, xor) triples.
+fn planes_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
+    let grid = TileGrid::new(rows, cols).expect("small");
+    let float = [Float::E4M3, Float::E5M2, Float::Bf16, Float::F32][usize::from(mode >> 4 & 3)];
+    let bytes = grid.elements() * float.bytes();
+    let sections: Vec<Vec<u8>> = if mode & 1 == 0 {
+        let (&blocks, rest) = data.split_first().unwrap_or((&0, &[]));
+        let (tables, streams) = rest.split_at(rest.len().min(16 * usize::from(blocks)));
+        [tables, streams].map(|part| part[..part.len() / 16 * 16].to_vec()).into()
+    } else {
+        // Differences: lower bytes near 0, upper bytes mostly 0.
+        let weights: Vec<u8> = (0..bytes as u32)
+            .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 20).trailing_zeros() as u8 * u8::from(i % 3 == 0))
+            .collect();
+        let matrix = FloatMatrix::new(float, &weights, rows, cols).expect("the shape is right");
+        let survey = Survey::of_float(float, &weights);
+        let tensor = StoredTensor::encode(EncodingId::PLANES, matrix, &survey, CodeLimit::DEFAULT).expect("any matrix");
+        let damaged = |(number, (_, bytes)): (usize, (Section, &[u8]))| {
+            let mut bytes = bytes.to_vec();
+            for change in data.chunks_exact(4).filter(|change| usize::from(change[0]) % 2 == number) {
+                let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
+                bytes[at] ^= change[3];
+            }
+            bytes
+        };
+        tensor.sections().enumerate().map(damaged).collect()
+    };
+    let Ok(tensor) = StoredTensor::new(EncodingId::PLANES, grid, sections) else { return };
+    let mut fast = vec![0; bytes];
+    match (tensor.decode(&mut fast), oracle::decode_planes(&tensor).expect("planes")) {
+        (Ok(()), Ok(slow)) => assert!(fast == slow, "the decoders differ"),
+        // The sections may be those of a type of another size.
+        (Err(CodecError::TensorBytes { .. }), _) => {}
+        (fast, slow) => assert!(fast.err() == slow.err(), "the decoders fail for different reasons"),
+    }
 }
 
 /// rANS: sections cut from the input, or valid ones changed by (section, offset, xor) triples.

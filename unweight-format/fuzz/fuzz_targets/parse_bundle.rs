@@ -38,8 +38,9 @@ fuzz_target!(|data: &[u8]| {
     // Creates a new file instead of overwriting the old one.
     _ = fs::remove_file(DIR.join("t.safetensors"));
     fs::write(DIR.join("t.safetensors"), shard).expect("written");
-    if let Ok(bundle) = Bundle::open(&DIR) {
-        for tensor in bundle.tensors() {
+    // Also with itself as base, and without one.
+    for bundle in [Bundle::open(&DIR), Bundle::open_with_base(&DIR, Some(&DIR)), Bundle::open_without_base(&DIR)] {
+        for tensor in bundle.iter().flat_map(Bundle::tensors) {
             _ = tensor.stored();
             _ = tensor.decode();
         }

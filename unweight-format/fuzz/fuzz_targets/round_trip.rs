@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, Histogram, Matrix,
+    CodeLimit, EncodingId, Float, FloatMatrix, Histogram, Matrix, StoredTensor, Survey,
     raw::{compact, exponents, huffman, oracle, packed, palette, rans},
 };
 
@@ -37,6 +37,16 @@ fuzz_target!(|data: &[u8]| {
         assert!(fast == oracle::encode_exponents(matrix, limit).expect("small"), "encoders differ");
         assert!(exponents::decode(&fast).expect("valid") == weights);
         assert!(oracle::decode_exponents(&fast).expect("valid") == weights);
+    }
+    for float in Float::ALL {
+        let rows = weights.len() / float.bytes() / cols;
+        let weights = &weights[..rows * cols * float.bytes()];
+        let Ok(matrix) = FloatMatrix::new(float, weights, rows, cols) else { continue };
+        let survey = Survey::of_float(float, weights);
+        let planes = StoredTensor::encode(EncodingId::PLANES, matrix, &survey, limit).expect("any matrix");
+        let mut out = vec![0; weights.len()];
+        planes.decode(&mut out).expect("valid");
+        assert!(out == weights && oracle::decode_planes(&planes).expect("planes").expect("valid") == weights);
     }
     // Whole tiles of the same weights, repeated as needed.
     let whole: Vec<u8> = weights.iter().copied().cycle().take(64 * 128 * 2).collect();

@@ -11,6 +11,13 @@ pub(crate) fn zeroed(len: usize) -> Vec<u8> {
     bytes
 }
 
+/// Returns an empty vector with a capacity for `len` bytes, on huge pages like [`zeroed`].
+pub(crate) fn with_capacity(len: usize) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(len);
+    advise(bytes.spare_capacity_mut());
+    bytes
+}
+
 /// Like [`zeroed`], but returns `None` if the allocation fails.
 pub(crate) fn try_zeroed(len: usize) -> Option<Vec<u8>> {
     let layout = std::alloc::Layout::array::<u8>(len).ok()?;
@@ -43,7 +50,7 @@ pub(crate) fn memory_bytes() -> u64 {
 }
 
 #[cfg(target_os = "linux")]
-fn advise(memory: &mut [u8]) {
+fn advise<T>(memory: &mut [T]) {
     const PAGE: usize = 4096;
     let range = memory.as_mut_ptr_range();
     let (start, end) = (range.start.addr().next_multiple_of(PAGE), range.end.addr() / PAGE * PAGE);
@@ -57,7 +64,7 @@ fn advise(memory: &mut [u8]) {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn advise(_: &mut [u8]) {}
+fn advise<T>(_: &mut [T]) {}
 
 /// Makes glibc's allocator keep up to 256 MiB of freed memory instead of returning it to the kernel and getting it back
 /// zeroed: for a program that codes one tensor after another. Call it before other threads start. It affects the whole

@@ -3,6 +3,7 @@
 pub mod bf16;
 pub mod bitstream;
 mod buffer;
+pub(crate) mod delta;
 pub mod digest;
 pub mod dtype;
 pub mod error;
@@ -13,4 +14,4 @@ pub mod named;
 pub mod tile;
 
 pub use buffer::{keep_freed_memory, return_freed_memory};
-pub(crate) use buffer::{memory_bytes, try_zeroed, zeroed};
+pub(crate) use buffer::{memory_bytes, try_zeroed, with_capacity, zeroed};

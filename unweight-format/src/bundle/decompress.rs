@@ -6,8 +6,9 @@
 use std::{
     collections::{HashMap, HashSet},
     ops::Range,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
+        Arc,
         atomic::{AtomicBool, Ordering},
         mpsc,
     },
@@ -17,6 +18,7 @@ use std::{
 
 use super::{
     BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
+    base::Base,
     files::{self, CHUNK, Contents, Input, check_sizes},
     manifest_file::read_manifest,
     pipeline::{ByteBudget, ReadUnit, join, on_threads, spawn},
@@ -55,7 +57,9 @@ fn run(
     let started = Instant::now();
     let manifest = read_manifest(bundle)?;
     let replaceable = if options.force { Some(files_of_bundle(output, &manifest, progress)?) } else { None };
-    let inputs = [bundle.to_path_buf()];
+    let base = Base::of_bundle(bundle, &manifest, options.base.as_deref())?;
+    let inputs: Vec<PathBuf> =
+        [bundle].into_iter().chain(base.as_deref().map(Base::path)).map(Path::to_path_buf).collect();
     Stage::check(&inputs, output, replaceable.as_ref())?;
     // Check every file before decoding, so that a missing shard is reported at once.
     for file in &manifest.files {
@@ -66,7 +70,7 @@ fn run(
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     stage.report_discarded(progress);
-    let job = Job { bundle, options, progress, stage: &stage };
+    let job = Job { bundle, options, progress, stage: &stage, base };
     let files = job.run(&manifest)?;
     stage.publish()?;
     Ok(DecompressReport {
@@ -105,6 +109,7 @@ struct Job<'a> {
     options: &'a DecompressOptions,
     progress: &'a dyn Progress,
     stage: &'a Stage,
+    base: Option<Arc<Base>>,
 }
 
 impl Job<'_> {
@@ -227,7 +232,7 @@ impl Job<'_> {
 
     /// Rebuilds one safetensors file.
     fn weights(&self, file: &WeightsFile) -> Result<u64, BundleError> {
-        let shard = Shard::open(self.bundle, file.clone())?;
+        let shard = Shard::open(self.bundle, file.clone())?.with_base(self.base.clone());
         let header = shard.source_header()?;
         let work = self.stage.growing(&file.name);
         let begun = self.begun(&work, file)?;
@@ -342,14 +347,15 @@ impl Job<'_> {
                 }
             };
             let bytes = batch_bytes(shard, &batch);
-            // The encoded and the decoded bytes.
-            budget.acquire(bytes.saturating_mul(2));
+            let held = bytes.saturating_mul(shard.held_per_byte());
+            budget.acquire(held);
             let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
             let Some(mut buffer) = buffer else { break };
             let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
                 self.progress.tensor(&entry.name);
             });
-            budget.release(bytes);
+            // The decoded bytes remain until they are written.
+            budget.release(held.saturating_sub(bytes));
             results.into_iter().collect::<Result<(), _>>()?;
             self.progress.advance(bytes);
             if sender.send(Decoded { buffer, bytes: bytes as usize, at }).is_err() {

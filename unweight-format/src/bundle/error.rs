@@ -37,6 +37,9 @@ pub enum Remedy {
     FreeAndRepeat,
     /// Use [`CpuEncoder`](super::CpuEncoder): all encoders produce the same bytes.
     CpuEncoder,
+    /// Pass the base ([`Bundle::open_with_base`](super::Bundle::open_with_base),
+    /// [`DecompressOptions::base`](super::DecompressOptions::base)), or decompress the bundle with it first.
+    PassBase,
     /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or raise the user's limit of
     /// processes.
     FewerThreads,
@@ -493,6 +496,44 @@ pub enum BundleError {
         /// The digest in the `config.json`.
         got: String,
     },
+    /// Some tensors of the bundle are differences from those of another model, which was not given.
+    #[error("{}: it is stored as differences from the base '{name}' (digest {digest}), and cannot be read without it", path.display())]
+    NeedsBase {
+        /// Path of the bundle.
+        path: PathBuf,
+        /// Name of the base's directory.
+        name: String,
+        /// Digest of the base.
+        digest: Digest,
+    },
+    /// The base given is not the one that the bundle was made with.
+    #[error(
+        "{}: not the base of this bundle: tensor '{tensor}' must have digest {expected}, but here it is {got}; pass the \
+         base that the bundle was compressed with", path.display()
+    )]
+    WrongBase {
+        /// Path of the base.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Digest of the tensor in the right base.
+        expected: Digest,
+        /// Digest in this one, or that there is none.
+        got: String,
+    },
+    /// A base is a bundle with a base.
+    #[error(
+        "{}: it is itself stored as differences from the base '{name}' (digest {digest}); decompress it, and pass the \
+         result as base", path.display()
+    )]
+    BaseHasBase {
+        /// Path of the base.
+        path: PathBuf,
+        /// Name of its base's directory.
+        name: String,
+        /// Digest of its base.
+        digest: Digest,
+    },
     /// A bundle file has a different size than in the manifest.
     #[error("{file}: expected {expected} bytes, got {got}; the file is {}", if got < expected { "truncated" } else { "too long" })]
     FileSize {
@@ -639,6 +680,9 @@ impl BundleError {
             Self::Attached { .. } => "attached-invalid",
             Self::Mismatch { .. } => "bundle-content-mismatch",
             Self::OtherConfig { .. } => "config-of-another-bundle",
+            Self::NeedsBase { .. } => "base-needed",
+            Self::WrongBase { .. } => "base-wrong",
+            Self::BaseHasBase { .. } => "base-has-base",
             Self::FileSize { .. } => "bundle-file-size-mismatch",
             Self::MissingFile { .. } => "bundle-file-missing",
             Self::ExtraFile { .. } => "bundle-file-unlisted",
@@ -663,6 +707,7 @@ impl BundleError {
             Self::DiskFull { .. } => Some(Remedy::FreeAndResume),
             Self::Encoder { .. } => Some(Remedy::CpuEncoder),
             Self::Threads { .. } => Some(Remedy::FewerThreads),
+            Self::NeedsBase { .. } => Some(Remedy::PassBase),
             _ => None,
         }
     }

@@ -72,9 +72,9 @@ impl<'a> TensorHandle<'a> {
     /// 1-3 of `docs/format.md` A.6).
     ///
     /// # Errors
-    /// The tensor cannot be read, or its sections are damaged.
+    /// The tensor cannot be read, its sections are damaged, or they contain differences from a base.
     pub fn stored(&self) -> Result<StoredTensor<Vec<u8>>, BundleError> {
-        on_threads(None, || self.shard.tensor(self.index))
+        on_threads(None, || self.shard.stored(self.index))
     }
 
     /// Decodes the original little-endian bytes and compares them with their digest.

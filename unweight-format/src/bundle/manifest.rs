@@ -57,10 +57,23 @@ pub struct Manifest {
     pub creator: String,
     /// Options that the bundle was compressed with.
     pub options: Options,
+    /// The model from whose tensors some tensors are stored as differences; `None` for a bundle of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<BaseEntry>,
     /// Every file of the source, sorted by name.
     pub files: Vec<FileEntry>,
     /// Digest of the manifest's bytes with zeros in place of these 32 digits.
     pub manifest_digest: Digest,
+}
+
+/// The base of a bundle (`docs/format.md` B.11).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct BaseEntry {
+    /// Name of its directory.
+    pub name: String,
+    /// Digest of its tensors' digests.
+    pub digest: Digest,
 }
 
 /// The options that a bundle was made with; its tensors record their own encodings.
@@ -261,6 +274,9 @@ pub struct TensorEntry {
     pub cols: Option<usize>,
     /// Digest of the original bytes.
     pub digest: Digest,
+    /// Digest of the base's tensor of this name, if the sections contain differences from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<Digest>,
     /// Stored sections in stored order; empty if raw (the original bytes are stored).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sections: Vec<SectionEntry>,
@@ -401,6 +417,9 @@ impl TensorEntry {
         let Some(original) = self.original_bytes() else {
             return Some(format!("the size of {} {:?} overflows", self.dtype, self.shape));
         };
+        if self.base.is_some() && self.encoding != EncodingId::PLANES {
+            return Some(format!("{} cannot have a base", self.encoding));
+        }
         if self.encoding == EncodingId::RAW {
             let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
             return coded.then(|| "a raw tensor has rows, cols or sections".into());
@@ -459,6 +478,11 @@ pub fn weights_digest(files: &[FileEntry]) -> Digest {
     digester.finish()
 }
 
+/// The digests of the base's tensors, in the order of files and tensors.
+pub(crate) fn base_digests(files: &[FileEntry]) -> impl Iterator<Item = Digest> {
+    files.iter().filter_map(FileEntry::weights).flat_map(|file| &file.tensors).filter_map(|tensor| tensor.base)
+}
+
 /// The name of a tensor's section in a shard.
 pub(crate) fn section_name(tensor: &str, section: Section) -> String {
     format!("{tensor}{SECTION_INFIX}{}", section.name())
@@ -466,12 +490,13 @@ pub(crate) fn section_name(tensor: &str, section: Section) -> String {
 
 impl Manifest {
     /// A manifest of the current version whose digest is not yet set.
-    pub(crate) fn new(options: Options, files: Vec<FileEntry>) -> Self {
+    pub(crate) fn new(options: Options, base: Option<BaseEntry>, files: Vec<FileEntry>) -> Self {
         Self {
             format: MANIFEST_FORMAT.into(),
             version: VERSION,
             creator: CREATOR.into(),
             options,
+            base,
             files,
             manifest_digest: Digest::leaf(&[]),
         }
@@ -533,6 +558,16 @@ impl Manifest {
 
     pub(crate) fn check(&self) -> Result<(), String> {
         CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
+        if let Some(base) = &self.base {
+            check_name(&base.name).map_err(|reason| format!("base '{}': {reason}", base.name.escape_default()))?;
+            if base.name.contains('/') {
+                return Err(format!("base '{}': it is a path, not a name", base.name.escape_default()));
+            }
+        }
+        let name = self.base.as_ref().map_or_else(String::new, |base| base.name.clone());
+        if self.base != BaseEntry::of(name, &self.files) {
+            return Err("its base does not match the digests of its tensors' bases".into());
+        }
         let mut names = std::collections::BTreeSet::new();
         // The sums of all sizes are checked, so that later sums cannot overflow.
         let (mut source, mut stored_bytes) = (0u64, 0u64);

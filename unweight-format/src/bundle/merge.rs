@@ -97,6 +97,7 @@ pub fn merge(
             verify: options.verify,
             ram_bytes: options.ram_bytes,
             sign: options.sign.as_ref(),
+            base: None,
             progress,
         };
         seal(&context, kinds.iter().map(Option::as_ref), files, first.options.clone())
@@ -125,6 +126,7 @@ pub fn merge(
         stored_bytes: sealed.stored_bytes,
         ratio: ratio(sealed.stored_bytes, original_bytes),
         verified_tensors: sealed.verified_tensors,
+        base_tensors: 0,
         seconds: started.elapsed().as_secs_f64(),
         peak_rss_bytes: peak_rss_bytes(),
         manifest_digest: sealed.manifest.manifest_digest,

@@ -17,6 +17,7 @@
 //! complete.
 
 mod attached;
+mod base;
 mod blocks;
 pub(crate) mod compress;
 mod config;

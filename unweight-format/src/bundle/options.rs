@@ -140,6 +140,9 @@ options! {
         sign: Option<Signer>,
         /// Compress only this part of the model, for [`merge`](super::merge).
         part: Option<Part>,
+        /// A model or bundle, from whose tensors those of the same name, type and shape are stored as differences where
+        /// that is smaller. A part has no base.
+        base: Option<PathBuf>,
     }
 }
 
@@ -162,6 +165,7 @@ impl CompressOptions {
             sha256: false,
             sign: None,
             part: None,
+            base: None,
         }
     }
 }
@@ -207,6 +211,8 @@ options! {
         /// Replace an existing output, once the new one is complete. It must be an empty directory, or contain only
         /// files that the bundle restores byte for byte, which are read and compared.
         force: bool,
+        /// The base of a bundle with one; by default it is looked for next to the bundle.
+        base: Option<PathBuf>,
     }
 }
 
@@ -226,6 +232,8 @@ options! {
         ram_bytes: Option<u64>,
         /// A minisign public key (the text of a minisign.pub, or its second line) that must have signed the manifest.
         key: Option<String>,
+        /// The base of a bundle with one; by default it is looked for next to the bundle.
+        base: Option<PathBuf>,
     }
 }
 
@@ -240,6 +248,9 @@ mod tests {
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
         let error = "zip".parse::<crate::EncodingId>().unwrap_err().to_string();
-        assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents, rans");
+        assert_eq!(
+            error,
+            "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents, rans, planes"
+        );
     }
 }

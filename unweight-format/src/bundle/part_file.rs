@@ -103,7 +103,7 @@ impl PartFile {
         if Part::new(part.part.index, part.part.of).is_none() {
             return Err(fail(format!("part {} does not exist", part.part)));
         }
-        Manifest::new(part.options.clone(), part.files.clone()).check().map_err(fail)?;
+        Manifest::new(part.options.clone(), None, part.files.clone()).check().map_err(fail)?;
         Ok(Some(part))
     }
 

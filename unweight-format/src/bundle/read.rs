@@ -3,11 +3,13 @@
 use std::{
     collections::{HashMap, HashSet},
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use super::{
     BundleError, TensorHandle,
     attached::{self, Attached},
+    base::Base,
     config,
     files::{self, check_size, check_sizes},
     manifest::{self, FileEntry, Manifest},
@@ -39,12 +41,41 @@ impl Bundle {
     /// Opens a bundle.
     ///
     /// # Errors
-    /// The manifest is missing, damaged or newer, or a file of the bundle is missing or has another size or header.
+    /// The manifest is missing, damaged or newer, or a file of the bundle is missing or has another size or header; or
+    /// the bundle has a base ([`Bundle::open_with_base`]).
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
+        Self::open_checked(dir, |manifest| match &manifest.base {
+            None => Ok(None),
+            Some(base) => Err(base.needed_by(dir)),
+        })
+    }
+
+    /// Opens a bundle together with its base, if it has one: the model or bundle at `base`, or else the one next to the
+    /// bundle that has the recorded name.
+    ///
+    /// # Errors
+    /// The errors of [`Bundle::open`], or the base is missing or another one.
+    pub fn open_with_base(dir: &Path, base: Option<&Path>) -> Result<Self, BundleError> {
+        Self::open_checked(dir, |manifest| Base::of_bundle(dir, manifest, base))
+    }
+
+    /// Opens a bundle without its base, to describe it. Tensors that are stored as differences cannot be decoded.
+    ///
+    /// # Errors
+    /// As [`Bundle::open`].
+    pub fn open_without_base(dir: &Path) -> Result<Self, BundleError> {
+        Self::open_checked(dir, |_| Ok(None))
+    }
+
+    fn open_checked(
+        dir: &Path,
+        base: impl FnOnce(&Manifest) -> Result<Option<Arc<Base>>, BundleError> + Send,
+    ) -> Result<Self, BundleError> {
         on_threads(None, || {
             let manifest = read_manifest(dir)?;
             manifest.files.iter().try_for_each(|file| check_sizes(dir, file))?;
-            Self::with_shards(dir, manifest)
+            let base = base(&manifest)?;
+            Self::with_shards(dir, manifest, base)
         })
     }
 
@@ -58,7 +89,11 @@ impl Bundle {
     /// belongs to another bundle.
     pub fn open_weights(dir: &Path) -> Result<Self, BundleError> {
         on_threads(None, || {
-            let bundle = Self::with_shards(dir, read_manifest(dir)?)?;
+            let manifest = read_manifest(dir)?;
+            if let Some(base) = &manifest.base {
+                return Err(base.needed_by(dir));
+            }
+            let bundle = Self::with_shards(dir, manifest, None)?;
             let files = bundle.manifest.files.iter().filter_map(FileEntry::weights);
             let folders: HashSet<_> =
                 files.filter_map(|file| dir.join(&file.name).parent().map(Path::to_owned)).collect();
@@ -68,12 +103,16 @@ impl Bundle {
         })
     }
 
-    fn with_shards(dir: &Path, manifest: Manifest) -> Result<Self, BundleError> {
+    fn with_shards(dir: &Path, manifest: Manifest, base: Option<Arc<Base>>) -> Result<Self, BundleError> {
+        let with_base = |shard: Shard| match &manifest.base {
+            Some(entry) if base.is_none() => shard.without_base(dir, entry),
+            _ => shard.with_base(base.clone()),
+        };
         let shards = manifest
             .files
             .iter()
             .filter_map(FileEntry::weights)
-            .map(|file| Shard::open(dir, file.clone()))
+            .map(|file| Shard::open(dir, file.clone()).map(with_base))
             .collect::<Result<Vec<_>, _>>()?;
         let mut by_name: HashMap<String, Vec<(usize, usize)>> = HashMap::new();
         for (s, shard) in shards.iter().enumerate() {

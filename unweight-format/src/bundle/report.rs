@@ -20,7 +20,7 @@ pub struct TensorReport {
     pub dtype: String,
     /// Shape of the tensor.
     pub shape: Vec<usize>,
-    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents` or `rans`.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents`, `rans` or `planes`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
     /// Why it is raw, or has another encoding than requested.
@@ -66,7 +66,7 @@ pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EncodingTotal {
-    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents` or `rans`.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact`, `exponents`, `rans` or `planes`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
     /// Number of tensors.
@@ -212,6 +212,8 @@ pub struct CompressReport {
     pub ratio: f64,
     /// Number of tensors decoded and compared after writing.
     pub verified_tensors: u64,
+    /// Number of tensors stored as differences from the base.
+    pub base_tensors: u64,
     /// Duration in seconds.
     pub seconds: f64,
     /// Peak resident memory in bytes, if known.

@@ -5,6 +5,7 @@ use std::{
     fs::File,
     ops::Range,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use rayon::prelude::*;
@@ -13,11 +14,12 @@ use super::{
     BundleError,
     blocks::Blocks,
     files::{self, Input, check_sizes},
-    manifest::{self, FileEntry, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
+    manifest::{self, BaseEntry, FileEntry, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
     pipeline::{ReadUnit, read_units_from},
 };
 use crate::{
     CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
+    bits::delta,
     encoding::{
         exponents,
         packed::{self, PackedTensor, Window, slice_lists},
@@ -36,6 +38,12 @@ pub struct TensorPart {
     pub read_bytes: u64,
 }
 
+/// Reads the tensors of a base.
+pub(crate) trait BaseReader: std::fmt::Debug + Send + Sync {
+    /// Reads the base's tensor of an entry of the bundle into `out`, and compares it with the entry's digest of it.
+    fn read_for(&self, file: &str, entry: &TensorEntry, out: &mut [u8]) -> Result<(), BundleError>;
+}
+
 /// An open shard whose header agrees with the manifest.
 #[derive(Debug)]
 pub(crate) struct Shard {
@@ -44,9 +52,14 @@ pub(crate) struct Shard {
     /// For each tensor, the ranges of its sections, or the one range of a raw tensor.
     ranges: Vec<Vec<Range<u64>>>,
     source_header: Range<u64>,
+    base: Option<Arc<dyn BaseReader>>,
+    /// The bundle and its base, for the error that the base is missing.
+    needs: Option<Box<(PathBuf, BaseEntry)>>,
 }
 
 impl Shard {
+    /// Opens a shard of a bundle. Tensors that are differences from a base cannot be decoded without it
+    /// ([`Shard::with_base`]).
     pub(crate) fn open(dir: &Path, file: WeightsFile) -> Result<Self, BundleError> {
         check_sizes(dir, &FileEntry::Weights(file.clone()))?;
         let path: PathBuf = dir.join(&file.name);
@@ -115,7 +128,22 @@ impl Shard {
             let got = format!("{} entries", stored.len());
             return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
         }
-        Ok(Self { input, ranges, source_header, file })
+        Ok(Self { input, ranges, source_header, file, base: None, needs: None })
+    }
+
+    /// The shard, with the base of its bundle.
+    pub(crate) fn with_base<B: BaseReader + 'static>(self, base: Option<Arc<B>>) -> Self {
+        Self { base: base.map(|base| base as Arc<dyn BaseReader>), ..self }
+    }
+
+    /// The shard of a bundle that is open without its base.
+    pub(crate) fn without_base(self, bundle: &Path, base: &BaseEntry) -> Self {
+        Self { needs: Some(Box::new((bundle.into(), base.clone()))), ..self }
+    }
+
+    /// Bytes that decoding holds per byte of a tensor: stored and decoded, and those of the base.
+    pub(crate) fn held_per_byte(&self) -> u64 {
+        if self.base.is_some() { 3 } else { 2 }
     }
 
     /// Length and header of the source file, compared with their digest.
@@ -151,8 +179,24 @@ impl Shard {
         files::buffer(bytes, Path::new(&self.file.name))
     }
 
+    /// Makes sure that a buffer that is used again has at least this size.
+    pub(crate) fn grow(&self, buffer: &mut Vec<u8>, bytes: u64) -> Result<(), BundleError> {
+        if (buffer.len() as u64) < bytes {
+            // Drop the old buffer first: both together could exceed the memory limit.
+            drop(std::mem::take(buffer));
+            *buffer = self.buffer(bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Reads a tensor as it is stored, for a reader that decodes it itself: without a base.
+    pub(crate) fn stored(&self, index: usize) -> Result<StoredTensor<Vec<u8>>, BundleError> {
+        let entry = &self.file.tensors[index];
+        if entry.base.is_some() { Err(self.needs_base(entry)) } else { self.tensor(index) }
+    }
+
     /// Reads a tensor. Every section is compared with its digest and validated.
-    pub(crate) fn tensor(&self, index: usize) -> Result<StoredTensor<Vec<u8>>, BundleError> {
+    fn tensor(&self, index: usize) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let entry = &self.file.tensors[index];
         // The manifest was checked: raw tensors, and only these, have no rows and columns.
         let Some(grid) = entry.grid() else {
@@ -211,8 +255,33 @@ impl Shard {
             self.check_blocks(index, &stored)?;
         }
         stored.decode(out).map_err(|source| self.codec_error(index, source))?;
+        drop(stored);
+        self.add_base(entry, out)?;
         // All sections match the manifest: if the result does not, the manifest was forged.
         self.compare(Digest::of(out), entry.digest, offset, tensor, || format!("tensor '{}', decoded", entry.name))
+    }
+
+    /// Replaces differences from the base by the tensor, if it is stored so.
+    fn add_base(&self, entry: &TensorEntry, out: &mut [u8]) -> Result<(), BundleError> {
+        // The manifest was checked: whatever has a base is a matrix of floats.
+        let Some((_, float)) = entry.base.zip(Float::of(entry.dtype)) else { return Ok(()) };
+        let base = self.base.as_ref().ok_or_else(|| self.needs_base(entry))?;
+        let mut bytes = self.buffer(out.len() as u64)?;
+        base.read_for(&self.file.name, entry, &mut bytes)?;
+        delta::add(float, out, &bytes);
+        Ok(())
+    }
+
+    /// The error that a tensor cannot be decoded without its base.
+    fn needs_base(&self, entry: &TensorEntry) -> BundleError {
+        match self.needs.as_deref() {
+            Some((bundle, base)) => base.needed_by(bundle),
+            None => BundleError::NeedsBase {
+                path: (&self.file.name).into(),
+                name: entry.name.clone(),
+                digest: entry.base.unwrap_or(entry.digest),
+            },
+        }
     }
 
     fn check_blocks(&self, index: usize, stored: &StoredTensor<Vec<u8>>) -> Result<(), BundleError> {
@@ -393,11 +462,11 @@ impl Shard {
         })
     }
 
-    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file. `blocks` is as in
-    /// [`Shard::decode`].
+    /// Decodes tensors one after the other into the start of a buffer, which is then a piece of the source file if they
+    /// are consecutive. `blocks` is as in [`Shard::decode`].
     pub(crate) fn decode_batch(
         &self,
-        tensors: Range<usize>,
+        tensors: impl Iterator<Item = usize>,
         out: &mut [u8],
         blocks: bool,
         each: impl Fn(&TensorEntry) + Sync,

@@ -104,11 +104,7 @@ fn write_weights(
             ReadUnit::Batch(batch) => batch,
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
-        if (buffer.len() as u64) < bytes {
-            // Drop the old buffer first: both together could exceed the memory limit.
-            drop(std::mem::take(&mut buffer));
-            buffer = shard.buffer(bytes)?;
-        }
+        shard.grow(&mut buffer, bytes)?;
         let progress = out.progress;
         let decoded =
             shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| progress.tensor(&entry.name));

@@ -6,6 +6,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport, attached,
+    base::Base,
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input, check_sizes},
     manifest_file::read_manifest_bytes,
@@ -15,7 +16,7 @@ use super::{
     shard::Shard,
     sign,
 };
-use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};
+use crate::bundle::manifest::{self, FileEntry, Manifest};
 
 /// Verifies every byte of a bundle: the manifest, all sizes and headers, every section, and every decoded tensor. Also
 /// checks that no file is missing and no other file exists. With `against`, every source file is compared as well.
@@ -46,6 +47,10 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
     let started = Instant::now();
     let key = options.key.as_deref().map(sign::public_key).transpose()?;
     let (manifest, manifest_bytes) = read_manifest_bytes(bundle)?;
+    let base = match options.quick {
+        true => None,
+        false => Base::of_bundle(bundle, &manifest, options.base.as_deref())?,
+    };
     let mut report = VerifyReport {
         problems: Vec::new(),
         files: 0,
@@ -80,7 +85,9 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
                 Shard::open(bundle, weights.clone()).map(|_| ())
             }
             _ if options.quick => Ok(()),
-            FileEntry::Weights(weights) => check_shard(bundle, weights, options.ram_bytes, progress, &mut report),
+            FileEntry::Weights(weights) => Shard::open(bundle, weights.clone())
+                .map(|shard| shard.with_base(base.clone()))
+                .and_then(|shard| check_shard(&shard, options.ram_bytes, progress, &mut report)),
             FileEntry::Index(changed) | FileEntry::Config(changed) => {
                 let stored = &changed.name;
                 let got = files::read_through(&bundle.join(stored), false, |_| Ok(()))?;
@@ -197,13 +204,12 @@ fn check_attached(
 }
 
 fn check_shard(
-    bundle: &Path,
-    file: &WeightsFile,
+    shard: &Shard,
     ram_bytes: Option<u64>,
     progress: &dyn Progress,
     report: &mut VerifyReport,
 ) -> Result<(), BundleError> {
-    let shard = Shard::open(bundle, file.clone())?;
+    let file = &shard.file;
     report.stored_bytes += file.shard_size;
     let header = shard.source_header();
     // The SHA-256 that decompression would compare at the end, of header and tensors if all are sound.
@@ -235,11 +241,7 @@ fn check_shard(
             ReadUnit::Batch(batch) => batch,
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
-        if (buffer.len() as u64) < bytes {
-            // Drop the old buffer first: both together could exceed the memory limit.
-            drop(std::mem::take(&mut buffer));
-            buffer = shard.buffer(bytes)?;
-        }
+        shard.grow(&mut buffer, bytes)?;
         let decoded = shard.decode_batch(batch.clone(), &mut buffer[..bytes as usize], true, |entry| {
             progress.tensor(&entry.name);
         });

@@ -1,4 +1,4 @@
-//! The encodings that a weight is stored in (`docs/format.md` A.6 - A.13), one module each, and the list of them.
+//! The encodings that a weight is stored in (`docs/format.md` A.6 - A.14), one module each, and the list of them.
 //!
 //! ```text
 //! floats [n, k] --Survey--> histogram, digest --Encoding::encode--> StoredTensor {encoding, grid, sections} --decode--> floats [n, k]
@@ -44,6 +44,7 @@ pub static ENCODINGS: &[&dyn Encoding] = &[
     &compact::Compact,
     &exponents::Exponents,
     &rans::Rans,
+    &rans::planes::Planes,
 ];
 
 /// How a matrix of floats `[n, k]` is stored: the sections, and functions that predict, check, encode and decode them.

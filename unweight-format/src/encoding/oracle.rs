@@ -3,7 +3,7 @@
 
 use crate::{
     Code, CodeLimit, CodecError, CompactTensor, ExponentsTensor, FloatMatrix, HuffmanTensor, Matrix, PackedTensor,
-    PaletteTensor, RansTensor, Section, TileMetadata, bf16,
+    PaletteTensor, RansTensor, Section, StoredTensor, TileMetadata, bf16,
     bitstream::{BitReader, BitWriter},
     compact,
     histogram::Histogram,
@@ -507,6 +507,70 @@ pub fn decode_rans<B: AsRef<[u8]>>(tensor: &RansTensor<B>) -> Result<Vec<u8>, Co
         }
         if words.next().is_some() || states != [1 << 16; 32] {
             return fail(rans::UNEQUAL_END);
+        }
+    }
+    Ok(out)
+}
+
+/// Decodes the encoding `planes` byte by byte; `None` if the tensor has another encoding.
+///
+/// # Errors
+/// The words of a chunk are not those of any bytes.
+pub fn decode_planes<B: AsRef<[u8]>>(tensor: &StoredTensor<B>) -> Option<Result<Vec<u8>, CodecError>> {
+    let (model, streams) = (tensor.section(Section::PLANE_TABLES)?, tensor.section(Section::PLANE_STREAMS)?);
+    let width = usize::from(model[0]);
+    let mut bits = model[16..].iter().flat_map(|byte| (0..8).map(move |bit| u32::from(byte >> bit & 1)));
+    let mut number = || {
+        let lower = bits.by_ref().take_while(|&bit| bit == 0).count();
+        let u = (0..lower).fold(1 << lower, |u, place| u | bits.next().unwrap_or(0) << place) as i32;
+        if u % 2 == 1 { (u - 1) / 2 } else { -u / 2 }
+    };
+    let mut table = || -> Vec<u32> {
+        let mut frequency = 0;
+        (0..256)
+            .map(|_| {
+                frequency += number();
+                frequency as u32
+            })
+            .collect()
+    };
+    let tables: Vec<Vec<u32>> = (0..width).map(|_| table()).collect();
+    let bytes = tensor.grid()?.elements() * width;
+    let mut words = streams.as_chunks::<2>().0.iter().map(|word| u16::from_le_bytes(*word).into());
+    Some(planes_of(&tables, bytes, &mut words))
+}
+
+/// Decodes chunks of bytes, of which byte `i` has table `i mod tables`.
+fn planes_of(tables: &[Vec<u32>], bytes: usize, words: &mut dyn Iterator<Item = u32>) -> Result<Vec<u8>, CodecError> {
+    let fail = |reason| Err(CodecError::Code { section: Section::PLANE_STREAMS.name(), reason });
+    let mut out = Vec::new();
+    for first in (0..bytes).step_by(rans::CHUNK) {
+        let mut long = || words.next().unwrap_or(0) | words.next().unwrap_or(0) << 16;
+        let mut left = long();
+        let fill = left % 2;
+        let mut states = [0; 32].map(|_: u32| long());
+        for i in first..bytes.min(first + rans::CHUNK) {
+            let (table, state) = (&tables[i % tables.len()], &mut states[(i - first) % 32]);
+            let (mut symbol, mut start) = (0, 0);
+            while *state % 4096 >= start + table[symbol] {
+                start += table[symbol];
+                symbol += 1;
+            }
+            *state = table[symbol] * (*state / 4096) + *state % 4096 - start;
+            if *state < 1 << 16 {
+                if left == 0 {
+                    return fail(rans::MISSING_WORDS);
+                }
+                left -= 1;
+                *state = *state << 16 | words.next().unwrap_or(0);
+            }
+            out.push(symbol as u8);
+        }
+        if left > 0 || states != [1 << 16; 32] {
+            return fail(rans::UNEQUAL_END);
+        }
+        if fill == 1 {
+            _ = words.next();
         }
     }
     Ok(out)

@@ -86,6 +86,27 @@ fn valid_models_give_the_golden_bytes_and_round_trip() {
     }
 }
 
+/// `valid/delta` has a source, its base and the bundle next to it.
+#[test]
+fn differences_give_the_golden_bytes_and_come_back() {
+    let (scratch, dir) = (Scratch::new(), golden().join("valid/delta"));
+    let options = CompressOptions::default().base(dir.join("base"));
+    compress(&dir.join("source"), &scratch.path("bundle"), &options, &Silent).unwrap();
+    let (mut got, mut want) = (read_tree(&scratch.path("bundle")), read_tree(&dir.join("bundle")));
+    let files = |tree: &mut std::collections::BTreeMap<String, Vec<u8>>| {
+        let manifest: serde_json::Value = serde_json::from_slice(&tree.remove("unweight.json").unwrap()).unwrap();
+        (manifest["base"].clone(), manifest["files"].clone())
+    };
+    assert_eq!(files(&mut got), files(&mut want));
+    assert!(got == want, "the encoder gives other bytes");
+    // The base is found next to the bundle.
+    decompress(&dir.join("bundle"), &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
+    assert!(read_tree(&scratch.path("back")) == read_tree(&dir.join("source")));
+    let open = Bundle::open_with_base(&dir.join("bundle"), None).unwrap();
+    let encodings: Vec<EncodingId> = open.tensors().map(|tensor| tensor.encoding()).collect();
+    assert_eq!(encodings, [EncodingId::PLANES, EncodingId::PLANES, EncodingId::HUFFMAN]);
+}
+
 #[test]
 fn bundles_of_development_versions_are_refused_with_their_message() {
     let rows = cases("development");
@@ -319,6 +340,17 @@ fn regenerate() {
         let dir = golden().join("valid").join(name);
         compress(&dir.join("source"), &dir.join("bundle"), &CompressOptions::new(profile), &Silent).unwrap();
     }
+
+    let delta = golden().join("valid/delta");
+    let first = weights(70 * 130, 25);
+    let second: Vec<u8> = first.iter().enumerate().map(|(i, byte)| byte ^ u8::from(i % 14 == 0)).collect();
+    let float = |seed| of("float", Float::F32, "F32", [70, 40], seed);
+    let t = |bytes: &[u8]| tensor("t", "BF16", &[70, 130], bytes);
+    let new = tensor("new", "BF16", &[70, 130], &weights(70 * 130, 27));
+    put(delta.join("base/model.safetensors"), &safetensors_file(&[], &[t(&first), float(26)]));
+    put(delta.join("source/model.safetensors"), &safetensors_file(&[], &[t(&second), float(26), new]));
+    let options = CompressOptions::default().base(delta.join("base"));
+    compress(&delta.join("source"), &delta.join("bundle"), &options, &Silent).unwrap();
 
     let headers = golden().join("invalid/headers");
     let raw = |json: &str, data: usize| {

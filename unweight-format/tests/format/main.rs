@@ -2,6 +2,7 @@
 
 mod attached;
 mod attacks;
+mod base;
 mod bundle;
 mod codec;
 mod common;

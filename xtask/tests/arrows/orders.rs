@@ -195,7 +195,10 @@ pub const CRATES: [Crate; 11] = [
 /// Modules inside a module that have an order: folder, and levels from the bottom up, separated by `<`. Folders that
 /// are not listed contain peers (families, rivals) or parts of one algorithm.
 pub const INNER: &[(&str, &str)] = &[
-    ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
+    (
+        "unweight-format/src/bits",
+        "bf16 bitstream buffer digest layout named < dtype < float < delta error histogram < tile",
+    ),
     (
         "unweight-format/src/encoding",
         "code id section survey < bands sample tiles < raw < stored < packed palette rans < huffman \
@@ -205,7 +208,7 @@ pub const INNER: &[(&str, &str)] = &[
     (
         "unweight-format/src/bundle",
         "blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
-         files report < plan shard sign source < handle part_file < stage < compress manifest_file output < attached \
+         files report < plan shard sign source < handle part_file < stage < manifest_file < base < compress output < attached \
          decompress < merge read verify < stream",
     ),
     ("unweight-model/src/config", "error families < fields < parse"),

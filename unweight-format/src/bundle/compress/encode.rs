@@ -24,9 +24,11 @@ use super::{
     tensor::{Encoded, Stored, encode_tensor},
 };
 use crate::{
-    Digest, Section,
+    Digest, EncodingId, Float, FloatMatrix, Histogram, NotEncodable, Section, StoredTensor, Survey,
+    bits::delta,
     bundle::{
         BundleError,
+        base::Base,
         blocks::Blocks,
         files::{self, Input},
         manifest::{SectionEntry, TensorEntry, WeightsFile},
@@ -140,6 +142,7 @@ impl Job<'_> {
         writer: &mut ShardWriter<'_>,
     ) -> Result<(), BundleError> {
         let budget = ByteBudget::new(self.options.ram_bytes);
+        let held_per_byte = self.held_per_byte();
         let failed = AtomicBool::new(false);
         let (encoded, to_write) = mpsc::channel::<Encoded<'_>>();
         let tensors = source.header.tensors.iter().zip(decisions);
@@ -155,7 +158,7 @@ impl Job<'_> {
                 _ = free.send(Vec::new());
             }
             let (filled, loaded) = mpsc::sync_channel(0);
-            let reading = spawn(scope, move || read_all(source, remaining, budget, buffers, filled))?;
+            let reading = spawn(scope, move || read_all(source, remaining, (budget, held_per_byte), buffers, filled))?;
             let queues = Queues { loaded, free: &free, encoded: &encoded, budget, failed };
             let result = self.encode_all(source, decisions, state, queues);
             // Ends the writer, which then releases the budget for a reader that waits.
@@ -187,7 +190,7 @@ impl Job<'_> {
             // The reader may have ended, because nothing is left to read.
             _ = queues.free.send(loaded.buffer);
             let held_bytes: u64 = encoded.iter().map(|e| e.held_bytes).sum();
-            queues.budget.release(loaded.bytes.saturating_mul(2).saturating_sub(held_bytes));
+            queues.budget.release(loaded.bytes.saturating_mul(self.held_per_byte()).saturating_sub(held_bytes));
             for encoded in encoded {
                 state.entries.push(encoded.entry.clone());
                 if queues.encoded.send(encoded).is_err() {
@@ -258,6 +261,7 @@ impl Job<'_> {
             encode_tensor(bytes, info.dtype, decision.choice.clone(), self.options, self.encoder).map_err(
                 |source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source },
             )?;
+        let (choice, stored, base) = self.or_delta(&file.name, bytes, (info, decision), (choice, stored))?;
         let (grid, coded): (_, Vec<(Section, &[u8])>) = match &stored {
             Stored::Coded(tensor) => (tensor.grid(), tensor.sections().collect()),
             _ => (None, Vec::new()),
@@ -271,9 +275,51 @@ impl Job<'_> {
             })
             .collect();
         let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
-        let entry = entry(info, decision, &choice, digest, sections);
+        let entry = TensorEntry { base, ..entry(info, decision, &choice, digest, sections) };
         self.progress.advance(info.bytes);
         Ok(Encoded { info, entry, stored, held_bytes })
+    }
+
+    /// Bytes held per byte of a tensor: the source and its encoding, which is not larger; with a base, also the
+    /// differences and their encoding.
+    fn held_per_byte(&self) -> u64 {
+        if self.base.is_some() { 4 } else { 2 }
+    }
+
+    /// Stores a tensor as differences from the base's tensor if that is smaller than `own`. Returns the digest of the
+    /// base's tensor in that case.
+    fn or_delta(
+        &self,
+        file: &str,
+        bytes: &[u8],
+        (info, decision): (&TensorInfo, &Decision),
+        own: (EncodingChoice, Stored),
+    ) -> Result<(EncodingChoice, Stored, Option<Digest>), BundleError> {
+        let find = |base: &Base| base.find(file, &info.name, info.dtype, &info.shape);
+        let (choice, stored) = own;
+        // What is raw by request, by type or by shape stays raw.
+        let floats = Float::of(info.dtype).zip(decision.choice.grid());
+        let Some(((float, grid), (base, found))) = floats.zip(self.base.and_then(|base| Some((base, find(base)?))))
+        else {
+            return Ok((choice, stored, None));
+        };
+        let mut differences = files::buffer(info.bytes, base.path())?;
+        let digest = base.read(found, &mut differences)?;
+        delta::subtract(float, bytes, &mut differences);
+        let survey = Survey { histogram: Histogram::default(), digest };
+        let delta = FloatMatrix::new(float, &differences, grid.rows(), grid.cols())
+            .map_err(NotEncodable::from)
+            .and_then(|matrix| StoredTensor::encode(EncodingId::PLANES, matrix, &survey, self.options.code_limit));
+        let own_bytes = match &stored {
+            Stored::Coded(tensor) => tensor.stored_bytes(),
+            _ => info.bytes,
+        };
+        match delta {
+            Ok(tensor) if tensor.stored_bytes() < own_bytes => {
+                Ok((EncodingChoice::of(EncodingId::PLANES, grid), Stored::Coded(tensor), Some(digest)))
+            }
+            _ => Ok((choice, stored, None)),
+        }
     }
 }
 
@@ -281,7 +327,7 @@ impl Job<'_> {
 fn read_all(
     source: &ShardSource<'_>,
     remaining: Vec<ReadUnit>,
-    budget: &ByteBudget,
+    (budget, held_per_byte): (&ByteBudget, u64),
     buffers: Receiver<Vec<u8>>,
     filled: SyncSender<Result<LoadedUnit, BundleError>>,
 ) {
@@ -291,8 +337,7 @@ fn read_all(
             ReadUnit::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
             ReadUnit::Pieces(_) => 0,
         };
-        // The source and its encoding, which is not larger.
-        budget.acquire(bytes.saturating_mul(2));
+        budget.acquire(bytes.saturating_mul(held_per_byte));
         let Ok(mut buffer) = buffers.recv() else { break };
         let result = match &unit {
             ReadUnit::Batch(batch) => fill(&mut buffer, &source.input, &tensors[batch.start], bytes, &source.file.path),
@@ -360,6 +405,7 @@ fn entry(
         rows: choice.grid().map(|grid| grid.rows()),
         cols: choice.grid().map(|grid| grid.cols()),
         digest,
+        base: None,
         sections,
     }
 }

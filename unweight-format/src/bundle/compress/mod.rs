@@ -22,6 +22,7 @@ mod tensor;
 use std::{
     collections::{BTreeSet, HashSet},
     path::Path,
+    sync::Arc,
     thread,
     time::Instant,
 };
@@ -34,6 +35,7 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, VerifyAfter,
+    base::Base,
     files::{Contents, Input},
     manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
     part::Part,
@@ -77,7 +79,10 @@ pub fn compress_with(
     let options = &options.clone().sha256(options.sha256 || options.sign.is_some());
     let planner = Planner::new(options)?;
     let replaceable = options.force.then_some(Replaceable::Bundle);
-    let inputs = options.selection.inputs(source);
+    let base = options.base.as_deref().filter(|_| options.part.is_none());
+    let base = base.map(|base| on_threads(options.threads, || Base::open(base))).transpose()?;
+    let mut inputs = options.selection.inputs(source);
+    inputs.extend(options.base.clone());
     Stage::check(&inputs, output, replaceable.as_ref())?;
     let model = Source::open(source, &options.selection)?;
     planner.check_rules(tensor_names(&model))?;
@@ -92,7 +97,7 @@ pub fn compress_with(
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     stage.report_discarded(progress);
-    let job = Job { options, planner: &planner, stage: &stage, encoder, progress };
+    let job = Job { options, planner: &planner, stage: &stage, encoder, base: base.as_ref(), progress };
     let result = on_threads(options.threads, || job.run(&model, &files));
     let Outcome { files: entries, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
     stage.publish()?;
@@ -113,6 +118,7 @@ pub fn compress_with(
         stored_bytes,
         ratio: ratio(stored_bytes, original_bytes),
         verified_tensors,
+        base_tensors: manifest::base_digests(&entries).count() as u64,
         seconds: started.elapsed().as_secs_f64(),
         peak_rss_bytes: peak_rss_bytes(),
         manifest_digest: digest,
@@ -158,6 +164,7 @@ struct Job<'a> {
     planner: &'a Planner,
     stage: &'a Stage,
     encoder: &'a dyn Encoder,
+    base: Option<&'a Arc<Base>>,
     progress: &'a dyn Progress,
 }
 
@@ -197,6 +204,7 @@ impl Job<'_> {
             verify: self.options.verify,
             ram_bytes: self.options.ram_bytes,
             sign: self.options.sign.as_ref(),
+            base: self.base,
             progress: self.progress,
         };
         let (files, digest, stored_bytes, verified_tensors) = match self.options.part {

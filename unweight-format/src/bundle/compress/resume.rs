@@ -86,7 +86,7 @@ impl Job<'_> {
             // Another path of the same plan does not matter.
             self.planner.without_path(),
             o.sha256,
-        )
+        ) + &self.base.map_or_else(String::new, |base| format!(" base {}", base.identity()))
     }
 
     /// The entry of a shard that an interrupted run finished, if it has the same source and options and its bytes are

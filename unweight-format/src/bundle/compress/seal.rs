@@ -3,15 +3,16 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
     path::Path,
+    sync::Arc,
 };
-
-use rayon::prelude::*;
 
 use crate::{
     Digest, EncodingId,
     bundle::{
-        BundleError, Progress, Signer, VerifyAfter, config,
-        manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
+        BundleError, Progress, Signer, VerifyAfter,
+        base::Base,
+        config,
+        manifest::{self, BaseEntry, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
         pipeline::ReadUnit,
         shard::Shard,
         source::{Index, Kind},
@@ -26,6 +27,7 @@ pub(crate) struct SealContext<'a> {
     pub(crate) verify: VerifyAfter,
     pub(crate) ram_bytes: Option<u64>,
     pub(crate) sign: Option<&'a Signer>,
+    pub(crate) base: Option<&'a Arc<Base>>,
     pub(crate) progress: &'a dyn Progress,
 }
 
@@ -45,7 +47,8 @@ pub(crate) fn seal<'a>(
     options: Options,
 ) -> Result<Sealed, BundleError> {
     context.write_dependent_files(kinds, &mut files)?;
-    let mut manifest = Manifest::new(options, files);
+    let base = context.base.and_then(|base| BaseEntry::of(base.name(), &files));
+    let mut manifest = Manifest::new(options, base, files);
     let bytes = manifest.set_digest();
     manifest::check_bytes(bytes.len() as u64)?;
     // Parse the manifest like a reader, so that none is published that a reader would refuse.
@@ -96,8 +99,10 @@ impl SealContext<'_> {
             return Ok(0);
         }
         let mut verified = 0;
+        // Kept from batch to batch: fresh pages would take a good part of the time of decoding.
+        let mut buffer = Vec::new();
         for file in files.iter().filter_map(FileEntry::weights) {
-            let shard = Shard::open(&self.stage.tree(), file.clone())?;
+            let shard = Shard::open(&self.stage.tree(), file.clone())?.with_base(self.base.cloned());
             shard.source_header()?;
             let all = self.verify == VerifyAfter::Full;
             let sample = sampled(file);
@@ -119,13 +124,14 @@ impl SealContext<'_> {
                     }
                     ReadUnit::Batch(batch) => batch,
                 };
-                let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
-                let chosen: Vec<usize> = batch.filter(chosen).collect();
-                chosen.par_iter().try_for_each(|&index| {
-                    shard.decode(index, &mut shard.buffer(shard.original_bytes(index))?, true)
-                })?;
+                let bytes = |indices: &[usize]| indices.iter().map(|&index| shard.original_bytes(index)).sum::<u64>();
+                let all: Vec<usize> = batch.collect();
+                let chosen: Vec<usize> = all.iter().copied().filter(chosen).collect();
+                shard.grow(&mut buffer, bytes(&chosen))?;
+                let decoded = shard.decode_batch(chosen.iter().copied(), &mut buffer, true, |_| ());
+                decoded.into_iter().collect::<Result<(), _>>()?;
                 verified += chosen.len() as u64;
-                self.progress.advance(bytes);
+                self.progress.advance(bytes(&all));
             }
         }
         Ok(verified)

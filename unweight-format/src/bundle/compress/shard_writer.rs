@@ -75,7 +75,8 @@ impl Job<'_> {
                 metadata.insert(format!("unweight.source.{key}"), source_value);
             }
         }
-        let reserved = header_bound(&metadata, header, &decisions, file.bytes, header_bytes.len() as u64);
+        let reserved =
+            header_bound(&metadata, header, &decisions, (file.bytes, header_bytes.len() as u64), self.base.is_some());
         if reserved > HEADER_MAX {
             return Err(BundleError::HeaderTooLarge { file: file.name.clone(), got: reserved, limit: HEADER_MAX });
         }
@@ -287,8 +288,8 @@ fn header_bound(
     metadata: &BTreeMap<String, String>,
     header: &Header,
     decisions: &[Decision],
-    file_bytes: u64,
-    header_bytes: u64,
+    (file_bytes, header_bytes): (u64, u64),
+    has_base: bool,
 ) -> u64 {
     // A coded tensor is not larger than its source, and the copy of the header is as large as the original, so no
     // offset exceeds this.
@@ -311,7 +312,8 @@ fn header_bound(
         let chain =
             std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
         let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
-        let longest = coded.max_by_key(|entries| header_bytes_of(&BTreeMap::new(), entries, offset_max));
+        let delta = has_base.then(|| named(EncodingId::PLANES));
+        let longest = coded.chain(delta).max_by_key(|entries| header_bytes_of(&BTreeMap::new(), entries, offset_max));
         entries.extend(longest.unwrap_or_default());
         // Raw is the last fallback of every encoding, and a shape of many dimensions may be longer than the names of
         // all sections.

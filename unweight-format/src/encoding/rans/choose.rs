@@ -29,6 +29,9 @@ const COUNTED: usize = 1 << 20;
 /// Elements of a row, or of a column, whose mean magnitude determines its class.
 const MEAN_OF: usize = 1024;
 
+/// Counters of symbols by context; a power of two, so that a remainder is an index.
+const COUNTERS: usize = (CONTEXTS + 1) * SYMBOLS_MAX;
+
 /// Counts of symbols.
 type Counts = [u64; SYMBOLS_MAX];
 
@@ -152,8 +155,32 @@ fn classes(matrix: Matrix<'_>, histogram: &Histogram) -> (Option<Vec<u8>>, Optio
 }
 
 /// Adds the magnitudes of elements, less `floor` and at least 0, to sums.
-#[inline(never)]
 fn add_magnitudes(elements: &[u8], floor: u16, sums: &mut [u32]) {
+    #[cfg(target_arch = "x86_64")]
+    if coder::has_avx512() {
+        // SAFETY: the processor has the instructions.
+        return unsafe { add_magnitudes_avx512(elements, floor, sums) };
+    } else if coder::has_avx2() {
+        // SAFETY: the processor has the instructions.
+        return unsafe { add_magnitudes_avx2(elements, floor, sums) };
+    }
+    add_magnitudes_any(elements, floor, sums);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn add_magnitudes_avx512(elements: &[u8], floor: u16, sums: &mut [u32]) {
+    add_magnitudes_any(elements, floor, sums);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn add_magnitudes_avx2(elements: &[u8], floor: u16, sums: &mut [u32]) {
+    add_magnitudes_any(elements, floor, sums);
+}
+
+#[inline(always)]
+fn add_magnitudes_any(elements: &[u8], floor: u16, sums: &mut [u32]) {
     for (sum, element) in sums.iter_mut().zip(elements.as_chunks::<2>().0) {
         *sum += u32::from(((u16::from_le_bytes(*element) & 0x7fff) >> 3).saturating_sub(floor));
     }
@@ -189,7 +216,8 @@ fn count(matrix: Matrix<'_>, symbols: Symbols, contexts: &Contexts) -> Vec<Count
     let single = contexts.rows.is_none() && contexts.cols.is_none();
     let step = matrix.grid().elements().div_ceil(COUNTED);
     let count_chunk = |(chunk, elements): (usize, &[u8])| {
-        let mut counts = vec![[0u32; SYMBOLS_MAX]; CONTEXTS];
+        let mut counts = vec![0u32; COUNTERS];
+        let counters: &mut [u32; COUNTERS] = counts.as_mut_slice().try_into().expect("it has this length");
         let (mut of, mut codes, mut nibbles) = ([CLASSES as u8; BLOCK], [0; BLOCK], [0; BLOCK / 2]);
         for (block, elements) in elements.chunks(2 * BLOCK).enumerate().step_by(step) {
             let len = elements.len() / 2;
@@ -197,16 +225,16 @@ fn count(matrix: Matrix<'_>, symbols: Symbols, contexts: &Contexts) -> Vec<Count
             if !single {
                 ids.fill(chunk * CHUNK + block * BLOCK, &mut of[..len]);
             }
-            for (&context, &code) in of[..len].iter().zip(&codes[..len]) {
-                counts[usize::from(context)][usize::from(code & 0xff)] += 1;
-            }
+            // First all places, which the compiler vectorises.
+            codes.iter_mut().zip(&of).for_each(|(code, &context)| *code = u16::from(context) << 8 | *code & 0xff);
+            codes[..len].iter().for_each(|&place| counters[usize::from(place) % COUNTERS] += 1);
         }
         counts
     };
     let chunks: Vec<_> = matrix.bytes().par_chunks(2 * CHUNK).enumerate().map(count_chunk).collect();
     let mut sum = vec![[0; SYMBOLS_MAX]; CONTEXTS];
     for counts in chunks {
-        for (sum, &count) in sum.iter_mut().flatten().zip(counts.as_flattened()) {
+        for (sum, &count) in sum.iter_mut().flatten().zip(&counts) {
             *sum += u64::from(count);
         }
     }
@@ -267,10 +295,24 @@ fn table_cost(counts: &Counts, symbols: usize) -> u64 {
 /// Bits of all elements under an ideal code, as a fixed-point number.
 fn entropy(counts: &[u64]) -> u64 {
     // No overflow: a tensor has at most 2^34 elements.
-    let weighted = |count: u64| if count == 0 { 0 } else { count * log2(count) };
+    let weighted = |count: u64| match SMALL.get(count as usize) {
+        Some(&bits) => bits,
+        None => count * log2(count),
+    };
     let sum: u64 = counts.iter().map(|&count| weighted(count)).sum();
     weighted(counts.iter().sum()).saturating_sub(sum)
 }
+
+/// `count * log2(count)` of the counts that occur most.
+static SMALL: [u64; 2048] = {
+    let mut table = [0; 2048];
+    let mut count = 1;
+    while count < table.len() {
+        table[count] = count as u64 * log2(count as u64);
+        count += 1;
+    }
+    table
+};
 
 /// Logarithms of 1, 1 + 1/256, ..., 2.
 const LOGARITHMS: [u32; 257] = logarithms();
@@ -296,16 +338,16 @@ const fn logarithms() -> [u32; 257] {
 }
 
 /// The binary logarithm of a positive number, as a fixed-point number: interpolated between 257 points.
-fn log2(number: u64) -> u64 {
+const fn log2(number: u64) -> u64 {
     let whole = number.ilog2();
     let fraction = number << (63 - whole) << 1;
     let (index, rest) = ((fraction >> 56) as usize, fraction >> 40 & 0xffff);
-    let (low, high) = (u64::from(LOGARITHMS[index]), u64::from(LOGARITHMS[index + 1]));
-    (u64::from(whole) << FRACTION) + low + (((high - low) * rest) >> 16)
+    let (low, high) = (LOGARITHMS[index] as u64, LOGARITHMS[index + 1] as u64);
+    ((whole as u64) << FRACTION) + low + (((high - low) * rest) >> 16)
 }
 
 /// Frequencies in proportion to the counts, at least 1 where there is a count. Their sum is [`TOTAL`].
-fn frequencies(counts: &[u64]) -> Vec<u16> {
+pub(super) fn frequencies(counts: &[u64]) -> Vec<u16> {
     let total: u64 = counts.iter().sum();
     if total == 0 {
         // The table of contexts that do not occur.

@@ -11,8 +11,9 @@ mod choose;
 mod coder;
 mod model;
 mod numbers;
+pub(crate) mod planes;
 
-use std::borrow::Cow;
+use std::{borrow::Cow, cell::Cell};
 
 use rayon::prelude::*;
 
@@ -26,7 +27,9 @@ use super::{
     tiles::{check_out, debug_sizes},
 };
 use crate::{
-    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, bits::zeroed, layout::SECTION_ALIGN,
+    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid,
+    bits::{with_capacity, zeroed},
+    layout::SECTION_ALIGN,
     safetensors::Dtype,
 };
 
@@ -120,48 +123,76 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
         .par_chunks(2 * CHUNK)
         .zip(nibbles.par_chunks_mut(CHUNK / 2))
         .enumerate()
-        .map_init(
-            || vec![0; 2 * CHUNK.min(grid.elements()) + SLACK],
-            |words, (chunk, (elements, nibbles))| {
-                encode_chunk((&tables, &ids, model.symbols), chunk * CHUNK, elements, nibbles, words)
-            },
-        )
+        .map(|(chunk, (elements, nibbles))| {
+            encode_chunk((&tables, &ids, model.symbols), chunk * CHUNK, elements, nibbles)
+        })
         .collect();
-    let bytes: usize = chunks.iter().map(Vec::len).sum();
-    let mut streams = Vec::with_capacity(bytes.next_multiple_of(SECTION_ALIGN));
-    chunks.iter().for_each(|chunk| streams.extend_from_slice(chunk));
-    streams.resize(bytes.next_multiple_of(SECTION_ALIGN), 0);
-    let starts = chunk_starts(grid, &streams).expect("the encoder's own chunks");
+    let streams = joined(chunks);
+    let starts = chunk_starts(grid.elements(), &streams).expect("the encoder's own chunks");
     RansTensor { grid, model, streams, nibbles, starts }
 }
 
-/// Encodes the elements of a chunk, of which `first` is the index of the first. Their words are assembled in `words`,
-/// from its end.
+thread_local! {
+    /// Where a thread assembles the words of a chunk: kept from chunk to chunk, as filling it with zeros takes as long as
+    /// a fifth of the encoding.
+    static WORDS: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
+/// Encodes the elements of a chunk, of which `first` is the index of the first.
 fn encode_chunk(
     (tables, ids, symbols): (&Tables, &TableIds<'_>, Symbols),
     first: usize,
     elements: &[u8],
     nibbles: &mut [u8],
-    words: &mut [u8],
 ) -> Vec<u8> {
-    let (mut of, mut codes) = ([0; BLOCK], [0; BLOCK]);
-    let (mut states, mut at) = ([STATE_MIN; STATES], words.len());
-    let blocks = elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate();
-    for (block, (elements, nibbles)) in blocks.collect::<Vec<_>>().into_iter().rev() {
-        let len = elements.len() / 2;
-        coder::split(symbols, elements, &mut codes[..len], nibbles);
-        if !ids.is_single() {
-            ids.fill(first + block * BLOCK, &mut of[..len]);
+    chunk_of(elements.len() / 2, |states, words, at| {
+        let (mut of, mut codes) = ([0; BLOCK], [0; BLOCK]);
+        let blocks = elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate();
+        for (block, (elements, nibbles)) in blocks.collect::<Vec<_>>().into_iter().rev() {
+            let len = elements.len() / 2;
+            coder::split(symbols, elements, &mut codes[..len], nibbles);
+            if !ids.is_single() {
+                ids.fill(first + block * BLOCK, &mut of[..len]);
+            }
+            coder::encode(tables, states, (words, at), &of[..len], &codes[..len]);
         }
-        coder::encode(tables, &mut states, (words, &mut at), &of[..len], &codes[..len]);
+    })
+}
+
+/// A chunk of `symbols` symbols, which `encode` encodes, the last one first: it advances the states, and writes words in
+/// front of a position.
+fn chunk_of(symbols: usize, encode: impl FnOnce(&mut [u32; STATES], &mut [u8], &mut usize)) -> Vec<u8> {
+    let mut buffer = WORDS.take();
+    let most = 2 * symbols + SLACK;
+    if buffer.len() < most {
+        buffer.resize(most, 0);
     }
+    let words = &mut buffer[..most];
+    let (mut states, mut at) = ([STATE_MIN; STATES], most);
+    encode(&mut states, words, &mut at);
     let words = &words[at..];
-    let mut chunk = Vec::with_capacity(CHUNK_HEAD + words.len() + 2);
+    let mut chunk = Vec::with_capacity((CHUNK_HEAD + words.len()).next_multiple_of(SECTION_ALIGN));
     chunk.extend((words.len() as u32 / 2).to_le_bytes());
     chunk.extend(states.iter().flat_map(|state| state.to_le_bytes()));
     chunk.extend_from_slice(words);
     chunk.resize(chunk.len().next_multiple_of(4), 0);
+    WORDS.set(buffer);
     chunk
+}
+
+/// The section of these chunks.
+fn joined(chunks: Vec<Vec<u8>>) -> Vec<u8> {
+    let bytes = chunks.iter().map(Vec::len).sum::<usize>().next_multiple_of(SECTION_ALIGN);
+    let mut streams = match <[Vec<u8>; 1]>::try_from(chunks) {
+        Ok([only]) => only,
+        Err(chunks) => {
+            let mut streams = with_capacity(bytes);
+            chunks.iter().for_each(|chunk| streams.extend_from_slice(chunk));
+            streams
+        }
+    };
+    streams.resize(bytes, 0);
+    streams
 }
 
 /// Decodes to little-endian BF16 bytes, on the current rayon pool.
@@ -239,7 +270,7 @@ impl<B: AsRef<[u8]>> RansTensor<B> {
         if nibbles.as_ref()[used..].iter().enumerate().any(|(i, &byte)| byte >> if i < half { 4 } else { 0 } != 0) {
             return Err(CodecError::Code { section: name, reason: "its padding must be 0" });
         }
-        let starts = chunk_starts(grid, streams.as_ref())?;
+        let starts = chunk_starts(grid.elements(), streams.as_ref())?;
         Ok(Self { grid, model, streams, nibbles, starts })
     }
 
@@ -289,12 +320,12 @@ fn chunk_head(bytes: &[u8]) -> Option<(usize, [u32; STATES], &[u8])> {
     Some((u32::from_le_bytes(numbers[0]) as usize, states, rest.as_flattened()))
 }
 
-/// Checks the chunks and returns where each begins.
-fn chunk_starts(grid: TileGrid, streams: &[u8]) -> Result<Vec<usize>, CodecError> {
+/// Checks the chunks of this number of symbols and returns where each begins.
+fn chunk_starts(symbols: usize, streams: &[u8]) -> Result<Vec<usize>, CodecError> {
     let mut starts = Vec::new();
     let mut at = 0;
-    for first in (0..grid.elements()).step_by(CHUNK) {
-        let elements = CHUNK.min(grid.elements() - first);
+    for first in (0..symbols).step_by(CHUNK) {
+        let elements = CHUNK.min(symbols - first);
         let (count, states, rest) = chunk_head(&streams[at..]).ok_or(streams_error("it ends before the last chunk"))?;
         let bytes = (2 * count).next_multiple_of(4);
         if count > elements || bytes > rest.len() {

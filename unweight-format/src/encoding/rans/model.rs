@@ -159,13 +159,7 @@ impl Model {
         bytes.extend([u8::from(rows.is_some()), u8::from(cols.is_some())]);
         bytes.resize(FIXED_BYTES, 0);
         let mut numbers = NumberWriter::default();
-        for table in &self.tables {
-            let mut previous = 0;
-            for &frequency in table {
-                numbers.push(i32::from(frequency) - previous);
-                previous = frequency.into();
-            }
-        }
+        self.tables.iter().for_each(|table| put_table(&mut numbers, table));
         for &class in [rows, cols].into_iter().flatten().flatten() {
             numbers.push(i32::from(class) - CLASSES as i32 / 2);
         }
@@ -202,8 +196,17 @@ impl Model {
     }
 }
 
+/// Appends the frequencies of a table.
+pub(super) fn put_table(numbers: &mut NumberWriter, table: &[u16]) {
+    let mut previous = 0;
+    for &frequency in table {
+        numbers.push(i32::from(frequency) - previous);
+        previous = frequency.into();
+    }
+}
+
 /// Reads the frequencies of a table.
-fn table(numbers: &mut NumberReader<'_>, symbols: usize) -> Result<Vec<u16>, CodecError> {
+pub(super) fn table(numbers: &mut NumberReader<'_>, symbols: usize) -> Result<Vec<u16>, CodecError> {
     let (mut frequency, mut sum) = (0, 0);
     let mut next = || {
         frequency += numbers.next().ok_or(invalid("a number is missing or too long"))?;
