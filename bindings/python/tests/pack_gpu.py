@@ -4,7 +4,7 @@
     python pack_gpu.py --double 2 --single 2 --out small.json            # a quick run
     python pack_gpu.py --device cpu --hidden 128 --double 1 --single 1 --tokens 16 --text-tokens 8 --steps 1
 
-Needs torch and the wheel. Exit status 1 if a bit is wrong; times are only reported. Steps of resident modules alternate.
+Needs torch and the wheel. Exit status 1 if a bit is wrong. Steps of resident modules alternate.
 """
 
 import argparse
