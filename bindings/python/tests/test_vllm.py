@@ -113,6 +113,33 @@ def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
     return copy
 
 
+def quantize(model: pathlib.Path) -> pathlib.Path:
+    """Replaces the MLPs of a model by random INT4 weights of compressed-tensors; attention and head stay BF16."""
+    import safetensors.torch
+    import torch
+
+    random, group = torch.Generator().manual_seed(3), 64
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    for name in [name for name in tensors if ".mlp." in name]:
+        (n, k), prefix = tensors.pop(name).shape, name.removesuffix("weight")
+        words = torch.randint(-(2**31), 2**31, (n, k // 8), dtype=torch.int64, generator=random).int()
+        scales = torch.rand(n, k // group, generator=random).mul(0.004).add(0.006).bfloat16()
+        parts = dict(weight_packed=words, weight_scale=scales, weight_shape=torch.tensor([n, k]))
+        tensors |= {prefix + part: tensor for part, tensor in parts.items()}
+    safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    weights = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group, dynamic=False)
+    config = dict(
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        quantization_status="compressed",
+        config_groups={"group_0": dict(weights=weights, input_activations=None, targets=["Linear"])},
+        ignore=[f"model.layers.{layer}.self_attn.{one}_proj" for layer in range(2) for one in "qkvo"] + ["lm_head"],
+    )
+    text = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**text, "quantization_config": config}))
+    return model
+
+
 def adapter(home: pathlib.Path) -> pathlib.Path:
     """Writes a LoRA adapter in PEFT's format for all linear layers but the head, large enough to change the output."""
     import safetensors.torch
@@ -422,6 +449,67 @@ class Engine(Case):
         _, log = engines([dict(model=str(bundle), enforce_eager=True, refused=True)])
         self.assertIn("another quantization (fp8) loads the weights and may change them", log)
         self.assertNotIn("exact but not smaller", log)
+
+    def test_the_bf16_rest_of_a_quantized_model_is_packed(self):
+        import unweight
+
+        model = quantize(make(self.home / "model", "llama"))
+        bundle = bundle_of(model)
+        for info in unweight.Bundle(bundle).tensors():
+            is_packed = info.dtype == "BF16" and len(info.shape) == 2 and "scale" not in info.name
+            self.assertEqual(info.encoding == "packed", is_packed, info)
+        runs = [dict(model=str(model)), dict(model=str(model), quantization="unweight")]
+        runs += [dict(model=str(bundle)), dict(model=str(bundle), quantization="unweight")]
+        log = self.hold_equal(runs, enforce_eager=True)
+        # qkv and o of each layer, and the head; gate_up and down are quantized.
+        said = "unweight: 5 layers packed, .* 0 in BF16, 4 in another quantization"
+        self.assertEqual(len(re.findall(said, log)), 2, log[-4000:])
+        self.assertIn("pass --quantization unweight to pack the BF16 layers", log)
+
+    def test_configs_of_quantized_models(self):
+        program = (
+            "import copy, json, pickle, sys\n"
+            "from vllm.model_executor.layers.quantization import get_quantization_config\n"
+            "import unweight.vllm\n"
+            "unweight.vllm.register()\n"
+            "ours = get_quantization_config('unweight')\n"
+            "said = []\n"
+            "for config in json.loads(sys.argv[1]):\n"
+            "    assert ours.override_quantization_method(config, None) is None\n"
+            "    assert ours.override_quantization_method(config, 'unweight') == 'unweight'\n"
+            "    try:\n"
+            "        made = ours.from_config(config)\n"
+            "    except ValueError as error:\n"
+            "        said.append(str(error))\n"
+            "        continue\n"
+            "    for copied in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):\n"
+            "        assert type(copied) is type(made) and vars(copied).keys() == vars(made).keys()\n"
+            "        assert [str(one) for one in copied.get_supported_act_dtypes()] == ['torch.bfloat16']\n"
+            "    said.append(f'{type(made).__name__} {made.get_name()} {type(made).__mro__[2].__name__}')\n"
+            "print('SAID', json.dumps(said))\n"
+        )
+        nvfp4 = dict(quant_algo="NVFP4", group_size=16, exclude_modules=["lm_head"], kv_cache_quant_algo=None)
+        expected = {
+            "UnweightCompressedTensorsConfig compressed-tensors CompressedTensorsConfig": dict(
+                quant_method="compressed-tensors", format="pack-quantized", config_groups={}, ignore=["lm_head"]
+            ),
+            "UnweightFp8Config fp8 Fp8Config": dict(quant_method="fp8", activation_scheme="dynamic"),
+            "UnweightModelOptFp8Config modelopt ModelOptFp8Config": dict(
+                quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]
+            ),
+            "UnweightModelOptNvFp4Config modelopt_fp4 ModelOptNvFp4Config": dict(
+                quant_method="modelopt", quantization=nvfp4
+            ),
+            "unweight: the model is quantized by bitsandbytes, and --quantization unweight packs the BF16 rest only of "
+            "awq, compressed-tensors, fp8, gptq, modelopt, modelopt_fp4; omit the option": dict(
+                quant_method="bitsandbytes"
+            ),
+        }
+        command = [sys.executable, "-c", program, json.dumps(list(expected.values()))]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
+        said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+        self.assertEqual(len(said), 1, done.stderr[-4000:])
+        self.assertEqual(json.loads(said[0].removeprefix("SAID ")), list(expected))
 
     def test_an_unsupported_vllm_runs_without_unweight(self):
         program = (

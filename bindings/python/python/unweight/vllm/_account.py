@@ -14,7 +14,11 @@ from typing import Any, Optional
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -148,8 +152,8 @@ def missing_parameters(model: nn.Module, loaded: set[str]) -> list[str]:
     missing = []
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # Layers with other methods may have scales, which a checkpoint need not contain.
-        is_checked = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
+        # Layers of another quantization may have scales, which a checkpoint need not contain.
+        is_checked = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         if is_checked and module not in arrivals_of:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in arrived:

@@ -21,8 +21,13 @@ from torch import Tensor, nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
@@ -146,7 +151,7 @@ class UnweightLoader(DefaultModelLoader):
                 )
                 logger.warning(
                     "unweight: %s is a bundle, but its config.json does not say so: %s; pass --quantization unweight "
-                    "to pack them, if config.json has no other quantization",
+                    "to pack the BF16 layers",
                     folder,
                     consequence,
                 )
@@ -355,8 +360,17 @@ def _log_packed(model: nn.Module) -> None:
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
     gib = sum(weight.packed_nbytes for weight in packed) / 2**30
     bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
-    others = len(layers) - len(packed)
-    logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+    bf16 = sum(type(layer.quant_method) in plain for layer in layers)
+    others = len(layers) - len(packed) - bf16
+    logger.info(
+        "unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16%s",
+        len(packed),
+        gib,
+        bf16_gib,
+        bf16,
+        f", {others} in another quantization" if others else "",
+    )
     reasons = {name: getattr(layer, "unweight_unpackable", None) for name, layer in model.named_modules()}
     unpackable = {name: reason for name, reason in reasons.items() if reason is not None}
     if unpackable:
