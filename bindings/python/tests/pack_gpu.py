@@ -325,7 +325,7 @@ def main() -> int:
     if given.plan:
         print(f"{given.double} double and {given.single} single blocks, hidden {given.hidden}: BF16, packed, offloaded")
         return 0
-    given.end = time.monotonic() + given.seconds
+    given.end, given.seconds = time.monotonic() + given.seconds, None
     device, shape = torch.device(given.device), Shape(given)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -335,7 +335,7 @@ def main() -> int:
         "torch": torch.__version__,
         "unweight": unweight.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "options": {name: value for name, value in vars(given).items() if name not in ("out", "plan", "end", "seconds")},
+        "options": {name: value for name, value in vars(given).items() if name not in ("out", "plan", "end")},
     }
     with torch.no_grad():
         record["resident"], output = resident(shape, operands, given, device)
