@@ -4,6 +4,7 @@
 
 mod archive;
 mod attach;
+mod base;
 mod budget;
 #[cfg(feature = "hub")]
 mod card;

@@ -4,7 +4,7 @@
     python pack_gpu.py --double 2 --single 2 --out small.json            # a quick run
     python pack_gpu.py --device cpu --hidden 128 --double 1 --single 1 --tokens 16 --text-tokens 8 --steps 1
 
-Needs torch and the wheel. Exit status 1 if a bit is wrong; times are only reported. Steps of resident modules alternate.
+Needs torch and the wheel. Exit status 1 if a bit is wrong. Steps of resident modules alternate.
 """
 
 import argparse
@@ -288,7 +288,8 @@ def offloaded(shape: Shape, operands: tuple, given: argparse.Namespace, device: 
     record["packed"]["wrong_weights"] = wrong_bits(module, shape, device)
     del module
     free(device)
-    if not given.no_accelerate and importlib.util.find_spec("accelerate") is not None:
+    has_accelerate = not given.no_accelerate and importlib.util.find_spec("accelerate") is not None
+    if has_accelerate and given.end - time.monotonic() > 60:
         import accelerate
 
         module = made(shape, device).to("cpu")
@@ -317,8 +318,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-offload", action="store_true")
     parser.add_argument("--no-accelerate", action="store_true", help="skip accelerate's offload, about 2 s per step")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="leave out later parts after this time")
     parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--plan", action="store_true", help="say what would be compared, and do nothing")
     given = parser.parse_args()
+    if given.plan:
+        print(f"{given.double} double and {given.single} single blocks, hidden {given.hidden}: BF16, packed, offloaded")
+        return 0
+    given.end, given.seconds = time.monotonic() + given.seconds, None
     device, shape = torch.device(given.device), Shape(given)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -328,12 +335,12 @@ def main() -> int:
         "torch": torch.__version__,
         "unweight": unweight.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "options": {name: value for name, value in vars(given).items() if name != "out"},
+        "options": {name: value for name, value in vars(given).items() if name not in ("out", "plan", "end")},
     }
     with torch.no_grad():
         record["resident"], output = resident(shape, operands, given, device)
         free(device)
-        if device.type == "cuda" and not given.no_offload:
+        if device.type == "cuda" and not given.no_offload and given.end - time.monotonic() > 60:
             record["offloaded"] = offloaded(shape, operands, given, device, output)
     checks = {
         "weights": record["resident"]["wrong_weights"] == 0 and record["resident"]["output_is_finite"],

@@ -10,7 +10,7 @@ import torch
 import unweight
 from torch import nn
 from torch.nn.utils import parametrize
-from unweight._offload import Offload, blocks_of
+from unweight._offload import Offload, blocks_of, require_two
 from unweight.modules import PackedLinear, PackedWeight
 
 
@@ -414,7 +414,7 @@ class Offloading(Case):
         self.module = copy.deepcopy(self.stock)
         unweight.pack_model(self.module)
         self.copies = LateCopies()
-        self.blocks = blocks_of(self.module)
+        self.blocks = blocks_of(self.module, PackedLinear)
         self.offload = Offload(self.blocks, self.copies)
         self.operands = inputs(2, 5, 64), inputs(2, 64, seed=2)
 
@@ -423,7 +423,13 @@ class Offloading(Case):
         self.assertEqual([len(layers) for layers in self.blocks], [3, 3, 3, 1, 1])
         self.assertTrue(hasattr(self.module.embed, "weight_packed"))
         self.assertFalse(hasattr(self.module.blocks[0].up, "weight_packed"))
-        self.assertEqual(blocks_of(nn.Sequential(nn.Linear(64, 64))), [])
+        self.assertEqual(blocks_of(nn.Sequential(nn.Linear(64, 64)), nn.Linear), [])
+        # Offloaded layers are not offloaded again.
+        self.assertEqual(blocks_of(self.module, PackedLinear), [])
+        self.assertEqual(len(blocks_of(self.stock, nn.Linear)), 5)
+        require_two(self.blocks)
+        with self.assertRaisesRegex(ValueError, "needs two blocks, .* but the module has 1; omit offload"):
+            require_two(self.blocks[:1])
 
     def test_outputs_are_the_same_and_the_next_block_is_prefetched(self):
         for _ in range(3):

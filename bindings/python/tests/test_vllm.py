@@ -3,6 +3,7 @@
 Run as a program, it runs engines one after the other in one process, and prints their tokens and logprobs as JSON.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -70,6 +71,9 @@ KINDS = {
 }
 
 
+VALUE = "model.layers.0.self_attn.v_proj.weight"
+# Quantizations that vLLM runs on the CPU.
+QUANTIZED = ("compressed-tensors, int4", "compressed-tensors, int8", "gptq", "awq")
 # Models split over two processes: the option, the model, and whether it has a LoRA adapter.
 SHARED = (
     ("tensor_parallel_size", "llama, padded head", False),
@@ -111,6 +115,65 @@ def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
     del tensors[name]
     safetensors.torch.save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def quantize(model: pathlib.Path, method: str) -> pathlib.Path:
+    """Replaces the MLPs of a model by random weights of another quantization; attention and head stay BF16."""
+    import safetensors.torch
+    import torch
+
+    random, group = torch.Generator().manual_seed(3), 64
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, dtype=torch.int64, generator=random).int()
+
+    for name in [name for name in tensors if ".mlp." in name]:
+        (n, k), prefix = tensors.pop(name).shape, name.removesuffix("weight")
+        scales = torch.rand(n, k // group, generator=random).mul(0.004).add(0.006).bfloat16()
+        if method == "compressed-tensors, int4":
+            shape = torch.tensor([n, k])
+            parts = dict(weight_packed=words(n, k // 8), weight_scale=scales, weight_shape=shape)
+        elif method == "compressed-tensors, int8":
+            weight = torch.randint(-127, 128, (n, k), generator=random).to(torch.int8)
+            parts = dict(weight=weight, weight_scale=scales[:, :1].float().mul(0.1).contiguous())
+        elif method == "gptq":
+            parts = dict(
+                qweight=words(k // 8, n),
+                scales=scales.t().contiguous(),
+                # Zero points are stored minus 1, 4 bits each; symmetric weights have 8.
+                qzeros=torch.full((k // group, n // 8), 0x77777777, dtype=torch.int32),
+                g_idx=torch.arange(k, dtype=torch.int32) // group,
+            )
+        else:
+            zeros = torch.full((k // group, n // 8), -0x77777778, dtype=torch.int32)
+            parts = dict(qweight=words(k, n // 8), scales=scales.t().contiguous(), qzeros=zeros)
+        tensors |= {prefix + part: tensor for part, tensor in parts.items()}
+    safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    ignored = [f"model.layers.{layer}.self_attn.{one}_proj" for layer in range(2) for one in "qkvo"]
+    if method.startswith("compressed-tensors"):
+        int4 = dict(num_bits=4, type="int", symmetric=True, strategy="group", group_size=group, dynamic=False)
+        int8 = dict(num_bits=8, type="int", symmetric=True, strategy="channel", dynamic=False)
+        inputs = dict(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+        is_int4 = method.endswith("int4")
+        scheme = dict(weights=int4 if is_int4 else int8, input_activations=None if is_int4 else inputs)
+        config = dict(
+            quant_method="compressed-tensors",
+            format="pack-quantized" if is_int4 else "int-quantized",
+            quantization_status="compressed",
+            config_groups={"group_0": dict(scheme, targets=["Linear"])},
+            ignore=[*ignored, "lm_head"],
+        )
+    elif method == "gptq":
+        config = dict(quant_method="gptq", bits=4, group_size=group, desc_act=False, sym=True, lm_head=False)
+        # GPTQModel's way to leave layers in BF16.
+        config["dynamic"] = {r"-:.*self_attn.*": {}}
+    else:
+        config = dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm")
+        config["modules_to_not_convert"] = ["self_attn"]
+    text = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**text, "quantization_config": config}))
+    return model
 
 
 def adapter(home: pathlib.Path) -> pathlib.Path:
@@ -208,6 +271,42 @@ class Engine(Case):
         runs.append(dict(model=str(model), quantization="unweight"))
         log = self.hold_equal(runs, enforce_eager=True)
         self.assertEqual(log.count("unweight: 8 layers packed"), 2, log[-4000:])
+
+    def test_weights_of_a_running_engine_are_replaced(self):
+        import safetensors.torch
+        import torch
+
+        model = make(self.home / "model", "llama")
+        tensors = safetensors.torch.load_file(model / "model.safetensors")
+        random, others = torch.Generator().manual_seed(7), {}
+        for name, tensor in tensors.items():
+            others[name] = torch.randn(tensor.shape, generator=random).mul(0.05).bfloat16()
+            if tensor.dim() == 2:
+                # More weights are outside of the window than before.
+                others[name].view(-1)[::300] = 2.0**-60
+        other, wide = self.home / "other" / "model", self.home / "wide" / "model"
+        for path in (other, wide):
+            shutil.copytree(model, path)
+        safetensors.torch.save_file(others, other / "model.safetensors", metadata={"format": "pt"})
+        # Too many zeros for the packed encoding.
+        others["model.layers.1.self_attn.o_proj.weight"].view(-1)[::50] = 0
+        safetensors.torch.save_file(others, wide / "model.safetensors", metadata={"format": "pt"})
+        bundle = str(bundle_of(model))
+        for path, more in ((other, [dict(model=bundle, reload=str(bundle_of(other)))]), (wide, [])):
+            runs = [dict(model=str(path)), dict(model=str(model), quantization="unweight", exchange=str(path)), *more]
+            log = self.hold_equal(runs, enforce_eager=True)
+            said = "the new weight of model.layers.1.self_attn.o_proj cannot be packed and stays in BF16"
+            self.assertEqual(said in log, path == wide, log[-4000:])
+        (first,), _ = engines([dict(model=str(model), enforce_eager=True)])
+        (second,), _ = engines([dict(model=str(other), enforce_eager=True)])
+        self.assertNotEqual(first, second)
+
+    def test_experts_of_a_running_engine_are_not_replaced(self):
+        model = make(self.home / "model", "qwen3 moe")
+        bundle, more = bundle_of(model), dict(refused=True, enforce_eager=True)
+        runs = [dict(model=str(bundle), **one, **more) for one in ({"exchange": str(model)}, {"reload": str(bundle)})]
+        for answer in engines(runs)[0]:
+            self.assertIn("packed experts of a running engine cannot be replaced (reload_weights); start", str(answer))
 
     def test_graphs_are_compiled(self):
         model = make(self.home / "model", "llama")
@@ -313,9 +412,12 @@ class Engine(Case):
             "float16 is not supported for quantization method unweight": dict(model=str(bundle), dtype="float16"),
             "packed weights cannot be offloaded": dict(model=str(bundle), cpu_offload_gb=1),
             "cannot be loaded by --load-format dummy": dict(model=str(bundle), load_format="dummy"),
-            "cannot be replaced (reload_weights)": dict(model=str(bundle), reload=True),
-            "cannot be replaced (reload_weights); start": dict(model=str(bundle), exchange=True),
-            "be replaced (reload_weights); start another": dict(model=str(bundle), exchange_inner=True),
+            "the weights of a part of the model of a running engine cannot be replaced": dict(
+                model=str(bundle), exchange_inner=True
+            ),
+            "weights are missing from the model's files: model.layers.0.self_attn.v_proj.weight": dict(
+                model=str(bundle), exchange=str(without(self.home / "model", self.home / "part", VALUE))
+            ),
             "vLLM's CPU backend has no expert parallelism": dict(
                 model=str(experts), configure=True, tensor_parallel_size=2, enable_expert_parallel=True
             ),
@@ -423,6 +525,70 @@ class Engine(Case):
         self.assertIn("another quantization (fp8) loads the weights and may change them", log)
         self.assertNotIn("exact but not smaller", log)
 
+    def test_the_bf16_rest_of_quantized_models_is_packed(self):
+        import unweight
+
+        for method in QUANTIZED:
+            with self.subTest(method):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model = quantize(make(self.home / "model", "llama"), method)
+                bundle = bundle_of(model)
+                for info in unweight.Bundle(bundle).tensors():
+                    is_packed = info.dtype == "BF16" and len(info.shape) == 2 and "scale" not in info.name
+                    self.assertEqual(info.encoding == "packed", is_packed, info)
+                runs = [dict(model=str(model)), dict(model=str(model), quantization="unweight")]
+                runs += [dict(model=str(bundle)), dict(model=str(bundle), quantization="unweight")]
+                log = self.hold_equal(runs, enforce_eager=True)
+                # qkv and o of each layer, and the head; gate_up and down are quantized.
+                said = "unweight: 5 layers packed, .* 0 in BF16, 4 in another quantization"
+                self.assertEqual(len(re.findall(said, log)), 2, log[-4000:])
+                self.assertIn("pass --quantization unweight to pack the BF16 layers", log)
+
+    def test_configs_of_quantized_models(self):
+        program = (
+            "import copy, json, pickle, sys\n"
+            "from vllm.model_executor.layers.quantization import get_quantization_config\n"
+            "import unweight.vllm\n"
+            "unweight.vllm.register()\n"
+            "ours = get_quantization_config('unweight')\n"
+            "said = []\n"
+            "for config in json.loads(sys.argv[1]):\n"
+            "    assert ours.override_quantization_method(config, None) is None\n"
+            "    assert ours.override_quantization_method(config, 'unweight') == 'unweight'\n"
+            "    try:\n"
+            "        made = ours.from_config(config)\n"
+            "    except ValueError as error:\n"
+            "        said.append(str(error))\n"
+            "        continue\n"
+            "    for copied in (made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):\n"
+            "        assert type(copied) is type(made) and vars(copied).keys() == vars(made).keys()\n"
+            "        assert [str(one) for one in copied.get_supported_act_dtypes()] == ['torch.bfloat16']\n"
+            "    said.append(f'{type(made).__name__} {made.get_name()} {type(made).__mro__[2].__name__}')\n"
+            "print('SAID', json.dumps(said))\n"
+        )
+        nvfp4 = dict(quant_algo="NVFP4", group_size=16, exclude_modules=["lm_head"], kv_cache_quant_algo=None)
+        expected = {
+            "UnweightCompressedTensorsConfig compressed-tensors CompressedTensorsConfig": dict(
+                quant_method="compressed-tensors", format="pack-quantized", config_groups={}, ignore=["lm_head"]
+            ),
+            "UnweightFp8Config fp8 Fp8Config": dict(quant_method="fp8", activation_scheme="dynamic"),
+            "UnweightModelOptFp8Config modelopt ModelOptFp8Config": dict(
+                quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]
+            ),
+            "UnweightModelOptNvFp4Config modelopt_fp4 ModelOptNvFp4Config": dict(
+                quant_method="modelopt", quantization=nvfp4
+            ),
+            "unweight: the model is quantized by bitsandbytes, and --quantization unweight packs the BF16 rest only of "
+            "awq, compressed-tensors, fp8, gptq, modelopt, modelopt_fp4; omit the option": dict(
+                quant_method="bitsandbytes"
+            ),
+        }
+        command = [sys.executable, "-c", program, json.dumps(list(expected.values()))]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
+        said = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+        self.assertEqual(len(said), 1, done.stderr[-4000:])
+        self.assertEqual(json.loads(said[0].removeprefix("SAID ")), list(expected))
+
     def test_an_unsupported_vllm_runs_without_unweight(self):
         program = (
             "import vllm.model_executor.model_loader as loader\n"
@@ -506,10 +672,23 @@ class Serve(Case):
             server.wait(60)
 
 
+def replace(source: pathlib.Path, inner) -> None:
+    """Replaces the weights of a running model by those of a file; arenas stay where they are."""
+    import safetensors.torch
+
+    def addresses() -> dict[str, int]:
+        return {name: one.data_ptr() for name, one in inner.named_parameters() if name.endswith("weight_packed")}
+
+    before = addresses()
+    inner.load_weights(safetensors.torch.load_file(source / "model.safetensors").items())
+    after = addresses()
+    assert before and all(after[name] == before[name] for name in after), (before, after)
+
+
 def answers(
     model: str,
-    reload: bool = False,
-    exchange: bool = False,
+    reload: Optional[str] = None,
+    exchange: Optional[str] = None,
     exchange_inner: bool = False,
     adapter: Optional[str] = None,
     **options: object,
@@ -523,10 +702,10 @@ def answers(
     if adapter is not None:
         options = {"enable_lora": True, "max_lora_rank": RANK, **options}
     llm = LLM(model=model, skip_tokenizer_init=True, max_model_len=128, seed=0, **options)
-    if reload:
-        llm.collective_rpc("reload_weights")
-    if exchange:
-        llm.apply_model(lambda inner: inner.load_weights(iter(())))
+    if reload is not None:
+        llm.collective_rpc("reload_weights", kwargs=dict(weights_path=reload))
+    if exchange is not None:
+        llm.apply_model(functools.partial(replace, pathlib.Path(exchange)))
     if exchange_inner:
         llm.apply_model(lambda outer: outer.model.load_weights(iter(())))
     random = torch.Generator().manual_seed(1)

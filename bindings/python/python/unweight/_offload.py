@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol, Sequence, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from .ops import Placed, _runtime, place, unpack
 if TYPE_CHECKING:
     from .modules import PackedLinear
 
+_Layer = TypeVar("_Layer", bound=nn.Module)
 # A block runs in one slot while the next arrives in the other.
 _SLOTS = 2
 
@@ -199,26 +200,35 @@ def _unpin(buffer: Tensor, device: torch.device) -> None:
 
 def offload_blocks(module: nn.Module, device: torch.device) -> None:
     """Offloads the packed layers of the elements of each outermost `nn.ModuleList`; `pack_model` documents it."""
-    blocks = blocks_of(module)
-    if len(blocks) < 2:
-        raise ValueError(
-            f"offload needs two blocks, the elements of an nn.ModuleList with packed layers, but the module has "
-            f"{len(blocks)}; omit offload"
-        )
+    from .modules import PackedLinear
+
+    blocks = blocks_of(module, PackedLinear)
+    require_two(blocks)
     Offload(blocks, CudaCopies(device))
 
 
-def blocks_of(module: nn.Module) -> list[list[PackedLinear]]:
-    """Returns the packed layers of each element of the outermost `nn.ModuleList`s, without empty blocks."""
-    from .modules import PackedLinear
+def require_two(blocks: Sequence[object]) -> None:
+    """Raises `ValueError` for fewer than two blocks."""
+    if len(blocks) < 2:
+        raise ValueError(
+            f"offload needs two blocks, the elements of an nn.ModuleList with linear layers, but the module has "
+            f"{len(blocks)}; omit offload"
+        )
 
-    blocks: list[list[PackedLinear]] = []
+
+def blocks_of(module: nn.Module, kind: type[_Layer]) -> list[list[_Layer]]:
+    """Returns the layers of a class in each element of the outermost `nn.ModuleList`s, without those that are
+    offloaded already, and without empty blocks."""
+    blocks: list[list[_Layer]] = []
     seen: set[int] = set()
+
+    def is_new(part: nn.Module) -> bool:
+        return isinstance(part, kind) and id(part) not in seen and getattr(part, "_offload", None) is None
 
     def visit(part: nn.Module) -> None:
         for child in part.children():
             if isinstance(part, nn.ModuleList):
-                layers = [one for one in child.modules() if isinstance(one, PackedLinear) and id(one) not in seen]
+                layers = [one for one in child.modules() if is_new(one)]
                 seen.update(map(id, layers))
                 blocks.append(layers)
             else:

@@ -36,6 +36,7 @@ from .ops import (
     _PackedState,
     _runtime,
     place,
+    unpack,
     why_not,
 )
 
@@ -127,13 +128,25 @@ def _product(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Te
     return F.linear(*plain)
 
 
-def _pack_into(arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor) -> Union[Escapes, Placed, str]:
-    """Packs other weights of the same shape into an arena; returns the object to keep with it, or why they cannot be
-    packed, which changes nothing.
+def _pack_into(
+    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool = False
+) -> Union[Escapes, Placed, str]:
+    """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
+    or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
 
     On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
-    have captured the arena stay valid.
+    have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
     """
+    weight = weight.detach().resolve_neg().contiguous()
+    packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
+    if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
+        raise UnweightError("new weights were packed wrongly: please report this bug")
+    return packed
+
+
+def _pack_into_unchecked(
+    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool
+) -> Union[Escapes, Placed, str]:
     if arena.device.type != "cuda":
         packed = _pack(weight)
         if isinstance(packed, str):
@@ -146,8 +159,12 @@ def _pack_into(arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor) ->
     made, lists = packed
     # Of the head, 64 bytes depend on shape and lists; the rest is the window.
     keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
+    is_in_room = isinstance(holder, Placed) and lists.nbytes <= holder.room
+    if keep_graphs and not (keeps_window and is_in_room):
+        what = "they have more escapes than there is room for" if keeps_window else "their exponent window is another"
+        return f"{what}, so captured CUDA graphs cannot use them"
     arena.copy_(made)
-    if not (isinstance(holder, Placed) and keeps_window and lists.nbytes <= holder.room):
+    if not (keeps_window and is_in_room):
         return place(arena, lists)
     (old,) = holder.lists
     memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
@@ -258,18 +275,15 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
                 f"{weight.dtype} {list(weight.shape)}"
             )
-        weight = weight.detach().resolve_neg().to(self.weight_packed.device).contiguous()
         before = self._escapes
-        holder = _pack_into(self.weight_packed.data, before, weight)
+        holder = _pack_into(self.weight_packed.data, before, weight.to(self.weight_packed.device))
         if isinstance(holder, str):
             raise ValueError(
                 f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
                 "replace it by a BF16 layer, load the module in BF16 and pack it again"
             )
         self._escapes = holder
-        if not torch.equal(self.unpacked().view(torch.int16), weight.view(torch.int16)):
-            raise UnweightError(f"the new weight of {self._describe()} was packed wrongly: please report this bug")
-        return holder is before or weight.device.type == "cpu"
+        return holder is before or self.weight_packed.device.type == "cpu"
 
     def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
         """Replaces some elements of the weight; the others keep their bits. Takes as long as `update_`, and returns and
@@ -290,8 +304,8 @@ class PackedLinear(_PackedState, nn.Linear):
         index = index.to(weight.device, torch.int64)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
             raise IndexError(
-                f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but the "
-                f"weight has {weight.numel()} elements"
+                f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but "
+                f"the weight has {weight.numel()} elements"
             )
         weight.view(-1)[index] = values.to(weight.device)
         return self.update_(weight)
@@ -451,14 +465,17 @@ def pack_model(
         raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
     if isinstance(exclude, str):
         raise TypeError(f"exclude is a string; give a list of patterns: [{exclude!r}]")
+    if offload:
+        from ._offload import blocks_of, offload_blocks, require_two
+
+        # Checked before anything is packed.
+        require_two(blocks_of(module, nn.Linear))
     before = _nbytes(module)
     layers = _pack_layers(module, target, exclude, offload)
     for parameter in module.parameters():
         if not is_lazy(parameter):
             parameter.requires_grad_(False)
     if offload:
-        from ._offload import offload_blocks
-
         offload_blocks(module, target)
     if target is not None:
         module.to(target)

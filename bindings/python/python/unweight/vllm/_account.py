@@ -14,7 +14,11 @@ from typing import Any, Optional
 from torch import nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -38,6 +42,13 @@ class Arrivals:
         """For each parameter, the parts that arrived: shard (q, k, v, gate, up) and expert, as loader arguments."""
         self.numels: dict[str, int] = {}
         """For each parameter, the number of elements that arrived."""
+        self.replaced: Optional[object] = None
+        """vLLM's record of the tensors that arriving ones replace; a new object for each update of a running engine."""
+
+    def begin(self, replaced: Optional[object]) -> None:
+        """Counts from 0 if an update of a running engine has begun."""
+        if replaced is not self.replaced:
+            self.arrived, self.numels, self.replaced = {}, {}, replaced
 
 
 arrivals_of: weakref.WeakKeyDictionary[nn.Module, Arrivals] = weakref.WeakKeyDictionary()
@@ -72,6 +83,9 @@ def _counting_loader(
         arrivals = None if layer is None else arrivals_of.get(layer)
         if arrivals is None:
             return load(*args, **kwargs)
+        info = get_layerwise_info(layer)
+        if info.kernel_tensors is not None:
+            arrivals.begin(info.kernel_tensors)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         not_part = ("param", "loaded_weight", "weight_name", "return_success")
@@ -81,7 +95,6 @@ def _counting_loader(
             which = "".join(f" ({one})" for one in part if one is not None)
             raise ValueError(TWICE.format(f"{arrivals.prefix}.{name}{which}"))
         arrived.add(part)
-        info = get_layerwise_info(layer)
         before = info.load_numel
         result = load(*args, **kwargs)
         # The count of a complete layer restarts at 0, so the difference may be negative; such a layer is not checked.
@@ -148,8 +161,8 @@ def missing_parameters(model: nn.Module, loaded: set[str]) -> list[str]:
     missing = []
     for prefix, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # Layers with other methods may have scales, which a checkpoint need not contain.
-        is_checked = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
+        # Layers of another quantization may have scales, which a checkpoint need not contain.
+        is_checked = method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
         if is_checked and module not in arrivals_of:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in arrived:

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,21 @@ from torch import Tensor, nn
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    initialize_online_processing,
+)
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 
@@ -87,10 +98,10 @@ class UnweightLoader(DefaultModelLoader):
             torch._C._host_emptyCache()
         if model_config.quantization == NAME:
             _log_packed(model)
-            # Weights loaded later by another path would fail at a packed layer, after replacing those of others.
+            session = _Session(model, model_config)
             for module in model.modules():
                 if hasattr(module, "load_weights"):
-                    module.load_weights = _refuse_reload
+                    module.load_weights = functools.partial(session.load_weights, module is model, module.load_weights)
             if load.stored_bytes:
                 logger.info("unweight: %d of %d bytes of the bundle read", load.read_bytes, load.stored_bytes)
         return model
@@ -114,13 +125,18 @@ class UnweightLoader(DefaultModelLoader):
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yields the names and tensors of a model, as vLLM's loader.
 
-        Refuses to reload a packed model here, before the running engine is changed.
+        Refuses here what cannot be reloaded, before the running engine is changed.
         """
-        if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
-            raise NotImplementedError(NO_RELOAD)
-        _leave_tied_heads(model)
+        # A reload uses a new loader.
+        self._load.quantization = model_config.quantization
+        is_running = any(hasattr(layer, "unweight_packed") for layer in model.modules())
+        if is_running:
+            _refuse_fixed(model)
+        else:
+            _leave_tied_heads(model)
         for layer in model.modules():
-            if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
+            is_ours = isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod))
+            if is_ours and not is_running:
                 # Repeated here, because layers have got their biases since `create_weights`.
                 initialize_online_processing(layer)
                 wrap_loaders(layer)
@@ -146,7 +162,7 @@ class UnweightLoader(DefaultModelLoader):
                 )
                 logger.warning(
                     "unweight: %s is a bundle, but its config.json does not say so: %s; pass --quantization unweight "
-                    "to pack them, if config.json has no other quantization",
+                    "to pack the BF16 layers",
                     folder,
                     consequence,
                 )
@@ -344,8 +360,45 @@ def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str)
         yield name, tensor
 
 
-def _refuse_reload(*_: Any, **__: Any) -> None:
-    raise NotImplementedError(NO_RELOAD)
+class _Session:
+    """Updates of a running engine's weights by `load_weights`: vLLM restores each layer as it was before loading, loads
+    and processes it, and copies the result to the tensors in use."""
+
+    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+        self._model, self._model_config, self._is_active = weakref.ref(model), model_config, False
+
+    def load_weights(self, is_whole: bool, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a module's `load_weights`; `is_whole` says that the module is the model.
+
+        Begins and ends an update unless the caller did, as `reload_weights` does. Then each layer needs all of its
+        tensors in one call. Raises `NotImplementedError` for a part of the model, and what cannot be replaced.
+        """
+        if self._is_active:
+            return load(*args, **kwargs)
+        if not is_whole:
+            raise NotImplementedError(NO_RELOAD.format("the weights of a part of the model"))
+        model = self._model()
+        _refuse_fixed(model)
+        is_begun = any(get_layerwise_info(layer).can_load() for layer in model.modules())
+        self._is_active = True
+        try:
+            if is_begun:
+                return load(*args, **kwargs)
+            initialize_layerwise_reload(model)
+            loaded = load(*args, **kwargs)
+            finalize_layerwise_reload(model, self._model_config)
+            return loaded
+        finally:
+            self._is_active = False
+
+
+def _refuse_fixed(model: nn.Module) -> None:
+    """Raises `NotImplementedError` for a running model with weights that cannot be replaced."""
+    for layer in model.modules():
+        if hasattr(layer, "unweight_packed") and isinstance(layer, RoutedExperts):
+            raise NotImplementedError(NO_RELOAD.format("packed experts"))
+        if hasattr(layer, "unweight_packed") and "weight" in layer.__dict__:
+            raise NotImplementedError(NO_RELOAD.format("the head next to adapters"))
 
 
 def _log_packed(model: nn.Module) -> None:
@@ -355,8 +408,17 @@ def _log_packed(model: nn.Module) -> None:
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
     gib = sum(weight.packed_nbytes for weight in packed) / 2**30
     bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
-    others = len(layers) - len(packed)
-    logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
+    bf16 = sum(type(layer.quant_method) in plain for layer in layers)
+    others = len(layers) - len(packed) - bf16
+    logger.info(
+        "unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16%s",
+        len(packed),
+        gib,
+        bf16_gib,
+        bf16,
+        f", {others} in another quantization" if others else "",
+    )
     reasons = {name: getattr(layer, "unweight_unpackable", None) for name, layer in model.named_modules()}
     unpackable = {name: reason for name, reason in reasons.items() if reason is not None}
     if unpackable:

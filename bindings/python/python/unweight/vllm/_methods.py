@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -23,16 +23,18 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
+from ..modules import _pack_into
 from ..ops import _pack_experts, _prepare, pack, unpack_experts, why_not
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 
 NAME = "unweight"
-NO_RELOAD = "unweight: the weights of a running engine cannot be replaced (reload_weights); start another engine"
+NO_RELOAD = "unweight: {} of a running engine cannot be replaced (reload_weights); start another engine"
 
 
 def are_plain(layer: RoutedExperts) -> bool:
@@ -89,12 +91,10 @@ _kernels = _Kernels()
 def _begin_packing(layer: nn.Module) -> bool:
     """Marks a layer as processed; returns false if it was processed before, as in vLLM's final pass over all layers.
 
-    Raises `NotImplementedError` if its weights would replace packed ones, and `ValueError` if weights are missing.
+    Raises `ValueError` if weights are missing.
     """
     if getattr(layer, "_already_called_process_weights_after_loading", False):
         return False
-    if hasattr(layer, "unweight_packed"):
-        raise NotImplementedError(NO_RELOAD)
     if arrivals_of[layer].arrived:
         # Our loader has checked this by now; loaders without such a check, and dummy weights, are checked here.
         refuse_missing(missing_tensors(layer))
@@ -110,11 +110,20 @@ def _check_device(device: torch.device) -> bool:
     return reason is None
 
 
+def _bf16_method(layer: nn.Module) -> QuantizeMethodBase:
+    return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
+
+
 @register_weight_loader_v2_supported_method
 class UnweightMethod(LinearMethodBase):
     """The method of a linear layer or output head, which packs the weight when it is complete."""
 
     uses_meta_device = True
+
+    def __init__(self) -> None:
+        vllm = get_current_vllm_config_or_none()
+        mode = None if vllm is None else vllm.compilation_config.cudagraph_mode
+        self._has_graphs = current_platform.is_cuda_alike() and mode is not None and mode != CUDAGraphMode.NONE
 
     def create_weights(
         self,
@@ -143,13 +152,15 @@ class UnweightMethod(LinearMethodBase):
         if not _begin_packing(layer):
             return
         weight = layer.weight.data
+        if hasattr(layer, "unweight_packed"):
+            self._exchange(layer, weight)
+            return
         can_pack = _check_device(weight.device)
         _kernels.finish()
         packed = pack(weight) if can_pack else None
         if packed is None:
-            is_head = isinstance(layer, ParallelLMHead)
             # When all layers are loaded, vLLM processes each once more, and then calls this method.
-            layer.quant_method = UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
+            layer.quant_method = _bf16_method(layer)
             return
         del layer.weight
         # vLLM finds a layer's device by parameter names, of which this is one.
@@ -159,6 +170,32 @@ class UnweightMethod(LinearMethodBase):
             # With LoRA, vLLM reads dtype and device from the head's weight. This stand-in takes 2 bytes; NaN cannot be
             # mistaken for a weight.
             layer.weight = weight.new_full((), torch.nan).expand(weight.shape)
+
+    def _exchange(self, layer: nn.Module, weight: Tensor) -> None:
+        """Packs a new weight of a running engine into the layer's arena, at the same address.
+
+        A weight that cannot be packed stays in BF16, with a warning. Raises `ValueError` if the engine has CUDA graphs,
+        which cannot use it, and so for one with another exponent window.
+        """
+        packed, prefix = layer.unweight_packed, arrivals_of[layer].prefix
+        holder = _pack_into(packed.arena, packed.escapes, weight, keep_graphs=self._has_graphs)
+        if isinstance(holder, str) and self._has_graphs:
+            raise ValueError(
+                f"unweight: the new weight of {prefix} cannot be packed into the old one's place: {holder}; other "
+                "layers may have new weights already: start another engine, or use --enforce-eager for such updates"
+            )
+        if isinstance(holder, str):
+            logger.warning("unweight: the new weight of %s cannot be packed and stays in BF16: %s", prefix, holder)
+            # vLLM would put the arena back.
+            get_layerwise_info(layer).kernel_tensors = None
+            del layer.unweight_packed, layer.unweight_n
+            layer.quant_method = _bf16_method(layer)
+            layer.quant_method.process_weights_after_loading(layer)
+            return
+        del layer.weight
+        # vLLM copies it to the former parameter, which has the same memory.
+        layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
+        layer.unweight_packed = packed._replace(escapes=holder)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
         """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`."""

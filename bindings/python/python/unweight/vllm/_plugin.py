@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Optional
 
@@ -9,10 +10,15 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    get_quantization_config,
+    register_quantization_config,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
@@ -20,6 +26,96 @@ from vllm.platforms import current_platform
 from ._account import Arrivals, arrivals_of
 from ._loader import UnweightLoader
 from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, are_plain
+
+
+# The quantizations whose BF16 layers can be packed, by `quant_method` in config.json.
+_OTHERS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "modelopt_fp4")
+# Their implementations in vLLM that claim a checkpoint by `override_quantization_method`.
+_CLAIMING = ("auto_gptq", "gptq", "auto_awq", "awq", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
+
+
+class _PacksRest(QuantizationConfig):
+    """A base class before that of another quantization's config: packs the layers that the other one leaves in BF16."""
+
+    weights_digest: Optional[str] = None
+    _is_checked = False
+    _class_before: type[QuantizationConfig]
+    """The other config's class."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
+        """Returns the other quantization's method, or ours for a layer that it leaves in BF16."""
+        _check_options(self)
+        method = super().get_quant_method(layer, prefix)
+        return (_packing_method(self, layer, prefix) or method) if _is_bf16(layer, method) else method
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # vLLM pickles it for its worker processes.
+        return _empty_config, (self._class_before,), self.__dict__
+
+
+def _is_bf16(layer: nn.Module, method: Optional[QuantizeMethodBase]) -> bool:
+    """Returns whether another quantization leaves a layer in BF16."""
+    if isinstance(layer, RoutedExperts):
+        return method is None or type(method) is UnquantizedFusedMoEMethod
+    if isinstance(layer, ParallelLMHead):
+        return method is None or type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+    return isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod
+
+
+@functools.cache
+def _class_over(before: type[QuantizationConfig]) -> type[QuantizationConfig]:
+    return type(f"Unweight{before.__name__}", (_PacksRest, before), {"_class_before": before})
+
+
+def _empty_config(before: type[QuantizationConfig]) -> QuantizationConfig:
+    made = _class_over(before)
+    return made.__new__(made)
+
+
+def _config_over(config: dict[str, Any]) -> QuantizationConfig:
+    """Returns the config of the checkpoint's own quantization, changed to pack the layers that it leaves in BF16."""
+    named = config["quant_method"]
+    if named not in _OTHERS:
+        raise ValueError(
+            f"unweight: the model is quantized by {named}, and --quantization unweight packs the BF16 rest only of "
+            f"{', '.join(_OTHERS)}; omit the option"
+        )
+    name = named
+    # As vLLM does without the option: the first implementation that claims the checkpoint is used.
+    for candidate in QUANTIZATION_METHODS:
+        if candidate in _CLAIMING:
+            claimed = get_quantization_config(candidate).override_quantization_method(config, None, hf_config=None)
+            if claimed is not None:
+                name = claimed
+                break
+    made = get_quantization_config(name).from_config(config)
+    # The class stays a subclass of its own, because models test for it.
+    made.__class__ = _class_over(type(made))
+    return made
+
+
+def _packing_method(config: Any, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
+    """Returns the method that packs a layer, or `None` if it is to stay in BF16, such as an embedding."""
+    if isinstance(layer, RoutedExperts):
+        if not are_plain(layer):
+            return None
+        arrivals_of[layer] = Arrivals(prefix, {})
+        return UnweightExpertsMethod(layer.moe_config)
+    if not isinstance(layer, (LinearBase, ParallelLMHead)):
+        return None
+    # The model class fills in the mapping before it builds layers.
+    arrivals_of[layer] = Arrivals(prefix, config.packed_modules_mapping)
+    return UnweightMethod()
+
+
+def _check_options(config: Any) -> None:
+    """Raises the errors of `_refuse_unsupported_options` for the first layer of a model."""
+    if not config._is_checked:
+        _refuse_unsupported_options(config)
+        config._is_checked = True
 
 
 class UnweightConfig(QuantizationConfig):
@@ -48,27 +144,25 @@ class UnweightConfig(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> UnweightConfig:
-        return cls(config.get("manifest"))
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """Returns the config of a bundle or, for a model with another quantization, the config of both."""
+        is_ours = config.get("quant_method", NAME) == NAME
+        return cls(config.get("manifest")) if is_ours else _config_over(config)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: Optional[str], hf_config: Any = None
+    ) -> Optional[str]:
+        """Returns our name if the user asks for it, also for models with another quantization."""
+        return NAME if user_quant == NAME else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
         """Returns the method that packs a layer, or `None` to keep vLLM's own, such as for embeddings."""
-        if not self._is_checked:
-            _refuse_unsupported_options(self)
-            self._is_checked = True
-        if isinstance(layer, RoutedExperts):
-            if not are_plain(layer):
-                return None
-            arrivals_of[layer] = Arrivals(prefix, {})
-            return UnweightExpertsMethod(layer.moe_config)
-        if not isinstance(layer, (LinearBase, ParallelLMHead)):
-            return None
-        # The model class fills in the mapping before it builds layers.
-        arrivals_of[layer] = Arrivals(prefix, self.packed_modules_mapping)
-        return UnweightMethod()
+        _check_options(self)
+        return _packing_method(self, layer, prefix)
 
 
-def _refuse_unsupported_options(config: UnweightConfig) -> None:
+def _refuse_unsupported_options(config: Any) -> None:
     """Raises `ValueError` for options of vLLM that packed weights or bundles do not support."""
     vllm = get_current_vllm_config_or_none()
     if vllm is None:

@@ -1,0 +1,140 @@
+"""Replaces the weights of a running vLLM engine with CUDA graphs, and compares it with a new engine.
+
+    python vllm_live_gpu.py --out live.json                        # 8B, a GPU with 80 GB, about 5 minutes
+    python vllm_live_gpu.py --geometry tiny --out live.json
+
+Needs vLLM and the wheel. Exit status 1 if a token or log probability differs. The new weights are those of the model
+with rows rotated by one, so their exponent windows stay.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from models import of_geometry
+
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
+
+
+def rotated(source: pathlib.Path, device: str):
+    """Yields the names and new weights of a model, file by file."""
+    import safetensors.torch
+
+    for file in sorted(source.glob("*.safetensors")):
+        for name, tensor in safetensors.torch.load_file(file, device=device).items():
+            yield name, tensor.roll(1, 0) if tensor.dim() == 2 else tensor
+
+
+def write_rotated(source: pathlib.Path, output: pathlib.Path) -> None:
+    import safetensors.torch
+
+    output.mkdir()
+    for file in sorted(source.iterdir()):
+        if file.suffix != ".safetensors":
+            (output / file.name).write_bytes(file.read_bytes())
+            continue
+        tensors = safetensors.torch.load_file(file)
+        made = {name: one.roll(1, 0).contiguous() if one.dim() == 2 else one for name, one in tensors.items()}
+        safetensors.torch.save_file(made, output / file.name, {"format": "pt"})
+
+
+def replace(weights: list, inner) -> float:
+    """Loads new weights into the running model; returns the seconds."""
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    inner.load_weights(iter(weights))
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def run(given: argparse.Namespace) -> dict:
+    """Runs one engine; with `--replace`, updates it twice: the first update also warms up."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=given.model,
+        quantization="unweight",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        gpu_memory_utilization=given.memory,
+        seed=0,
+    )
+    record: dict = {"device": torch.cuda.get_device_name()}
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
+    sampling = SamplingParams(temperature=0, max_tokens=64, logprobs=1, detokenize=False, ignore_eos=True)
+
+    def outputs() -> list:
+        done = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        return [
+            [[token, step[token].logprob] for token, step in zip(one.outputs[0].token_ids, one.outputs[0].logprobs)]
+            for one in done
+        ]
+
+    record["outputs"] = outputs()
+    if given.replace:
+        weights = list(rotated(pathlib.Path(given.model), "cuda"))
+        record["update_s"] = [llm.apply_model(functools.partial(replace, weights))[0] for _ in range(2)]
+        llm.reset_prefix_cache()
+        record["before"], record["outputs"] = record["outputs"], outputs()
+    return record
+
+
+def child(end: float, *arguments: str) -> dict:
+    command = [sys.executable, __file__, *arguments]
+    timeout = None if end == math.inf else max(1.0, end - time.monotonic())
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout)
+    return json.loads(done.stdout.split("RECORD ")[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--geometry", default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="layers of the model; all by default")
+    parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of GPU memory")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="limit of the whole run")
+    parser.add_argument("--out", help="JSON file to write")
+    parser.add_argument("--plan", action="store_true", help="say what would be compared, and do nothing")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--replace", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.plan:
+        print(f"{given.geometry}, layers {given.layers or 'all'}: an updated engine, and a new one of the new weights")
+        return 0
+    if given.model is not None:
+        print("RECORD", json.dumps(run(given)))
+        return 0
+    end = time.monotonic() + given.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        home, memory = pathlib.Path(folder), ("--memory", str(given.memory))
+        of_geometry(home / "model", given.geometry, given.layers)
+        updated = child(end, "--model", str(home / "model"), "--replace", *memory)
+        write_rotated(home / "model", home / "other")
+        fresh = child(end, "--model", str(home / "other"), *memory)
+    record = {
+        "geometry": given.geometry,
+        "layers": given.layers,
+        "device": updated["device"],
+        "update_s": updated["update_s"],
+        "outputs_equal_a_new_engine": updated["outputs"] == fresh["outputs"],
+        "outputs_changed": updated["outputs"] != updated["before"],
+    }
+    print(json.dumps(record, indent=1))
+    if given.out:
+        pathlib.Path(given.out).write_text(json.dumps({**record, "updated": updated, "fresh": fresh}, indent=1) + "\n")
+    return 0 if record["outputs_equal_a_new_engine"] and record["outputs_changed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
