@@ -46,7 +46,7 @@ impl Cache {
 
     /// Returns the free bytes of the file system, if it tells them.
     pub(super) fn free_bytes(&self) -> Option<u64> {
-        let space = statvfs(&self.root()).ok()?;
+        let space = statvfs(self.root()).ok()?;
         space.f_bavail.checked_mul(space.f_frsize)
     }
 

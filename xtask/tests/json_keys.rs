@@ -412,7 +412,7 @@ fn a_table_follows_serde() {
 | `first_one` | object, optional | One |
 | `first_one.is` | boolean | Is it |
 | `second` | string, optional | Two |
-| `counts` | #[]?, optional | Left out |
+| `counts` | integer[]?, optional | Left out |
 
 after
 ";

@@ -36,7 +36,7 @@ pub fn prompts(config: &ModelConfig, count: usize) -> Vec<Vec<u32>> {
     let mut state = 1u32;
     let mut token = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        (u64::from(state) * u64::from(config.vocab) >> 32) as u32
+        ((u64::from(state) * u64::from(config.vocab)) >> 32) as u32
     };
     let length = PROMPT_TOKENS.min(config.max_positions as usize);
     (0..count).map(|_| (0..length).map(|_| token()).collect()).collect()

@@ -20,8 +20,11 @@ pub(crate) fn add(float: Float, differences: &mut [u8], base: &[u8]) {
     each(float, differences, base, [add_1, add_2, add_4]);
 }
 
+/// Changes the first elements by the second.
+type Change = fn(&mut [u8], &[u8]);
+
 /// Calls the function for elements of 1, 2 or 4 bytes.
-fn each(float: Float, changed: &mut [u8], other: &[u8], [one, two, four]: [fn(&mut [u8], &[u8]); 3]) {
+fn each(float: Float, changed: &mut [u8], other: &[u8], [one, two, four]: [Change; 3]) {
     assert_eq!(changed.len(), other.len(), "tensors of the same size");
     let function = match float.bytes() {
         1 => one,

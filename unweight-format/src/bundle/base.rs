@@ -86,8 +86,8 @@ impl Base {
         Ok(Arc::new(Self { path: path.into(), model, by_name }))
     }
 
-    /// The base of a bundle: at the path given, or else next to the bundle under the recorded name. `None` if the bundle
-    /// has no base.
+    /// The base of a bundle: at the path given, or else next to the bundle under the recorded name. `None` if the
+    /// bundle has no base.
     ///
     /// # Errors
     /// It is not there, cannot be opened, or is not the base.
@@ -131,8 +131,8 @@ impl Base {
         &self.path
     }
 
-    /// Finds the base's tensor for one of this name in this file: the one in the file of the same name, or the only one.
-    /// `None` if it has another type or shape.
+    /// Finds the base's tensor for one of this name in this file: the one in the file of the same name, or the only
+    /// one. `None` if it has another type or shape.
     pub(crate) fn find(&self, file: &str, name: &str, dtype: Dtype, shape: &[usize]) -> Option<BaseTensor> {
         let all = self.by_name.get(name)?;
         let in_file = all.iter().find(|(index, _)| self.file_name(*index) == file);

@@ -1,11 +1,9 @@
 //! The coder of a chunk: 32 interleaved states that share one stream of 16-bit words (`docs/format.md` A.13).
 //!
-//! ```text
-//! elements --split--> codes (symbol, four bits) and nibbles --encode, last element first--> words
-//! words --decode, first element first--> codes --join with nibbles--> elements
-//! ```
-//! Element `i` of a chunk belongs to state `i % 32`. A vector instruction therefore advances 8 or 16 states, whose words
-//! are adjacent. The portable functions define the same bytes.
+//! ```text elements --split--> codes (symbol, four bits) and nibbles --encode, last element first--> words words
+//! --decode, first element first--> codes --join with nibbles--> elements ``` Element `i` of a chunk belongs to state
+//! `i % 32`. A vector instruction therefore advances 8 or 16 states, whose words are adjacent. The portable functions
+//! define the same bytes.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -133,8 +133,8 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
 }
 
 thread_local! {
-    /// Where a thread assembles the words of a chunk: kept from chunk to chunk, as filling it with zeros takes as long as
-    /// a fifth of the encoding.
+    /// Where a thread assembles the words of a chunk: kept from chunk to chunk, as filling it with zeros takes as long
+    /// as a fifth of the encoding.
     static WORDS: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
 }
 
@@ -159,8 +159,8 @@ fn encode_chunk(
     })
 }
 
-/// A chunk of `symbols` symbols, which `encode` encodes, the last one first: it advances the states, and writes words in
-/// front of a position.
+/// A chunk of `symbols` symbols, which `encode` encodes, the last one first: it advances the states, and writes words
+/// in front of a position.
 fn chunk_of(symbols: usize, encode: impl FnOnce(&mut [u32; STATES], &mut [u8], &mut usize)) -> Vec<u8> {
     let mut buffer = WORDS.take();
     let most = 2 * symbols + SLACK;
