@@ -53,6 +53,6 @@ mod tests {
         }
         assert_eq!(memory("24G"), Ok(24 << 30));
         assert_eq!(memory("1048576"), Ok(1 << 20));
-        assert!(memory("24").unwrap_err().contains("unit"));
+        assert!(memory("24").unwrap_err().contains("24G"));
     }
 }

@@ -56,8 +56,8 @@ fn other_bases_are_refused() {
     model(&at("tuned"), 16);
     model(&at("other"), 3);
     run(home.path(), &["compress", "tuned", "-o", "delta", "--base", "base"], 0);
-    fails(home.path(), &["decompress", "delta", "-o", "x", "--base", "other"], 1, "base-wrong");
-    fails(home.path(), &["verify", "delta", "--base", "other"], 1, "base-wrong");
+    fails(home.path(), &["decompress", "delta", "-o", "x", "--base", "other"], 2, "base-wrong");
+    fails(home.path(), &["verify", "delta", "--base", "other"], 2, "base-wrong");
     fs::rename(at("base"), at("elsewhere")).unwrap();
     let text = fails(home.path(), &["decompress", "delta", "-o", "x"], 2, "base-needed");
     assert!(text.contains("--base"), "{text}");

@@ -87,7 +87,7 @@ fn memory_needs_a_unit() {
     let text = fails(fixture(), &["budget", "model", "--memory", "1M"], 2, "budget-too-small");
     assert!(text.contains("--memory is 1.00 MiB") && text.contains("KV cache"), "{text}");
     let text = stderr(&run(fixture(), &["budget", "model", "--memory", "24"], 2));
-    assert!(text.contains("24 bytes; write the unit"), "{text}");
+    assert!(text.contains("24 bytes, too little for a model"), "{text}");
     let text = stderr(&run(fixture(), &["budget", "model"], 2));
     assert!(text.contains("<--memory <SIZE>|--max-slowdown <PERCENT>>"), "{text}");
 }

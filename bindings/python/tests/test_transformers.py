@@ -126,7 +126,7 @@ class Models(unittest.TestCase):
                 unweight.compress(model, self.home / "bundle", profile="packed")
                 expected = AutoModelForCausalLM.from_pretrained(model)
                 for path, more in ((self.home / "bundle", {}), (model, dict(quantization_config=UnweightConfig()))):
-                    with self.assertLogs("transformers", "WARNING") as logs:
+                    with self.assertLogs("unweight.transformers", "WARNING") as logs:
                         got = AutoModelForCausalLM.from_pretrained(path, **more)
                     self.assertEqual(packed(got), 9)
                     self.assertTrue(torch.equal(logits(got), logits(expected)))
