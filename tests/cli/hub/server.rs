@@ -224,8 +224,11 @@ fn answer(mut stream: &TcpStream, state: &Mutex<State>, to_storage: bool) -> std
         return Ok(());
     }
     stream.write_all(&reply.body[..reply.cut.unwrap_or(usize::MAX).min(reply.body.len())])?;
-    while reply.endless {
-        stream.write_all(&[b'x'; 65536])?;
+    if reply.endless {
+        loop {
+            // Fails when the client has left.
+            stream.write_all(&[b'x'; 65536])?;
+        }
     }
     if reply.hangs {
         thread::sleep(Duration::from_secs(60));
