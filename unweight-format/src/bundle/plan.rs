@@ -111,7 +111,7 @@ impl fmt::Display for Reason {
             Self::NoLayer => f.write_str("in no layer"),
             Self::NotSmaller(encoding) => match encoding.encoding().least_saved() {
                 1 => f.write_str("not smaller when coded"),
-                least => write!(f, "coding would save less than {least} bytes"),
+                least => write!(f, "coded it would save less than {least} bytes"),
             },
         }
     }
