@@ -1,35 +1,32 @@
 //! `unweight card`: the model card of a bundle.
 
 use std::{
-    collections::BTreeMap,
     fmt::Write as _,
-    fs::{self, Permissions},
+    fs,
     io::{self, Write},
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
 use clap::Args;
 use serde::Serialize;
 use sha2::{Digest as _, Sha256};
-use unweight::format::bundle::{
-    self, Bundle, VerifyOptions,
-    manifest::{FILE_NAME, FileEntry},
+use unweight::format::{
+    bundle::{
+        self, Bundle, VerifyOptions,
+        manifest::{FILE_NAME, FileEntry},
+    },
+    raw::{self, CARD_NAME as CARD, CARD_SOURCE_NAME as SOURCE_CARD},
 };
 
 use super::{
     archive,
     common::{Force, Ram, Threads},
-    failure::{Failure, Result},
+    failure::{Failure, Result, refuse},
     output::Console,
     progress::Bar,
-    source,
+    scratch, source,
 };
 
-/// File name of a model card.
-const CARD: &str = "README.md";
-/// File name of the source's card, next to the bundle's.
-const SOURCE_CARD: &str = "README.md.source";
 /// Marks cards of this command, which it may replace.
 const MARK: &str = "<!-- `unweight card` wrote this file and replaces it. -->";
 /// Maximum size of a card, bytes.
@@ -74,25 +71,22 @@ struct Report {
     original_bytes: u64,
     /// Bytes of all files of the bundle.
     stored_bytes: u64,
-    /// `stored_bytes / original_bytes`.
-    #[serde(skip)]
-    ratio: f64,
     /// Weights in GPU memory, if all are packed or raw.
     weight_bytes: Option<u64>,
-    /// KV cache per token, BF16.
-    #[serde(skip)]
-    cache_token_bytes: Option<u64>,
-    /// Tensors that were decoded and compared.
-    #[serde(skip)]
-    tensors: u64,
     /// Identifies the bundle.
     manifest_digest: String,
+}
+
+/// What the card states besides the report.
+struct Facts {
+    verified: bundle::VerifyReport,
+    /// The share of the source's bytes that the bundle takes.
+    ratio: f64,
+    memory: GpuMemory,
     /// SHA-256 of `unweight.json`.
-    #[serde(skip)]
     manifest_sha256: String,
-    /// Whether the source was compared as well (`--against`).
-    #[serde(skip)]
-    against_source: bool,
+    /// Lines of the source's front matter.
+    kept: Vec<String>,
 }
 
 /// What an engine needs on a GPU.
@@ -114,32 +108,32 @@ impl Card {
         let source_card = bundle.copied(CARD, CARD_MAX)?.unwrap_or_default();
         let verified = self.verify(console)?;
         let manifest = bundle.manifest();
-        let kept = kept_lines(&String::from_utf8_lossy(&source_card));
         let text = bundle.copied("config.json", CARD_MAX)?.unwrap_or_default();
         let config: serde_json::Value = serde_json::from_slice(&text).unwrap_or_default();
         let named = config["_name_or_path"].as_str().filter(|name| is_name(name)).map(str::to_owned);
-        let memory = gpu_memory(&bundle);
         let original_bytes = manifest.files.iter().map(FileEntry::size).sum();
         let json = fs::read(self.bundle.join(FILE_NAME)).map_err(Failure::io(FILE_NAME))?;
+        let facts = Facts {
+            ratio: verified.stored_bytes as f64 / (original_bytes as f64).max(1.0),
+            verified,
+            memory: gpu_memory(&bundle),
+            manifest_sha256: Sha256::digest(&json).iter().map(|byte| format!("{byte:02x}")).collect(),
+            kept: kept_lines(&String::from_utf8_lossy(&source_card)),
+        };
         let report = Report {
             card: target.clone(),
             base_model: self.base_model.clone().or(named),
-            license: value_of(&kept, "license"),
+            license: value_of(&facts.kept, "license"),
             original_bytes,
-            stored_bytes: verified.stored_bytes,
-            ratio: verified.stored_bytes as f64 / (original_bytes as f64).max(1.0),
-            weight_bytes: memory.weight_bytes,
-            cache_token_bytes: memory.cache_token_bytes,
-            tensors: verified.tensors,
+            stored_bytes: facts.verified.stored_bytes,
+            weight_bytes: facts.memory.weight_bytes,
             manifest_digest: manifest.manifest_digest.to_string(),
-            manifest_sha256: Sha256::digest(&json).iter().map(|byte| format!("{byte:02x}")).collect(),
-            against_source: verified.against_source,
         };
         if let Some(name) = report.base_model.as_ref().filter(|name| !is_name(name)) {
             let help = "give --base-model org/name";
             return Err(Failure::new("usage", format!("'{name}' is not the name of a model"), help));
         }
-        let card = self.text(&bundle, &report, &kept);
+        let card = self.text(&bundle, &report, &facts);
         match &target {
             None => {
                 io::stdout().write_all(card.as_bytes())?;
@@ -152,7 +146,7 @@ impl Card {
         }
         console.summary("card", &report, |out| {
             let file = target.as_deref().unwrap_or(Path::new(CARD)).display();
-            writeln!(out, "{file}: the card of a sound bundle, {:.1} % of its source", report.ratio * 100.0)
+            writeln!(out, "{file}: the card of a sound bundle, {:.1} % of its source", facts.ratio * 100.0)
         })
     }
 
@@ -188,14 +182,8 @@ impl Card {
         let bar = Bar::new(console, "verifying")?;
         let report = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
-        match report.problems.first() {
-            None => Ok(report),
-            Some(problem) => {
-                let code = if problem.in_source { "source-differs" } else { "bundle-damaged" };
-                let help = "`unweight verify` lists all problems; the card was not written";
-                Err(Failure::mismatch(code, super::printable::one_line(&problem.message), help))
-            }
-        }
+        refuse(report.problems.first(), "`unweight verify` lists all problems; the card was not written")?;
+        Ok(report)
     }
 
     /// Writes the card. That of the source makes room, and keeps its bytes.
@@ -205,14 +193,7 @@ impl Card {
         if self.output.is_none() && listed && !kept.exists() {
             fs::rename(file, &kept).map_err(Failure::io(file.display()))?;
         }
-        let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let write = || {
-            let mut temporary = tempfile::NamedTempFile::new_in(folder)?;
-            temporary.write_all(card.as_bytes())?;
-            temporary.as_file().set_permissions(Permissions::from_mode(0o644))?;
-            temporary.persist(file).map_err(io::Error::from).map(|_| ())
-        };
-        write().map_err(Failure::io(file.display()))
+        scratch::write(file, card.as_bytes()).map_err(Failure::io(file.display()))
     }
 
     fn name(&self) -> String {
@@ -224,7 +205,7 @@ impl Card {
     }
 
     /// Returns the text of the card.
-    fn text(&self, bundle: &Bundle, report: &Report, kept: &[String]) -> String {
+    fn text(&self, bundle: &Bundle, report: &Report, facts: &Facts) -> String {
         let (name, options) = (self.name(), &bundle.manifest().options);
         let mut text = String::from("---\n");
         // Writing to a string does not fail.
@@ -232,7 +213,7 @@ impl Card {
             _ = writeln!(text, "base_model: {base}\nbase_model_relation: quantized");
         }
         text += "library_name: unweight\n";
-        kept.iter().for_each(|line| _ = writeln!(text, "{line}"));
+        facts.kept.iter().for_each(|line| _ = writeln!(text, "{line}"));
         _ = write!(text, "tags:\n- unweight\n- lossless\n- compression\n---\n\n{MARK}\n\n# {name}\n\n");
         let of = report.base_model.as_ref().map_or_else(
             || "a model".to_owned(),
@@ -245,26 +226,27 @@ impl Card {
              | | source | this bundle |\n|---|---:|---:|\n| all files | {} | {} ({:.1} %) |\n",
             gigabytes(report.original_bytes),
             gigabytes(report.stored_bytes),
-            report.ratio * 100.0,
+            facts.ratio * 100.0,
         );
-        for (encoding, total) in totals(bundle) {
+        let tensors: Vec<_> = bundle.tensors().map(|tensor| tensor.report()).collect();
+        for total in raw::encoding_totals(&tensors) {
             _ = writeln!(
                 text,
                 "| {} tensors, `{}` | {} | {} |",
                 total.tensors,
-                encoding,
+                total.encoding,
                 gigabytes(total.original_bytes),
                 gigabytes(total.stored_bytes)
             );
         }
         _ = writeln!(text, "\nProfile `{}`, scope `{}`.", options.profile, options.scope);
-        if report.weight_bytes.is_some() || report.cache_token_bytes.is_some() {
+        if facts.memory.weight_bytes.is_some() || facts.memory.cache_token_bytes.is_some() {
             text += "\n## GPU memory\n\n| | |\n|---|---:|\n";
         }
-        if let Some(bytes) = report.weight_bytes {
+        if let Some(bytes) = facts.memory.weight_bytes {
             _ = writeln!(text, "| weights | {} |", gigabytes(bytes));
         }
-        if let Some(bytes) = report.cache_token_bytes {
+        if let Some(bytes) = facts.memory.cache_token_bytes {
             _ = writeln!(text, "| KV cache, per token, BF16 | {bytes} bytes |");
         }
         _ = write!(
@@ -278,10 +260,10 @@ impl Card {
              `unweight verify bundle`.\n\n| | |\n|---|---|\n| manifest digest | `{}` |\n\
              | SHA-256 of `{FILE_NAME}` | `{}` |\n| written by | `{}` |\n",
             env!("CARGO_PKG_VERSION"),
-            report.tensors,
-            if report.against_source { ", and all files with the source" } else { "" },
+            facts.verified.tensors,
+            if facts.verified.against_source { ", and all files with the source" } else { "" },
             report.manifest_digest,
-            report.manifest_sha256,
+            facts.manifest_sha256,
             super::printable::one_line(&bundle.manifest().creator),
         );
         text
@@ -326,26 +308,6 @@ fn gigabytes(bytes: u64) -> String {
         10_000.. => format!("{:.2} MB", bytes as f64 / 1e6),
         _ => format!("{bytes} bytes"),
     }
-}
-
-/// The tensors of one encoding.
-#[derive(Default)]
-struct Total {
-    tensors: u64,
-    original_bytes: u64,
-    stored_bytes: u64,
-}
-
-/// Sums the tensors by encoding.
-fn totals(bundle: &Bundle) -> BTreeMap<String, Total> {
-    let mut totals: BTreeMap<String, Total> = BTreeMap::new();
-    for tensor in bundle.tensors().map(|tensor| tensor.report()) {
-        let total = totals.entry(tensor.encoding.to_string()).or_default();
-        total.tensors += 1;
-        total.original_bytes += tensor.original_bytes;
-        total.stored_bytes += tensor.stored_bytes;
-    }
-    totals
 }
 
 /// Returns the GPU memory of a bundle. Only packed and raw weights stay as they are stored.

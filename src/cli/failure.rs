@@ -13,6 +13,8 @@ use super::{
 #[cfg(feature = "hub")]
 use crate::hub::HubError;
 use serde::Serialize;
+#[cfg(any(feature = "hub", feature = "sign"))]
+use unweight::format::bundle::Problem;
 use unweight::format::{
     UnknownName,
     bundle::{BundleError, ErrorClass, Remedy, io_code},
@@ -375,6 +377,14 @@ impl From<ConvertError> for Failure {
         let help = failure.help.as_deref().map(|help| one_line(help).into_owned());
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
+}
+
+/// Fails if there is a problem with a bundle, or with its source.
+#[cfg(any(feature = "hub", feature = "sign"))]
+pub fn refuse(problem: Option<&Problem>, help: &str) -> Result<()> {
+    let Some(problem) = problem else { return Ok(()) };
+    let code = if problem.in_source { "source-differs" } else { "bundle-damaged" };
+    Err(Failure::mismatch(code, one_line(&problem.message), help))
 }
 
 /// Returns the next step after errors whose message has none.

@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde::Serialize;
-use unweight::format::bundle::{
-    self, ATTACHED_NAME, Bundle, VerifyOptions,
-    manifest::{FILE_NAME, FileEntry, SIGNATURE_NAME},
+use unweight::format::{
+    bundle::{
+        self, ATTACHED_NAME, Bundle, VerifyOptions,
+        manifest::{FILE_NAME, FileEntry, SIGNATURE_NAME},
+    },
+    raw::{CARD_NAME, CARD_SOURCE_NAME},
 };
 
 use super::{
     common::{Ram, Threads},
-    failure::{Failure, Result},
+    failure::{Failure, Result, refuse},
     hub,
     output::{self, Console},
     printable::one_line,
@@ -20,7 +23,7 @@ use super::{
 use crate::hub::{LocalFile, PushOptions};
 
 /// Files of a bundle's directory that the manifest does not list.
-const UNLISTED: [&str; 5] = [FILE_NAME, SIGNATURE_NAME, ATTACHED_NAME, "README.md", "README.md.source"];
+const UNLISTED: [&str; 5] = [FILE_NAME, SIGNATURE_NAME, ATTACHED_NAME, CARD_NAME, CARD_SOURCE_NAME];
 
 /// Arguments of `push`.
 #[derive(Args)]
@@ -72,14 +75,12 @@ impl Push {
         let bar = Bar::new(console, "verifying")?;
         let verified = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
-        if let Some(problem) = verified.problems.iter().find(|problem| !problem.is_extra) {
-            let help = "`unweight verify` lists all problems; nothing was uploaded";
-            return Err(Failure::mismatch("bundle-damaged", one_line(&problem.message), help));
-        }
+        let problem = verified.problems.iter().find(|problem| !problem.is_extra);
+        refuse(problem, "`unweight verify` lists all problems; nothing was uploaded")?;
         for extra in verified.problems.iter().filter(|problem| problem.is_extra) {
             console.note(format_args!("not uploaded: {}", one_line(&extra.file)));
         }
-        let card = std::fs::read_to_string(self.bundle.join("README.md")).unwrap_or_default();
+        let card = std::fs::read_to_string(self.bundle.join(CARD_NAME)).unwrap_or_default();
         if !card.contains("library_name: unweight") {
             console.note("remark: the bundle has no model card of its own; `unweight card` writes one");
         }

@@ -7,6 +7,9 @@ use std::{
     path::Path,
 };
 
+#[cfg(any(feature = "hub", feature = "sign"))]
+use std::io::Write as _;
+
 use tempfile::{NamedTempFile, TempDir};
 
 use super::failure::Failure;
@@ -23,6 +26,14 @@ pub fn unfinished(path: &Path) -> io::Result<NamedTempFile> {
     // The mode of an ordinary new file, as the umask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
     builder.tempfile_in(folder_of(path)).map_err(|error| error.kind().into())
+}
+
+/// Writes a file, which has its name only when it is complete.
+#[cfg(any(feature = "hub", feature = "sign"))]
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = unfinished(path)?;
+    file.write_all(bytes)?;
+    file.persist(path).map(drop).map_err(|error| error.error)
 }
 
 /// Creates a temporary file as [`unfinished`] does; the failure names the directory.

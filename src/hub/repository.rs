@@ -4,14 +4,14 @@ use std::collections::{BTreeSet, HashMap};
 
 use serde::Deserialize;
 
+use unweight_format::bundle::manifest::FILE_NAME as MANIFEST;
+
 use super::{HubError, client::Client, digest::is_etag, url::encode};
 
 /// Maximum size of a list of files, bytes.
 const LIST_MAX: u64 = 64 << 20;
 /// Maximum number of files.
 const FILES_MAX: usize = 100_000;
-/// Name of the file that makes a repository a bundle.
-const MANIFEST: &str = "unweight.json";
 /// Ends of the names of files with weights in forms that Unweight does not read.
 const OTHER_WEIGHTS: [&str; 13] = [
     ".bin",

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use unweight::format::testing::Weights;
 
-use crate::harness::{fails, json, run, same};
+use crate::harness::{fails, json, matrix, run, same};
 
 /// Writes a model of one BF16 matrix. Every `step`-th element differs from the base's by its lowest bit.
 fn model(folder: &Path, step: usize) {
@@ -13,13 +13,7 @@ fn model(folder: &Path, step: usize) {
     for at in (0..weights.len()).step_by(2 * step) {
         weights[at] ^= 1;
     }
-    let header = format!(
-        r#"{{"x.mlp.up_proj.weight":{{"dtype":"BF16","shape":[256,256],"data_offsets":[0,{}]}}}}"#,
-        weights.len()
-    );
-    let header = format!("{header:width$}", width = header.len().next_multiple_of(8));
-    let file = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &weights].concat();
-    fs::write(folder.join("model.safetensors"), file).unwrap();
+    matrix(&folder.join("model.safetensors"), "x.mlp.up_proj.weight", [256, 256], &weights);
 }
 
 #[test]

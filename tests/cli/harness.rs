@@ -228,11 +228,15 @@ pub fn table(heading: &str) -> BTreeMap<String, bool> {
     found
 }
 
-/// Writes a safetensors file with one BF16 matrix.
+/// Writes a safetensors file with one BF16 matrix of 64 x 64 trained weights.
 pub fn one_matrix(path: &Path, name: &str) {
-    let header = serde_json::json!({ name: { "dtype": "BF16", "shape": [64, 64], "data_offsets": [0, 8192] } });
-    let header = header.to_string();
-    let weights = unweight::format::testing::Weights::TRAINED.bytes(4096, 1);
+    matrix(path, name, [64, 64], &unweight::format::testing::Weights::TRAINED.bytes(4096, 1));
+}
+
+/// Writes a safetensors file with this BF16 matrix.
+pub fn matrix(path: &Path, name: &str, shape: [usize; 2], weights: &[u8]) {
+    let entry = serde_json::json!({ "dtype": "BF16", "shape": shape, "data_offsets": [0, weights.len()] });
+    let header = serde_json::json!({ name: entry }).to_string();
     let length = (header.len() as u64).to_le_bytes();
-    fs::write(path, [&length[..], header.as_bytes(), &weights].concat()).unwrap();
+    fs::write(path, [&length[..], header.as_bytes(), weights].concat()).unwrap();
 }

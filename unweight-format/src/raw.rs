@@ -7,7 +7,8 @@
 //! - [`layout`]: the constants of `docs/format.md`.
 //! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears only when it is
 //!   complete. [`discard_partial`] removes what a failed run left.
-//! - [`RawReason`]: why a tensor is raw, as a type.
+//! - [`RawReason`]: why a tensor is raw, as a type. [`encoding_totals`]: sums by encoding, for reports.
+//! - [`CARD_NAME`], [`CARD_SOURCE_NAME`]: the model cards of a bundle and of its source.
 
 #[cfg(feature = "failpoints")]
 pub use crate::failpoint::{FAILPOINTS, FAULTS};
@@ -20,8 +21,10 @@ pub use crate::{
     },
     bundle::{
         files::Input,
+        names::{CARD_NAME, CARD_SOURCE_NAME},
         output::{OutputDir, OutputFile, walk},
         plan::RawReason,
+        report::encoding_totals,
         stage::discard_partial,
     },
     encoding::{

@@ -25,7 +25,7 @@ pub(crate) struct Variable {
 pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "UNWEIGHT_CACHE_DIR",
-        values: "an absolute path",
+        values: "absolute path",
         default: "`$XDG_CACHE_HOME/unweight`, else `$HOME/.cache/unweight`",
         meaning: "root of the kernel cache",
     },

@@ -23,7 +23,7 @@ use unweight::format::{
 
 use super::{
     common::Ram,
-    failure::{Failure, Result},
+    failure::{Failure, Result, refuse},
     output::Console,
     printable::one_line,
     progress::Bar,
@@ -109,16 +109,12 @@ impl Prove {
         let secret =
             self.sign.as_deref().map(|key| sign::Secret::read(key, self.password_file.as_deref())).transpose()?;
         let opened = Bundle::open(bundle)?;
-        let mut certificate = self.examine(&opened, bundle, Some(model), console)?;
-        certificate.logits = self.logits(&opened, Some(model), None, console)?;
+        let source = source::find(&[model.to_owned()], console)?;
+        let mut certificate = self.examine(&opened, bundle, Some(&source.root), console)?;
+        certificate.logits = self.logits(&opened, Some(&source.root), None)?;
         let text = certificate.seal()?;
-        let write = |file: &Path, text: &str| {
-            let written = scratch::unfinished(file).and_then(|mut unfinished| {
-                unfinished.write_all(text.as_bytes())?;
-                unfinished.persist(file).map(|_| ()).map_err(|error| error.error)
-            });
-            written.map_err(Failure::io(file.display()))
-        };
+        let write =
+            |file: &Path, text: &str| scratch::write(file, text.as_bytes()).map_err(Failure::io(file.display()));
         let signature = secret.as_ref().map(|secret| secret.sign(text.as_bytes(), "certificate")).transpose()?;
         write(&self.output, &text)?;
         if let Some(signature) = &signature {
@@ -137,8 +133,10 @@ impl Prove {
         let mut logits_compared = false;
         if let Some(dir) = bundle {
             let opened = Bundle::open(dir)?;
-            let mut found = self.examine(&opened, dir, model, console)?;
-            found.logits = self.logits(&opened, model, certificate.logits.as_ref(), console)?;
+            let source = model.map(|model| source::find(&[model.to_owned()], console)).transpose()?;
+            let root = source.as_ref().map(|found| &*found.root);
+            let mut found = self.examine(&opened, dir, root, console)?;
+            found.logits = self.logits(&opened, root, certificate.logits.as_ref())?;
             logits_compared = found.logits.is_some() && certificate.logits.is_some();
             if let Some(difference) = certificate.difference(&found, model.is_some()) {
                 let message = format!("{}: {}", file.display(), one_line(&difference));
@@ -171,17 +169,15 @@ impl Prove {
     }
 
     /// Restores every file, compares it with the source's, and records all digests.
-    fn examine(&self, bundle: &Bundle, dir: &Path, model: Option<&Path>, console: Console) -> Result<Certificate> {
-        let model = model.map(|model| source::find(&[model.to_owned()], console)).transpose()?;
-        let root = model.as_ref().map(|found| found.root.clone());
-        self.check_lists(dir, root.as_deref(), console)?;
+    fn examine(&self, bundle: &Bundle, dir: &Path, root: Option<&Path>, console: Console) -> Result<Certificate> {
+        self.check_lists(dir, root, console)?;
         let manifest = bundle.manifest();
         let bar = Bar::new(console, "proving")?;
         bar.start(manifest.files.iter().map(FileEntry::size).sum());
         let options = DecompressOptions::default().ram_bytes(self.ram.bytes);
         let (mut source_files, mut tensors) = (Vec::new(), Vec::new());
         for file in &manifest.files {
-            let mut compare = Compare::new(file, root.as_deref())?;
+            let mut compare = Compare::new(file, root)?;
             let restored = bundle.write_file(file.name(), &mut compare, &options, &bar);
             let (bytes, sha256, parts) = compare.finish(restored.map(|_| ()))?;
             source_files.push(FileDigest { name: file.name().to_owned(), bytes, sha256 });
@@ -217,26 +213,13 @@ impl Prove {
     fn check_lists(&self, dir: &Path, root: Option<&Path>, console: Console) -> Result<()> {
         let options = VerifyOptions::default().quick(true).against(root.map(Path::to_path_buf));
         let report = bundle::verify_with(dir, &options, &Bar::new(console, "checking")?)?;
-        match report.problems.iter().find(|problem| !problem.is_extra) {
-            None => Ok(()),
-            Some(problem) => {
-                let code = if problem.in_source { "source-differs" } else { "bundle-damaged" };
-                let help = "`unweight verify BUNDLE --against MODEL` lists all problems; nothing was proven";
-                Err(Failure::mismatch(code, one_line(&problem.message), help))
-            }
-        }
+        let problem = report.problems.iter().find(|problem| !problem.is_extra);
+        refuse(problem, "`unweight verify BUNDLE --against MODEL` lists all problems; nothing was proven")
     }
 
     /// Computes logits, on the prompts of `recorded` if its device is here.
     #[cfg(feature = "gpu")]
-    fn logits(
-        &self,
-        bundle: &Bundle,
-        model: Option<&Path>,
-        recorded: Option<&Logits>,
-        console: Console,
-    ) -> Result<Option<Logits>> {
-        let root = model.map(|model| source::find(&[model.to_owned()], console)).transpose()?.map(|found| found.root);
+    fn logits(&self, bundle: &Bundle, root: Option<&Path>, recorded: Option<&Logits>) -> Result<Option<Logits>> {
         let prompts = || -> Result<Vec<Vec<u32>>> {
             if let Some(recorded) = recorded {
                 return Ok(recorded.prompts.iter().map(|prompt| prompt.tokens.clone()).collect());
@@ -247,7 +230,7 @@ impl Prove {
         let is_of = |cpu: bool| recorded.is_none_or(|recorded| (recorded.device == logits::CPU) == cpu);
         match self.device {
             Device::Cpu if is_of(true) && logits::runs_on_cpu(bundle) => {
-                logits::on_cpu(bundle, root.as_deref(), &prompts()?).map(Some)
+                logits::on_cpu(bundle, root, &prompts()?).map(Some)
             }
             Device::Cuda if is_of(false) => logits::on_gpu(bundle, &prompts()?).map(Some),
             _ => Ok(None),
@@ -255,7 +238,7 @@ impl Prove {
     }
 
     #[cfg(not(feature = "gpu"))]
-    fn logits(&self, _: &Bundle, _: Option<&Path>, _: Option<&Logits>, _: Console) -> Result<Option<Logits>> {
+    fn logits(&self, _: &Bundle, _: Option<&Path>, _: Option<&Logits>) -> Result<Option<Logits>> {
         match self.device {
             Device::Cuda => Err(super::absent::option("--device cuda", "gpu")),
             _ => Ok(None),

@@ -140,17 +140,17 @@ impl Base {
             (Some(found), _) | (None, [found]) => found,
             _ => return None,
         };
-        let same = match &self.model {
+        let (found_dtype, found_shape) = match &self.model {
             Model::Bundle(_, shards) => {
                 let tensor = &shards[file].file.tensors[index];
-                (tensor.dtype, &tensor.shape[..]) == (dtype, shape)
+                (tensor.dtype, &tensor.shape)
             }
             Model::Files(files) => {
                 let tensor = &files[file].2[index];
-                (tensor.dtype, &tensor.shape[..]) == (dtype, shape)
+                (tensor.dtype, &tensor.shape)
             }
         };
-        same.then_some(BaseTensor(file, index))
+        (found_dtype == dtype && found_shape == shape).then_some(BaseTensor(file, index))
     }
 
     fn file_name(&self, file: usize) -> &str {

@@ -23,7 +23,7 @@ use super::{
     manifest::FileEntry,
     part_file::{FILE_NAME, PartFile, check_agreement},
     pipeline::on_threads,
-    report::{coded, peak_rss_bytes, ratio, saved, totals},
+    report::{coded, encoding_totals, peak_rss_bytes, ratio, saved},
     shard::Shard,
     source::{Kind, index_of},
     stage::{Replaceable, Stage},
@@ -112,7 +112,7 @@ pub fn merge(
     let tensors = tensor_reports(&sealed.manifest.files);
     let original_bytes = sealed.manifest.files.iter().map(FileEntry::size).sum();
     Ok(CompressReport {
-        encodings: totals(&tensors),
+        encodings: encoding_totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, sealed.stored_bytes),
         tensors,

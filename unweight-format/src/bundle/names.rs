@@ -3,9 +3,9 @@
 /// The file of attached kernels.
 pub const ATTACHED_NAME: &str = "unweight.kernels";
 /// The model card of a repository.
-pub(crate) const CARD_NAME: &str = "README.md";
+pub const CARD_NAME: &str = "README.md";
 /// The source's model card, where the bundle has its own.
-pub(crate) const CARD_SOURCE_NAME: &str = "README.md.source";
+pub const CARD_SOURCE_NAME: &str = "README.md.source";
 /// Files that repositories have, and bundles need not list.
 pub(crate) const OF_REPOSITORY: [&str; 2] = [CARD_NAME, ".gitattributes"];
 /// The file of attached kernels while it is written.

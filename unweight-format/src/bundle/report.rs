@@ -337,7 +337,8 @@ impl VerifyReport {
     }
 }
 
-pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<EncodingTotal> {
+/// Returns the totals of the encodings that these tensors have, in the order of the format.
+pub fn encoding_totals(tensors: &[TensorReport]) -> Vec<EncodingTotal> {
     ENCODINGS
         .iter()
         .map(|encoding| {

@@ -42,7 +42,7 @@ use super::{
     part_file::{self, PartFile},
     pipeline::{join, on_threads, spawn},
     plan::{Decision, EncodingChoice, Planner},
-    report::{bits_per_element, coded, peak_rss_bytes, ratio, saved, totals},
+    report::{bits_per_element, coded, encoding_totals, peak_rss_bytes, ratio, saved},
     source::{Kind, Source, SourceFile},
     stage::{Replaceable, Stage},
 };
@@ -105,7 +105,7 @@ pub fn compress_with(
     let original_bytes = files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
         part: options.part.map(|part| part.to_string()),
-        encodings: totals(&tensors),
+        encodings: encoding_totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,

@@ -12,7 +12,7 @@ use crate::{
         files::Input,
         pipeline::on_threads,
         plan::{self, Planner, saves_enough},
-        report::{by_role, coded, ratio, saved, totals},
+        report::{by_role, coded, encoding_totals, ratio, saved},
         source::{Kind, Source, SourceFile},
     },
     encoding::Sample,
@@ -36,7 +36,7 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     let (tensors, stored_bytes) = on_threads(options.threads, || predict_setting(&files, &planner, options))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
-        encodings: totals(&tensors),
+        encodings: encoding_totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
