@@ -112,9 +112,8 @@ impl Model {
     /// Returns the logits after the last token of a text.
     fn logits(&self, text: &[u32]) -> Result<Vec<bf16>, ReferenceError> {
         let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
-        let logits = Reference::new(&self.config, &self.weights, value).logits(text)?;
-        let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
-        Ok(last.iter().copied().map(bf16::from_f32).collect())
+        let logits = Reference::new(&self.config, &self.weights, value).last_logits(text)?;
+        Ok(logits.into_iter().map(bf16::from_f32).collect())
     }
 
     /// Drafts `count` tokens with the parameters and the noise of their sequence.

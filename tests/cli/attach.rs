@@ -25,7 +25,7 @@ use unweight::{
 };
 
 use crate::harness::{
-    attach_plan, documented, error_code, json, needs_nvrtc, run, same, stderr, stdout, tiny, unweight,
+    attach_plan, documented, error_code, json, needs_nvrtc, run, same, shared_cache, stderr, stdout, tiny, unweight,
 };
 
 /// Missing kernels are reported without a compiler.
@@ -85,8 +85,7 @@ fn bundle_carries_its_kernels() {
     demo_model::write(&home.path().join("model"), &tiny()).unwrap();
     run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "packed"], 0);
     let in_home = |arguments: &[&str], status: i32| {
-        let cache = home.path().join("cache");
-        let output = unweight(arguments).current_dir(&home).env("UNWEIGHT_CACHE_DIR", cache).output().unwrap();
+        let output = unweight(arguments).current_dir(&home).env("UNWEIGHT_CACHE_DIR", shared_cache()).output().unwrap();
         assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
         output
     };
@@ -145,7 +144,7 @@ fn bundle_carries_its_kernels() {
     }
     // The attached kernels equal the compiled ones, although only their bytes are known.
     let policy = CachePolicy { mode: JitMode::CacheOnly, lock_timeout: Duration::from_secs(1) };
-    let own = KernelCache::new(policy, Some(&home.path().join("cache")), Arc::new(NvrtcCompiler::new(&env)));
+    let own = KernelCache::new(policy, Some(&shared_cache()), Arc::new(NvrtcCompiler::new(&env)));
     for (own, artifact) in own.compile_all(&requests, 2, &|_| {}).unwrap().iter().zip(&artifacts) {
         assert_eq!(own.cubin, artifact.cubin);
         assert_eq!((&own.resources, &own.compiler), (&artifact.resources, &artifact.compiler));

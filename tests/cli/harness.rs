@@ -51,6 +51,12 @@ pub fn error_code(output: &Output) -> String {
     code.unwrap_or_else(|| panic!("no error code in {text}"))
 }
 
+/// Returns the cache of kernels that tests share, also with those of `tests/jit`: its entries depend on nothing but
+/// their sources and the compiler.
+pub fn shared_cache() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("cubins")
+}
+
 /// Fails if there is no NVRTC.
 pub fn needs_nvrtc() {
     assert!(

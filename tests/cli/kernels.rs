@@ -8,7 +8,9 @@ use std::{
 
 use unweight::format::testing::demo_model::{self};
 
-use crate::harness::{documented, error_code, fails, json, needs_nvrtc, run, stderr, stdout, tiny, unweight};
+use crate::harness::{
+    documented, error_code, fails, json, needs_nvrtc, run, shared_cache, stderr, stdout, tiny, unweight,
+};
 
 #[test]
 fn lists_and_emits_sources() {
@@ -144,7 +146,7 @@ fn compile_bundle_compiles_what_loading_needs() {
     let home = tempfile::tempdir().unwrap();
     demo_model::write(&home.path().join("model"), &tiny()).unwrap();
     run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "packed"], 0);
-    let cache = home.path().join("cache");
+    let cache = shared_cache();
     let compile = || {
         let arguments = ["kernels", "compile", "--bundle", "bundle", "--max-batch", "8", "--json"];
         let output = unweight(&arguments).current_dir(home.path()).env("UNWEIGHT_CACHE_DIR", &cache).output().unwrap();

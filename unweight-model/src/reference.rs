@@ -81,6 +81,9 @@ pub fn widen_bf16(bytes: &[u8]) -> Vec<f32> {
     pairs.iter().map(|&pair| f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16)).collect()
 }
 
+/// Returns the values of a tensor by its name.
+type Values<'a> = dyn Fn(&str) -> Result<Vec<f32>, Cause> + 'a;
+
 /// A model to compute with. A function returns its weights by their names.
 ///
 /// ```
@@ -98,21 +101,22 @@ pub fn widen_bf16(bytes: &[u8]) -> Vec<f32> {
 /// assert_eq!(logits.len(), 3 * config.vocab as usize);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct Reference<'a, F> {
+pub struct Reference<'a> {
     config: &'a ModelConfig,
     weights: &'a ModelWeights,
-    values: F,
+    // Not generic: the passes are compiled, and optimised, once.
+    values: Box<Values<'a>>,
 }
 
-impl<'a, F, E> Reference<'a, F>
-where
-    F: Fn(&str) -> Result<Vec<f32>, E>,
-    E: Into<Cause>,
-{
+impl<'a> Reference<'a> {
     /// A reference on weights that were bound to this configuration; `values` returns the row-major values of a tensor
     /// by its name.
-    pub fn new(config: &'a ModelConfig, weights: &'a ModelWeights, values: F) -> Self {
-        Self { config, weights, values }
+    pub fn new<E: Into<Cause>>(
+        config: &'a ModelConfig,
+        weights: &'a ModelWeights,
+        values: impl Fn(&str) -> Result<Vec<f32>, E> + 'a,
+    ) -> Self {
+        Self { config, weights, values: Box::new(move |name| values(name).map_err(Into::into)) }
     }
 
     /// The logits of every position, `[tokens, vocab]`.
@@ -120,8 +124,21 @@ where
     /// # Errors
     /// [`ReferenceError`] if a token is outside the vocabulary, or if a tensor cannot be read or has another size.
     pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>, ReferenceError> {
+        self.logits_of(&self.residual_stream(tokens, |_, _| ())?)
+    }
+
+    /// The logits of the last position, `[vocab]`, or none without tokens.
+    ///
+    /// # Errors
+    /// As for [`Reference::logits`].
+    pub fn last_logits(&self, tokens: &[u32]) -> Result<Vec<f32>, ReferenceError> {
         let stream = self.residual_stream(tokens, |_, _| ())?;
-        let normed = self.norm(&stream, &self.weights.final_norm, self.config.hidden)?;
+        self.logits_of(&stream[stream.len().saturating_sub(self.config.hidden as usize)..])
+    }
+
+    /// The logits of rows of the residual stream.
+    fn logits_of(&self, stream: &[f32]) -> Result<Vec<f32>, ReferenceError> {
+        let normed = self.norm(stream, &self.weights.final_norm, self.config.hidden)?;
         let mut logits = self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])?;
         scale(&mut logits, self.config.factors.logits);
         logits.iter_mut().for_each(|logit| *logit = capped(*logit, self.config.soft_caps.logits));
@@ -381,7 +398,7 @@ where
     /// Reads a tensor, and checks that it has as many elements as its shape.
     fn values(&self, name: &str, shape: &[u32]) -> Result<Vec<f32>, ReferenceError> {
         let values = (self.values)(name);
-        let values = values.map_err(|error| ReferenceError::Tensor { name: name.into(), source: error.into() })?;
+        let values = values.map_err(|source| ReferenceError::Tensor { name: name.into(), source })?;
         let expected = shape.iter().map(|&extent| extent as usize).product();
         if values.len() != expected {
             return Err(ReferenceError::Elements { name: name.into(), got: values.len(), expected });

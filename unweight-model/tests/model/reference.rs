@@ -319,7 +319,9 @@ fn reference_reports_layers_and_names_errors() {
     assert_eq!(streams.len(), 2);
     assert_eq!(streams[1], (1, last.clone()));
     assert_eq!(last.len(), 3 * 32);
-    assert!(reference.logits(&[]).unwrap().is_empty());
+    assert!(reference.logits(&[]).unwrap().is_empty() && reference.last_logits(&[]).unwrap().is_empty());
+    let (all, last) = (reference.logits(&[1, 2, 3]).unwrap(), reference.last_logits(&[1, 2, 3]).unwrap());
+    assert_eq!(all[2 * all.len() / 3..], last);
     let error = reference.logits(&[0, 95, 96]).unwrap_err();
     assert!(matches!(error, ReferenceError::Token { position: 2, token: 96, vocab: 96 }), "{error}");
     let missing = |name: &str| if name.contains("o_proj") { Err("missing") } else { values(name).map_err(|_| "none") };
