@@ -32,5 +32,7 @@ mod reference;
 mod resume;
 mod sign;
 mod source;
+#[cfg(feature = "gpu")]
+mod support;
 mod tune;
 mod verify;
