@@ -44,6 +44,12 @@ fn a_certificate_has_the_digests_of_every_file_and_tensor() {
     // The same again, byte for byte; then the checks.
     run(home.path(), &["prove", &model, &bundle, "--prompts", "2", "-o", "again.json"], 0);
     assert!(fs::read(home.path().join("again.json")).unwrap() == text);
+    fs::write(home.path().join("again.json"), "mine").unwrap();
+    let again = ["prove", &model, &bundle, "--device", "none", "-o", "again.json"];
+    fails(home.path(), &again, 2, "output-exists");
+    assert_eq!(fs::read(home.path().join("again.json")).unwrap(), b"mine");
+    run(home.path(), &[&again[..], &["--force"]].concat(), 0);
+    run(home.path(), &["prove", "--check", "again.json"], 0);
     run(home.path(), &["prove", "--check", "certificate.json"], 0);
     let report = json(&run(home.path(), &["prove", "--check", "certificate.json", &bundle, "--json"], 0));
     assert_eq!((&report["logits_compared"], &report["source_compared"]), (&has_logits.into(), &false.into()));

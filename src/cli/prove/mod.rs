@@ -22,7 +22,7 @@ use unweight::format::{
 };
 
 use super::{
-    common::Ram,
+    common::{Force, Ram},
     failure::{Failure, Result, refuse},
     output::Console,
     printable::one_line,
@@ -58,6 +58,8 @@ pub struct Prove {
     /// Check the signature, CERTIFICATE.minisig, with this minisign public key or key file
     #[arg(long, value_name = "KEY", requires = "check")]
     key: Option<String>,
+    #[command(flatten)]
+    force: Force,
     #[command(flatten)]
     ram: Ram,
 }
@@ -106,6 +108,12 @@ impl Prove {
     }
 
     fn write(&self, model: &Path, bundle: &Path, console: Console) -> Result<()> {
+        let outputs = [Some(self.output.clone()), self.sign.as_ref().map(|_| signature_of(&self.output))];
+        let existing = outputs.into_iter().flatten().find(|file| file.symlink_metadata().is_ok());
+        if let Some(file) = existing.filter(|_| !self.force.is_set) {
+            let message = format!("{}: exists", file.display());
+            return Err(Failure::new("output-exists", message, "choose another name, or replace it with --force"));
+        }
         let secret =
             self.sign.as_deref().map(|key| sign::Secret::read(key, self.password_file.as_deref())).transpose()?;
         let opened = Bundle::open(bundle)?;
