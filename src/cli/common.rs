@@ -9,7 +9,7 @@ use super::size;
 /// The base of a bundle that is stored as differences.
 #[derive(Args)]
 pub struct Base {
-    /// Base of the bundle [default: the folder of its name next to the bundle]
+    /// Base of the bundle [default: the directory of its name next to the bundle]
     #[arg(id = "base", long = "base", value_name = "DIR")]
     pub dir: Option<PathBuf>,
 }

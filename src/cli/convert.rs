@@ -17,7 +17,7 @@ use super::{
 /// Arguments of `convert`.
 #[derive(Args)]
 pub struct Convert {
-    /// Model directory or cached Hugging Face model; with --to dfloat11 also a bundle
+    /// Model directory or Hugging Face model; with --to dfloat11 also a bundle
     source: PathBuf,
     /// Directory to write; must not exist
     #[arg(short, long, value_name = "DIR")]

@@ -32,7 +32,7 @@ pub fn sequences() -> RangedI64ValueParser<u32> {
 /// The placement of weights and the KV cache.
 #[derive(Args)]
 pub struct PlacementArgs {
-    /// Placement of weights in GPU memory; experts of a mixture are packed, or BF16
+    /// Placement of weights in GPU memory; experts of an MoE model are packed, or BF16
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     pub placement: PlacementArg,
     /// Encoding of the KV cache; logits are equal; auto is bf16

@@ -80,7 +80,7 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
         }
         // Compared at the first byte, because a safetensors header could contain the same text.
         if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
-            let message = format!("{}: exists and is not a drawing", path.display());
+            let message = format!("{}: exists and is not a plot", path.display());
             return Err(Failure::new(
                 "output-not-replaceable",
                 message,

@@ -19,7 +19,7 @@ pub const EVERYWHERE: &str = "Everywhere";
 /// The options that all commands have.
 #[derive(Args)]
 pub struct Everywhere {
-    /// Print one JSON object on stdout (its keys: docs/reference/json.md, of unweight-bench bench.md)
+    /// Print one JSON object on stdout (keys: docs/reference/json.md; for unweight-bench, bench.md)
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     json: bool,
     /// Print only requested output and errors

@@ -20,7 +20,7 @@ use super::{
 pub struct Verify {
     /// Bundle directory, or org/name on the Hugging Face Hub
     bundle: PathBuf,
-    /// Also compare with the source: a directory, file, quoted glob or cached model
+    /// Also compare with the source: a directory, file, quoted glob or Hugging Face model
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
     /// Also check the signature with this minisign public key or key file
