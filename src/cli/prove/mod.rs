@@ -110,9 +110,8 @@ impl Prove {
     fn write(&self, model: &Path, bundle: &Path, console: Console) -> Result<()> {
         let outputs = [Some(self.output.clone()), self.sign.as_ref().map(|_| signature_of(&self.output))];
         let existing = outputs.into_iter().flatten().find(|file| file.symlink_metadata().is_ok());
-        if let Some(file) = existing.filter(|_| !self.force.is_set) {
-            let message = format!("{}: exists", file.display());
-            return Err(Failure::new("output-exists", message, "choose another name, or replace it with --force"));
+        if let Some(path) = existing.filter(|_| !self.force.is_set) {
+            return Err(bundle::BundleError::OutputExists { path }.into());
         }
         let secret =
             self.sign.as_deref().map(|key| sign::Secret::read(key, self.password_file.as_deref())).transpose()?;
