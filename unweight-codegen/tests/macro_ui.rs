@@ -1,8 +1,8 @@
 //! What `#[unweight_variant]` rejects: for every rule a program that violates it, with the compiler's message. These
 //! tests are not in the macro crate, because its tests and all their dependencies would be built a second time.
 //!
-//! `TRYBUILD=overwrite cargo test -p unweight-codegen --test macro_ui -- --ignored` accepts new messages; read them before you
-//! commit them. The crate and its dependencies are built once more, so only `.ci/nightly` runs them.
+//! `TRYBUILD=overwrite cargo test -p unweight-codegen --test macro_ui -- --ignored` accepts new messages; read them
+//! before you commit them. The crate and its dependencies are built once more, so only `.ci/nightly` runs them.
 
 #[test]
 #[ignore = "builds the crate once more: .ci/nightly"]
