@@ -1,8 +1,8 @@
 //! Compresses a model to a bundle, verifies it and restores the model, on the CPU.
 //!
 //! ```text
-//! cargo run --release --example 01_compress                   a small demo model, in a temporary folder
-//! cargo run --release --example 01_compress -- MODEL BUNDLE   a folder with safetensors files
+//! cargo run --release --example 01_compress                   a small demo model, in a temporary directory
+//! cargo run --release --example 01_compress -- MODEL BUNDLE   a directory with safetensors files
 //! ```
 
 use std::{error::Error, path::Path};

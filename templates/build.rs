@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// (constant, folder, extension, documentation)
+/// (constant, directory, extension, documentation)
 const LISTS: [(&str, &str, &str, &str); 2] = [
     ("HEADERS", "include", "cuh", "Headers by the path that `#include` names."),
     ("KERNELS", "kernels", "cu.tera", "Kernel templates by file name."),
@@ -37,12 +37,12 @@ fn main() -> Result<()> {
     fs::write(out.join("embedded.rs"), text)
 }
 
-/// Every file under `folder` that ends in `.extension`.
+/// Every file under `directory` that ends in `.extension`.
 fn collect(folder: &Path, extension: &str, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         if path.is_dir() {
-            // A folder must be watched by itself: a file that is added to it does not change its parent.
+            // A directory must be watched by itself: a file that is added to it does not change its parent.
             println!("cargo:rerun-if-changed={}", path.display());
             collect(&path, extension, files)?;
         } else if path.to_str().is_some_and(|name| name.ends_with(&format!(".{extension}"))) {

@@ -154,13 +154,13 @@ impl Budget {
         }
         if has(&fitted, EncodingId::HUFFMAN) {
             console.note(
-                "remark: Huffman-coded weights are decoded in every step of `--placement stored`; without this option, \
+                "note: Huffman-coded weights are decoded in every step of `--placement stored`; without this option, \
                  `generate` and `serve` pack them and need more memory",
             );
         }
         if has(&fitted, EncodingId::COMPACT) {
             console.note(
-                "remark: compact weights stay compact with `--placement compact`, or with `auto` if memory is short",
+                "note: compact weights stay compact with `--placement compact`, or with `auto` if memory is short",
             );
         }
         let groups = fitted.groups.iter().map(|group| Group {

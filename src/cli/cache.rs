@@ -65,7 +65,7 @@ struct Ls {
 #[derive(Serialize)]
 struct Entry {
     /// Directory of the entry.
-    folder: String,
+    directory: String,
     /// Size of the entry.
     bytes: u64,
     /// Time since its last use.
@@ -91,7 +91,7 @@ struct Verified {
 #[derive(Serialize)]
 struct Damaged {
     /// Directory of a damaged kernel.
-    folder: String,
+    directory: String,
     /// Description of the damage.
     reason: String,
 }
@@ -154,11 +154,12 @@ impl Cache {
             Self::Verify(arguments) => {
                 let found = store.map(|store| store.verify(arguments.evict)).transpose().map_err(failed())?;
                 let found = found.unwrap_or_default();
-                let damaged = found.damaged.into_iter().map(|(folder, reason)| Damaged { folder, reason }).collect();
+                let damaged =
+                    found.damaged.into_iter().map(|(directory, reason)| Damaged { directory, reason }).collect();
                 let report = Verified { good: found.good, damaged, evicted: found.evicted };
                 console.summary(self.name(), &report, |out| {
                     for entry in &report.damaged {
-                        writeln!(out, "{}: {}", entry.folder, entry.reason)?;
+                        writeln!(out, "{}: {}", entry.directory, entry.reason)?;
                     }
                     let damaged = report.damaged.len();
                     writeln!(out, "{} good, {damaged} damaged, {} removed", report.good, report.evicted)
@@ -197,7 +198,7 @@ fn ls(store: Option<&Store>) -> std::io::Result<Ls> {
                 Err(damage) => (None, Some(damage)),
             };
             Entry {
-                folder: stored.folder,
+                directory: stored.directory,
                 bytes: stored.bytes,
                 idle_seconds: idle.as_secs(),
                 compiler: meta.as_ref().map(|meta| meta.compiler.to_string()),
@@ -213,7 +214,7 @@ impl Ls {
     fn write(&self, out: &mut dyn std::io::Write) -> std::io::Result<()> {
         let mut table = Table::new(&["kernel", "compiler", ">size", ">last used"]);
         for entry in &self.entries {
-            let damaged = || format!("{} (damaged: {})", entry.folder, entry.damage.as_deref().unwrap_or("unknown"));
+            let damaged = || format!("{} (damaged: {})", entry.directory, entry.damage.as_deref().unwrap_or("unknown"));
             table.row([
                 entry.name.clone().unwrap_or_else(damaged),
                 entry.compiler.clone().unwrap_or_default(),

@@ -142,7 +142,7 @@ impl Card {
             Some(file) => self.write(&bundle, file, &card)?,
         }
         if report.base_model.is_none() {
-            console.note("remark: the card names no base model; --base-model org/name adds it");
+            console.note("note: the card names no base model; --base-model org/name adds it");
         }
         console.summary("card", &report, |out| {
             let file = target.as_deref().unwrap_or(Path::new(CARD)).display();

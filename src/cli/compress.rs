@@ -15,7 +15,7 @@ use super::{
     archive,
     common::{Force, Ram, Resume},
     failure::{Failure, Result},
-    output::{self, Console, Remark},
+    output::{self, Console, Note},
     progress::Bar,
     report,
     scratch::Scratch,
@@ -131,7 +131,7 @@ impl Compress {
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
         let report = compressed.map_err(|error: BundleError| -> Failure {
             match error {
-                // Finished files are removed with the scratch folder.
+                // Finished files are removed with the scratch directory.
                 BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled.into(),
                 error @ (BundleError::NoRoom { .. } | BundleError::DiskFull { .. }) if to_stdout => {
                     let help = "the bundle is first written to the temporary directory: free some space, or set TMPDIR";
@@ -151,17 +151,17 @@ impl Compress {
         // A part without weights has nothing to compress.
         let empty = report.part.is_some() && report.tensors.is_empty();
         if let Some(part) = report.part.as_ref().filter(|_| empty) {
-            console.remark(&Remark {
-                text: format!("remark: part {part} has no weights: a file is never split, and the model has fewer"),
+            console.note_and_help(&Note {
+                text: format!("note: part {part} has no weights: a file is never split, and the model has fewer"),
                 help: "merge it with the other parts, or compress the model in fewer parts".to_owned(),
             });
         }
-        let remarks = [
+        let notes = [
             report::nothing_compressed(&report.tensors, "was"),
             report::large_copies(&report.large_copies),
             report::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| console.remark(&remark));
+        notes.into_iter().flatten().for_each(|note| console.note_and_help(&note));
         if let Some(stdout) = &mut stdout {
             archive::pack_bundle(&bundle, stdout).map_err(Failure::of_stream)?;
             console.note(format_args!(

@@ -61,7 +61,7 @@ impl Convert {
                 let report = dfloat11::convert(&root, &self.output, options, &bar)?;
                 bar.finish();
                 for kept in &report.kept {
-                    console.note(format_args!("remark: {} stays BF16: {}", kept.unit, kept.reason));
+                    console.note(format_args!("note: {} stays BF16: {}", kept.unit, kept.reason));
                 }
                 let converted = Converted { to: "dfloat11", report, seconds: seconds() };
                 console.summary("convert", &converted, |out| {

@@ -127,7 +127,7 @@ fn hub_name(text: &str) -> Option<(&str, &str)> {
             && !part.contains("--")
             && !part.contains("..")
     };
-    // Revisions such as refs/pr/1 have folders.
+    // Revisions such as refs/pr/1 have directories.
     let good = id.split('/').count() <= 2 && id.split('/').all(plain) && revision.split('/').all(plain);
     good.then_some((id, revision))
 }
@@ -159,11 +159,12 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     let model = cache.join(format!("models--{}", id.replace('/', "--")));
     if !model.is_dir() {
         let message = format!("{id}: no such file or directory, and no such model in the Hugging Face cache");
-        let fetch = if cfg!(feature = "hub") { "unset HF_HUB_OFFLINE" } else { "install with --features hub" };
-        let help = format!(
-            "looked for {}; run `hf download {id}`, {fetch}, or set HF_HUB_CACHE to the directory of the cache",
-            model.display()
-        );
+        let step = match (cfg!(feature = "hub"), id.contains('/')) {
+            (true, true) => format!("run `hf download {id}`, unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"),
+            (false, true) => format!("run `hf download {id}`, install with --features hub"),
+            (_, false) => "check the path, pass ORG/NAME to fetch a model".to_owned(),
+        };
+        let help = format!("looked for {}; {step}, or set HF_HUB_CACHE to the directory of the cache", model.display());
         return Err(Failure::new("source-not-found", message, help));
     }
     let reference = model.join("refs").join(revision);

@@ -31,9 +31,9 @@ struct Envelope<'a, T> {
     report: &'a T,
 }
 
-/// A remark with a next step.
-pub struct Remark {
-    /// The remark.
+/// A note with a next step.
+pub struct Note {
+    /// The note.
     pub text: String,
     /// The next step.
     pub help: String,
@@ -79,10 +79,10 @@ impl Console {
         }
     }
 
-    /// Prints a remark on stderr, and its next step on a separate line.
-    pub fn remark(self, remark: &Remark) {
-        self.note(&remark.text);
-        self.note(format_args!("  help: {}", remark.help));
+    /// Prints a note on stderr, and its next step on a separate line.
+    pub fn note_and_help(self, note: &Note) {
+        self.note(&note.text);
+        self.note(format_args!("  help: {}", note.help));
     }
 }
 

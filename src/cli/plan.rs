@@ -37,12 +37,12 @@ impl Plan {
             return console.result("plan", &report, |out| write_comparison(&report, out));
         }
         let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
-        let remarks = [
+        let notes = [
             report::nothing_compressed(&report.tensors, "would be"),
             report::large_copies(&report.large_copies),
             report::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| console.remark(&remark));
+        notes.into_iter().flatten().for_each(|note| console.note_and_help(&note));
         console.result("plan", &report, |out| {
             report::tensors(&report.tensors).write(out)?;
             writeln!(out)?;

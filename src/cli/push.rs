@@ -82,7 +82,7 @@ impl Push {
         }
         let card = std::fs::read_to_string(self.bundle.join(CARD_NAME)).unwrap_or_default();
         if !card.contains("library_name: unweight") {
-            console.note("remark: the bundle has no model card of its own; `unweight card` writes one");
+            console.note("note: the bundle has no model card of its own; `unweight card` writes one");
         }
         let bar = Bar::new(console, "uploading")?;
         let client = hub::client()?;

@@ -1,4 +1,4 @@
-//! Remarks and tables that `plan`, `compress`, `demo`, `merge` and `inspect` print about a bundle.
+//! Notes and tables that `plan`, `compress`, `demo`, `merge` and `inspect` print about a bundle.
 
 use std::collections::BTreeMap;
 
@@ -8,10 +8,10 @@ use unweight::format::{
     raw::RawReason,
 };
 
-use super::output::{self, Remark, Table};
+use super::output::{self, Note, Table};
 
 /// Returns the warning that no tensor "was" or "would be" compressed: why most bytes are raw, and the next step.
-pub fn nothing_compressed(tensors: &[TensorReport], auxiliary: &str) -> Option<Remark> {
+pub fn nothing_compressed(tensors: &[TensorReport], auxiliary: &str) -> Option<Note> {
     if tensors.iter().any(|tensor| tensor.encoding != EncodingId::RAW) {
         return None;
     }
@@ -40,30 +40,30 @@ pub fn nothing_compressed(tensors: &[TensorReport], auxiliary: &str) -> Option<R
     };
     let text =
         format!("warning: nothing {auxiliary} compressed: {} of the bytes are raw ({text})", percent(raw_bytes, all));
-    Some(Remark { text, help: help.to_owned() })
+    Some(Note { text, help: help.to_owned() })
 }
 
-/// Returns the remark on large copied files that may be unwanted.
-pub fn large_copies(copies: &[LargeCopy]) -> Option<Remark> {
+/// Returns the note on large copied files that may be unwanted.
+pub fn large_copies(copies: &[LargeCopy]) -> Option<Note> {
     let first = copies.first()?;
     let named: Vec<String> =
         copies.iter().take(4).map(|copy| format!("{} ({})", copy.name, output::bytes(copy.bytes))).collect();
     let more = if copies.len() > 4 { format!(" and {} more", copies.len() - 4) } else { String::new() };
     let pattern = first.name.rsplit_once('.').filter(|(stem, _)| !stem.is_empty());
     let pattern = pattern.map_or_else(|| first.name.clone(), |(_, extension)| format!("*.{extension}"));
-    Some(Remark {
-        text: format!("remark: copied unchanged: {}{more}", named.join(", ")),
+    Some(Note {
+        text: format!("note: copied unchanged: {}{more}", named.join(", ")),
         help: format!("--skip '{pattern}' leaves such files out"),
     })
 }
 
-/// Returns the remark on configurations that do not mark their weights as those of a bundle.
-pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Remark> {
+/// Returns the note on configurations that do not mark their weights as those of a bundle.
+pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Note> {
     let UnmarkedConfig { name, reason, .. } = configs.first()?;
     let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
-    Some(Remark {
+    Some(Note {
         text: format!(
-            "remark: {name} is copied unchanged ({reason}){more}: it does not mark its weights as those of a bundle"
+            "note: {name} is copied unchanged ({reason}){more}: it does not mark its weights as those of a bundle"
         ),
         help: "decompress the bundle for readers that do not know bundles; some initialise missing weights at random"
             .to_owned(),

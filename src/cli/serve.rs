@@ -77,7 +77,7 @@ impl From<CpuError> for Failure {
 
 #[derive(Serialize)]
 struct Report {
-    /// Address and port.
+    /// Base URL of the API, such as `http://127.0.0.1:8000/v1`.
     url: String,
     /// Name that clients use.
     model: String,

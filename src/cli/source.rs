@@ -120,7 +120,7 @@ fn decoded(found: &LocatedModel, destination: Option<&Path>, console: Console) -
     let root = scratch.path().join("bf16");
     let bar = Bar::new(console, "decoding DFloat11")?;
     let report = dfloat11::restore(&found.root, &root, false, &bar).map_err(|error| match error {
-        // Finished files are removed with the scratch folder.
+        // Finished files are removed with the scratch directory.
         ConvertError::Bundle(BundleError::Interrupted { .. }) => BundleError::Cancelled.into(),
         other => Failure::from(other),
     })?;

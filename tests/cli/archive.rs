@@ -35,7 +35,7 @@ fn models_and_bundles_go_through_pipes() {
     let home = tempfile::tempdir().unwrap();
     fs::create_dir(home.path().join("tmp")).unwrap();
     let model = fixture().join("model");
-    // An archive of a folder's contents, and one of the folder.
+    // An archive of a directory's contents, and one of the directory.
     let plain = tar(&model, &["-c", "."]);
     let folder = tar(fixture(), &["-c", "model"]);
     piped(home.path(), &["compress", "-", "-o", "sub/bundle"], &plain, 0);

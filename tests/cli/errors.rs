@@ -127,7 +127,7 @@ fn process_limit_is_reported() {
     }
 }
 
-/// Collects every `.rs` file below a folder.
+/// Collects every `.rs` file below a directory.
 fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();

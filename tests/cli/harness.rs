@@ -24,7 +24,7 @@ pub fn unweight(arguments: &[&str]) -> Command {
     command
 }
 
-/// Runs in `folder` and expects `status`.
+/// Runs in `directory` and expects `status`.
 pub fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
     let output = unweight(arguments).current_dir(folder).output().unwrap();
     assert_eq!(
@@ -37,7 +37,7 @@ pub fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
     output
 }
 
-/// Runs in `folder`, expects `status` and an error with this code, and returns stderr.
+/// Runs in `directory`, expects `status` and an error with this code, and returns stderr.
 pub fn fails(folder: &Path, arguments: &[&str], status: i32, code: &str) -> String {
     let output = run(folder, arguments, status);
     assert_eq!(error_code(&output), code, "unweight {arguments:?}\n{}", stderr(&output));
@@ -94,7 +94,7 @@ pub fn tiny() -> DemoOptions {
     }
 }
 
-/// Returns a folder with a model and its bundle (`model`, `bundle`), made once and never changed.
+/// Returns a directory with a model and its bundle (`model`, `bundle`), made once and never changed.
 pub fn fixture() -> &'static Path {
     static HOME: OnceLock<TempDir> = OnceLock::new();
     HOME.get_or_init(|| {

@@ -80,14 +80,14 @@ fn compile_fills_the_cache_once() {
     let listed = json(&cached(&["cache", "ls", "--json"], 0));
     documented("cache ls", &listed);
     assert_eq!(listed["entries"].as_array().unwrap().len(), 2);
-    let folder = listed["entries"][0]["folder"].as_str().unwrap();
+    let folder = listed["entries"][0]["directory"].as_str().unwrap();
     let cubin = cache.join("entries").join(folder).join("kernel.cubin");
     let mut bytes = fs::read(&cubin).unwrap();
     bytes[1000] ^= 1;
     fs::write(&cubin, bytes).unwrap();
     let verified = json(&cached(&["cache", "verify", "--json"], 1));
     documented("cache verify", &verified);
-    assert_eq!((&verified["good"], &verified["damaged"][0]["folder"]), (&1.into(), &folder.into()));
+    assert_eq!((&verified["good"], &verified["damaged"][0]["directory"]), (&1.into(), &folder.into()));
     cached(&["cache", "verify", "--evict"], 0);
     let pruned = json(&cached(&["cache", "prune", "--max", "1", "--json"], 0));
     documented("cache prune", &pruned);

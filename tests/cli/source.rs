@@ -64,7 +64,7 @@ fn accepts_files_and_patterns() {
         names
     };
     let path = |name: &str| format!("model/{name}");
-    // A single file as source; its folder may contain the output.
+    // A single file as source; its directory may contain the output.
     run(home.path(), &["compress", &path(first), "-o", "model/one"], 0);
     fs::rename(home.path().join("model/one"), home.path().join("one")).unwrap();
     assert_eq!(files("one"), [first]);
@@ -129,7 +129,7 @@ fn finds_models_in_the_hugging_face_cache() {
     let text = stderr(&output);
     assert_eq!(error_code(&output), "hub-revision-not-found");
     assert!(text.contains("'v2'") && text.contains("refs/v2") && text.contains(commit), "{text}");
-    // A reference outside the repository's folder is not followed.
+    // A reference outside the repository's directory is not followed.
     fs::write(model.join("refs/main"), "../../..").unwrap();
     with(&["plan", "org/tiny"], 2);
     // An incomplete download is rejected like any incomplete model.

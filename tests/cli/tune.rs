@@ -36,11 +36,11 @@ fn rejects_bad_arguments_before_loading() {
     // An output that cannot be written is reported before anything is loaded, and leaves no files.
     let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     fs::write(home.path().join("text"), "mine").unwrap();
-    fs::create_dir(home.path().join("folder.1")).unwrap();
+    fs::create_dir(home.path().join("directory.1")).unwrap();
     for (wrong, code) in [
         (["--journal", "absent/journal"], "path-not-found"),
         (["--journal", "text/journal"], "not-a-directory"),
-        (["--journal", "folder"], "journal-not-a-file"),
+        (["--journal", "directory"], "journal-not-a-file"),
         (["--svg", "absent/plot.svg"], "path-not-found"),
         (["--svg", "text"], "output-not-replaceable"),
         (["--svg", "model"], "output-not-replaceable"),
@@ -75,7 +75,7 @@ fn rejects_bad_arguments_before_loading() {
         run(home.path(), &["kernels", "detach", "inference"], 0);
     }
     fs::remove_file(home.path().join("text")).unwrap();
-    fs::remove_dir(home.path().join("folder.1")).unwrap();
+    fs::remove_dir(home.path().join("directory.1")).unwrap();
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(before.len(), after.len(), "{after:?}");
     // With a GPU, `tests/gpu/pipelines.rs` tests the rest.

@@ -109,7 +109,7 @@ const SIMULATOR: [&str; 2] = ["simulator", "ptx"];
 
 impl Common {
     /// Returns the shared part for sources with a planted bug, or without. Built once per version of the headers, and
-    /// kept in the target folder.
+    /// kept in the target directory.
     fn of(planted: bool) -> &'static Self {
         static COMMON: [OnceLock<Common>; 2] = [const { OnceLock::new() }; 2];
         COMMON[usize::from(planted)].get_or_init(|| {
@@ -149,7 +149,7 @@ impl Common {
             for source in SIMULATOR {
                 make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c", "-O3"]);
             }
-            // If another process was first, its folder is equivalent.
+            // If another process was first, its directory is equivalent.
             match std::fs::rename(made.path(), &complete.directory) {
                 Err(_) if !complete.directory.exists() => panic!("{}", complete.directory.display()),
                 _ => complete,
@@ -165,7 +165,7 @@ impl Common {
         self.directory.join("compiled")
     }
 
-    /// Returns the folder of compiled kernels from earlier runs, keyed by the digest of all their inputs.
+    /// Returns the directory of compiled kernels from earlier runs, keyed by the digest of all their inputs.
     fn kernels(&self) -> PathBuf {
         self.directory.join("kernels")
     }
@@ -215,8 +215,8 @@ impl Key {
     }
 }
 
-/// Removes old simulators. Each version of the headers leaves two folders with all kernels compiled against it; only
-/// the newest stay.
+/// Removes old simulators. Each version of the headers leaves two directories with all kernels compiled against it;
+/// only the newest stay.
 fn remove_old_simulators(home: &Path) {
     const MAX_SIMULATORS: usize = 6;
     let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
@@ -226,12 +226,12 @@ fn remove_old_simulators(home: &Path) {
     simulators.sort();
     let old = simulators.len().saturating_sub(MAX_SIMULATORS);
     for (_, folder) in simulators.drain(..old) {
-        // Another process may remove the folder at the same time.
+        // Another process may remove the directory at the same time.
         _ = std::fs::remove_dir_all(folder);
     }
 }
 
-/// Returns the folder of headers that replace the device.
+/// Returns the directory of headers that replace the device.
 fn simulator() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/simulator")
 }

@@ -168,7 +168,7 @@ fn damaged_entry_is_rebuilt_once_by_many_processes() {
     let bench = Bench::new();
     states(bench.command(0, 0).spawn().unwrap());
     let entry = bench.store().ls().unwrap().remove(2);
-    let path = bench.root.join("entries").join(&entry.folder).join("kernel.cubin");
+    let path = bench.root.join("entries").join(&entry.directory).join("kernel.cubin");
     let mut bytes = std::fs::read(&path).unwrap();
     bytes[100] ^= 1;
     std::fs::write(&path, bytes).unwrap();
@@ -250,13 +250,13 @@ fn full_disk_is_a_miss_without_partial_entries() {
 
 #[test]
 fn file_in_place_of_the_cache_folder_is_a_miss() {
-    // A read-only folder would not stop root; a file in its place stops every user.
+    // A read-only directory would not stop root; a file in its place stops every user.
     let bench = Bench::new();
-    std::fs::write(&bench.root, "not a folder").unwrap();
+    std::fs::write(&bench.root, "not a directory").unwrap();
     for state in states(bench.command(0, 0).spawn().unwrap()) {
         assert!(state.contains("why=NoStore") && state.contains("kept=NotStored"), "{state}");
     }
-    assert_eq!(std::fs::read_to_string(&bench.root).unwrap(), "not a folder");
+    assert_eq!(std::fs::read_to_string(&bench.root).unwrap(), "not a directory");
 }
 
 #[test]
@@ -266,15 +266,15 @@ fn read_only_cache_is_read_and_not_written() {
     states(bench.command(0, 0).spawn().unwrap());
     let store = bench.store();
     let gone = store.ls().unwrap().remove(0);
-    std::fs::remove_dir_all(bench.root.join("entries").join(&gone.folder)).unwrap();
+    std::fs::remove_dir_all(bench.root.join("entries").join(&gone.directory)).unwrap();
     let set = |mode: u32| {
         for folder in ["", "entries", "building", "locks"] {
             std::fs::set_permissions(bench.root.join(folder), std::fs::Permissions::from_mode(mode)).unwrap();
         }
     };
     set(0o500);
-    // Modes do not restrict root. Then the kernel is stored, and unit tests with files in place of folders cover this
-    // case.
+    // Modes do not restrict root. Then the kernel is stored, and unit tests with files in place of directories cover
+    // this case.
     let enforced = File::create(bench.root.join("entries/probe")).is_err();
     let cache = KernelCache::new(
         CachePolicy { mode: JitMode::Auto, lock_timeout: Duration::from_secs(5) },

@@ -39,7 +39,7 @@ fn compiler() -> NvrtcCompiler {
     if let Err(error) = compiler.nvrtc() {
         panic!(
             "these tests need NVRTC (no GPU): run `cargo xtask test`, which installs the Python wheel nvidia-cuda-nvrtc into \
-             target/nvrtc, or set UNWEIGHT_NVRTC to a libnvrtc.so or a folder that holds it\n{error}"
+             target/nvrtc, or set UNWEIGHT_NVRTC to a libnvrtc.so or a directory that holds it\n{error}"
         );
     }
     compiler

@@ -33,7 +33,7 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Sets the folder and the names of insta's files.
+/// Sets the directory and the names of insta's files.
 pub fn with_settings(check: impl FnOnce()) {
     let mut settings = insta::Settings::clone_current();
     settings.set_snapshot_path(root().join("tests/snapshots"));
@@ -248,7 +248,11 @@ fn documentation_lists_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let counts: Vec<_> = families(Arch::Sm90a).map(|(family, specs)| format!("{} {family}", specs.len())).collect();
-    let counts = wrapped(&format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", ")));
+    let counts = wrapped(&format!(
+        "For `sm_90a`, {} variants ship: {}. [Other architectures](reference/support.md) have fewer.",
+        catalog::all(Arch::Sm90a).len(),
+        counts.join(", ")
+    ));
     put(&mut now, "docs/kernels.md", "counts", &counts);
     assert_document(&path, &now);
 }

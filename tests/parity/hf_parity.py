@@ -384,8 +384,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unweight", default="unweight", help="the binary")
     parser.add_argument("--no-unweight", action="store_true", help="transformers' side alone")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to train on")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for parity.json")
+    parser.add_argument("--texts", type=Path, required=True, help="directory of *.md files to train on")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="directory for parity.json")
     parser.add_argument("--device", default="cuda", help="where transformers runs: cuda or cpu")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     names = [spec.name for spec in models.ALL]

@@ -8,7 +8,7 @@ the entropy of the exponents, the share of values outside the windows, escapes p
 need BF16. It also has stress cases and synthetic keys, from a fixed seed. `single` is the result with one window per
 unit.
 
-`--models DIR` contains a folder per model; a missing model is trained and saved. `--golden FILE` contains the choices
+`--models DIR` has a directory per model; a missing model is trained and saved. `--golden FILE` contains the choices
 of the Rust oracle (`kv_golden.json`), which the choices here must equal. `--no-models` runs without torch.
 """
 
@@ -299,8 +299,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     golden = Path(__file__).with_name("kv_golden.json")
     parser.add_argument("--golden", type=Path, default=golden, help="JSON file with the choices of the Rust oracle")
-    parser.add_argument("--texts", type=Path, help="folder of *.md files to train on and to run")
-    parser.add_argument("--models", type=Path, help="folder of trained models; missing ones are trained there")
+    parser.add_argument("--texts", type=Path, help="directory of *.md files to train on and to run")
+    parser.add_argument("--models", type=Path, help="directory of trained models; missing ones are trained there")
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, metavar="NAME", help="models to run")
     parser.add_argument("--no-models", action="store_true", help="only synthetic values; needs no torch")
     parser.add_argument("--out", type=Path, default=Path("kv-coverage.json"), help="output file")

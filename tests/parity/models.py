@@ -1,7 +1,7 @@
 """Small models for `hf_parity.py`: trained models of every family, and random models of odd shapes.
 
-`Spec.save(folder, ...)` makes a model and writes it with `save_pretrained`, weights in BF16. Trained models memorize a
-folder of texts, so that rounding does not change their next tokens. They have their own tokenizer and a chat template.
+`Spec.save(folder, ...)` makes a model and writes it with `save_pretrained`, weights in BF16. Trained models memorize
+texts, so that rounding does not change their next tokens. They have their own tokenizer and a chat template.
 Run directly, this file only saves models:
 
     python3 models.py OUT --texts docs --device cpu --steps 3 [--only llama]
@@ -244,10 +244,10 @@ def disturb(model: torch.nn.Module, escapes: float, seed: int, norm: float) -> N
 
 
 def read_texts(folder: Path) -> list[str]:
-    """Reads every Markdown file below a folder."""
+    """Reads every Markdown file below a directory."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.md"))]
     if not texts:
-        raise SystemExit(f"{folder}: no *.md files to learn from; give another folder to --texts")
+        raise SystemExit(f"{folder}: no *.md files to learn from; give another directory to --texts")
     return texts
 
 
@@ -328,8 +328,8 @@ def train(model, tokenizer, texts: list[str], device: str, steps: int, seed: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder for the models, one folder each")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to train on")
+    parser.add_argument("out", type=Path, help="directory for the models, one directory each")
+    parser.add_argument("--texts", type=Path, required=True, help="directory of *.md files to train on")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--only", default="", help="only models whose name contains this")

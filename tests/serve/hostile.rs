@@ -52,7 +52,7 @@ fn template() -> String {
     format!("{{% set what = messages[0].content %}}{}{{{{ what }}}}", cases.collect::<String>())
 }
 
-/// Returns this folder's tokenizer with another value for a key.
+/// Returns this directory's tokenizer with another value for a key.
 fn tokenizer(key: &str, value: Value) -> String {
     let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
     tokenizer[key] = value;

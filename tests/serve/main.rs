@@ -31,13 +31,13 @@ mod draft;
 mod hostile;
 mod memory;
 
-/// Returns a bundle with the tokenizer and the template of this folder, made once.
+/// Returns a bundle with the tokenizer and the template of this directory, made once.
 fn bundle() -> PathBuf {
     static HOME: OnceLock<TempDir> = OnceLock::new();
     HOME.get_or_init(|| bundle_with(&[])).path().join("tiny")
 }
 
-/// Makes a folder with such a bundle, `tiny`, with some of its files replaced.
+/// Makes a directory with such a bundle, `tiny`, with some of its files replaced.
 fn bundle_with(others: &[(&str, &str)]) -> TempDir {
     bundle_of(&tiny(), others)
 }

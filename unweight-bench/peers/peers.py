@@ -131,7 +131,7 @@ def gaussian():
 
 
 def model(folder):
-    """Yields every BF16 tensor of rank 2 in a folder of safetensors files."""
+    """Yields every BF16 tensor of rank 2 in a directory of safetensors files."""
     matrices, shapes = [], []
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -213,7 +213,7 @@ def table(title, matrices, all_records):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="folder of safetensors files to measure, too")
+    parser.add_argument("model", nargs="?", help="directory of safetensors files to measure, too")
     parser.add_argument("--codec-speed", required=True, help="path of the built codec_speed example")
     parser.add_argument("--rounds", type=int, default=7, help="measured rounds, at least 7")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

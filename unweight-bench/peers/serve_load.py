@@ -1,4 +1,4 @@
-"""Latency of an OpenAI-compatible server under load: `unweight serve`, two builds of it, or any server by its URL.
+"""Latency of an OpenAI-compatible server under load: `unweight serve`, two of its builds, or any server by its URL.
 
     python3 serve_load.py --unweight unweight --out serve_load.json              # a random model of Llama-3.1-8B's shapes
     python3 serve_load.py --unweight unweight --before old/unweight --out serve_load.json
@@ -530,7 +530,7 @@ def main() -> int:
     parser.add_argument("--vllm-path", type=Path, metavar="DIR", help="directory put first in PYTHONPATH of --vllm")
     parser.add_argument("--model", help="name of the model at --url")
     parser.add_argument("--bundle", type=Path, help="a bundle made by an earlier run with --keep")
-    parser.add_argument("--work", type=Path, help="folder for the model, 30 GB")
+    parser.add_argument("--work", type=Path, help="directory for the model, 30 GB")
     parser.add_argument("--keep", action="store_true", help="keep the bundle, with --vllm also the model, in --work")
     parser.add_argument("--only", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--seconds", type=float, default=30.0)

@@ -22,8 +22,8 @@ pub enum BenchError {
     /// The tuner's search failed.
     #[error(transparent)]
     Tune(#[from] TuneError),
-    /// No temporary folder could be made for the tuner's measurements.
-    #[error("cannot create a temporary folder for measurements: {0}; set TMPDIR to a writable folder")]
+    /// No temporary directory could be made for the tuner's measurements.
+    #[error("cannot create a temporary directory for measurements: {0}; set TMPDIR to a writable directory")]
     Temporary(std::io::Error),
     /// The weights cannot be encoded.
     #[error(transparent)]

@@ -1,5 +1,5 @@
-//! Writes the source of variants, with the headers that they include, to a folder: `emit DIR [NAME_PART]`. The default
-//! is all variants for Hopper.
+//! Writes the source of variants, with the headers that they include, to a directory: `emit DIR [NAME_PART]`. The
+//! default is all variants for Hopper.
 //!
 //! To compile one: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
 
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         fs::write(folder.join(format!("{}.cu", source.name)), &source.text)?;
         for (name, text) in source.headers {
             let path = folder.join("include").join(name);
-            fs::create_dir_all(path.parent().ok_or("a header without a folder")?)?;
+            fs::create_dir_all(path.parent().ok_or("a header without a directory")?)?;
             fs::write(path, text)?;
         }
         count += 1;

@@ -50,7 +50,7 @@ pub struct ExternalSource {
 }
 
 impl ExternalSource {
-    /// Returns the name that identifies the kernel: its symbol and its cache folder.
+    /// Returns the name that identifies the kernel: its symbol and its cache directory.
     pub fn name(&self) -> String {
         let arch = self.arch.compiler_name().replace('_', "");
         format!("uw_{arch}_{}_{}", self.family, self.variant)

@@ -1,8 +1,8 @@
 //! Uses the attribute in downstream crates: each depends on one crate of ours, and sets no path unless it renames that
 //! crate.
 //!
-//! Cargo builds them in a folder of their own, as users do. They share the target folder of the workspace, so a warm
-//! run takes a second or two; the first takes a minute, so only `.ci/nightly` runs them.
+//! Cargo builds them in a directory of their own, as users do. They share the target directory of the workspace, so a
+//! warm run takes a second or two; the first takes a minute, so only `.ci/nightly` runs them.
 
 use std::{fs, path::Path, process::Command};
 
@@ -41,12 +41,12 @@ const CRATES: [(&str, &str, &str); 3] = [
 #[ignore = "builds the crates for three sets of features: .ci/nightly"]
 fn downstream_crates_build() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the target folder");
-    let home = tempfile::tempdir().expect("a temporary folder");
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the target directory");
+    let home = tempfile::tempdir().expect("a temporary directory");
     let write = |path: &str, text: &str| {
         let path = home.path().join(path);
-        fs::create_dir_all(path.parent().expect("a folder")).expect("a folder in the temporary one");
-        fs::write(path, text).expect("a file in the temporary folder");
+        fs::create_dir_all(path.parent().expect("a directory")).expect("a directory in the temporary one");
+        fs::write(path, text).expect("a file in the temporary directory");
     };
     // The profile of the workspace, so that its artifacts are reused, and its lock file, so that cargo resolves
     // nothing.

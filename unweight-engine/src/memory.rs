@@ -145,7 +145,7 @@ const V2: CgroupVersion = CgroupVersion {
 };
 
 impl CgroupVersion {
-    /// Returns the bytes that the group of this folder leaves; `None` if it has no limit.
+    /// Returns the bytes that the group of this directory leaves; `None` if it has no limit.
     fn available(&self, group: &Path) -> Option<u64> {
         let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
         let number = |text: &str| text.trim().parse::<u64>().ok();

@@ -5,7 +5,8 @@
 //! - [`Section`]: the parts that an encoding stores, each with a name, a type and a shape.
 //! - [`oracle`]: slow encoders and decoders, written directly from the specification, to test the fast ones against.
 //! - [`layout`]: the constants of `docs/format.md`.
-//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears only when it is
+//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a directory that appears only when it
+//!   is
 //!   complete. [`discard_partial`] removes what a failed run left.
 //! - [`RawReason`]: why a tensor is raw, as a type. [`encoding_totals`]: sums by encoding, for reports.
 //! - [`CARD_NAME`], [`CARD_SOURCE_NAME`]: the model cards of a bundle and of its source.

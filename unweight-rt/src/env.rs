@@ -111,16 +111,16 @@ impl EnvError {
     }
 }
 
-/// The folders in which libraries are searched for.
+/// The directories in which libraries are searched for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SearchPaths {
     /// Roots of Python environments, the active one first (`VIRTUAL_ENV`, `CONDA_PREFIX`, then from `PATH`).
     pub python_prefixes: Vec<PathBuf>,
-    /// Folders that are themselves a Python path entry (`PYTHONPATH`).
+    /// Directories that are themselves a Python path entry (`PYTHONPATH`).
     pub python_path: Vec<PathBuf>,
     /// CUDA toolkits (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`).
     pub toolkits: Vec<PathBuf>,
-    /// The dynamic loader's folders (`LD_LIBRARY_PATH`).
+    /// The dynamic loader's directories (`LD_LIBRARY_PATH`).
     pub loader_path: Vec<PathBuf>,
 }
 
@@ -128,7 +128,7 @@ pub(crate) struct SearchPaths {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Env {
-    /// Root of the kernel cache; `None` if the environment names no cache folder.
+    /// Root of the kernel cache; `None` if the environment names no cache directory.
     pub cache_dir: Option<PathBuf>,
     /// The size in bytes to which `prune` shrinks the cache.
     pub cache_max_bytes: u64,
@@ -227,7 +227,7 @@ impl SearchPaths {
                     python_prefixes.extend(real.parent().and_then(Path::parent).map(Path::to_owned));
                 }
             }
-            // pyenv puts scripts there; a file in the same folder contains the version that they run.
+            // pyenv puts scripts there; a file in the same directory contains the version that they run.
             if folder.ends_with("shims")
                 && folder.join("python3").exists()
                 && let Some(root) = folder.parent()

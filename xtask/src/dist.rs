@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: builds the files of a release. The bytes do not depend on the folder of the build.
+//! `cargo xtask dist`: builds the files of a release. The bytes do not depend on the directory of the build.
 //!
 //! ```text
 //! unweight-VERSION-TARGET.tar.zst, .tar.gz   the command, licences, manual pages, completions
@@ -34,7 +34,7 @@ const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
-/// The default output folder under `target`.
+/// The default output directory under `target`.
 pub const OUT: &str = "artifacts";
 
 /// The options of `cargo xtask dist`.
@@ -109,14 +109,14 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes an empty folder and returns its absolute path. An existing folder may only contain the files of an earlier
-/// release.
+/// Makes an empty directory and returns its absolute path. An existing directory may only contain the files of an
+/// earlier release.
 fn create_empty(out: &Path) -> Result<PathBuf, String> {
     let io = |error: io::Error| format!("{}: {error}", out.display());
     if out.exists() {
         if !out.join(SUMS).is_file() && fs::read_dir(out).map_err(io)?.next().is_some() {
             return Err(format!(
-                "{}: not empty, and not a release: it has no {SUMS}; remove it or choose another folder",
+                "{}: not empty, and not a release: it has no {SUMS}; remove it or choose another directory",
                 out.display()
             ));
         }
@@ -234,7 +234,7 @@ open(sys.argv[1] + '.zst', 'wb').write(z.ZstdCompressor(level=19).compress(text)
     fs::remove_file(&tar).map_err(io)
 }
 
-/// Returns a reproducible tar archive of a folder in `stage`: sorted names, one owner, one time, two modes.
+/// Returns a reproducible tar archive of a directory in `stage`: sorted names, one owner, one time, two modes.
 fn tar_archive(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     let mut builder = tar::Builder::new(Vec::new());
     let mut open = vec![PathBuf::from(name)];

@@ -121,7 +121,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     }
     if with_nvrtc {
         let library = setup::prepare()?.nvrtc;
-        let from = library.parent().ok_or("the path of libnvrtc has no folder")?;
+        let from = library.parent().ok_or("the path of libnvrtc has no directory")?;
         let to = pack.join("nvrtc");
         fs::create_dir_all(&to).map_err(io(&to))?;
         for entry in fs::read_dir(from).map_err(io(from))? {
@@ -163,7 +163,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Copies the files of a folder with this extension to another folder, and creates that folder.
+/// Copies the files of a directory with this extension to another directory, and creates that directory.
 fn copy_all(from: &Path, extension: &str, to: &Path) -> Result<(), String> {
     let with_path = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     fs::create_dir_all(to).map_err(|error| with_path(to, error))?;

@@ -16,14 +16,14 @@ const RULES: &str = "{extends: default, rules: {line-length: {max: 120}, documen
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     run::no_arguments(arguments)?;
     let home = target_dir("lint-venv");
-    // Python finds packages wherever they are. Programs are in the folder of Python or of its packages.
+    // Python finds packages wherever they are. Programs are in the directory of Python or of its packages.
     setup::python(&home, &[&LINTERS], "import yamllint")?;
     let program = |name: &str| {
         let candidates = [home.join("bin"), home.join("site-0/bin")].map(|folder| folder.join(name));
         let found = candidates.into_iter().find(|path: &PathBuf| path.is_file());
         found
             .map(Command::new)
-            .ok_or_else(|| format!("{} has no {name}; remove the folder and run the task again", home.display()))
+            .ok_or_else(|| format!("{} has no {name}; remove the directory and run the task again", home.display()))
     };
     run(program("shellcheck")?.current_dir(root()).args(["--shell", "bash"]).args(&SCRIPTS[..4]))?;
     run(program("shellcheck")?.current_dir(root()).args(["--shell", "sh", SCRIPTS[4]]))?;

@@ -35,7 +35,7 @@ usage: cargo xtask <task> [options]
   lint                run shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
   dist                build reproducible release files in target/artifacts
                         --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); repeatable
-                        --out DIR      write the files to this folder
+                        --out DIR      write the files to this directory
                         --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE holds its password
                         --allow-dirty  build even if files differ from the commit
   test-release        test install.sh in clean Debian systems (needs debootstrap and root), and the wheel in every

@@ -1,4 +1,4 @@
-//! Runs commands, and locates folders.
+//! Runs commands, and locates directories.
 
 use std::{
     env,
@@ -9,16 +9,16 @@ use std::{
 
 /// Returns the workspace root.
 pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the folder of xtask has a parent")
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the directory of xtask has a parent")
 }
 
-/// Returns the folder of a prepared environment. It is under the workspace even if `CARGO_TARGET_DIR` is elsewhere,
+/// Returns the directory of a prepared environment. It is under the workspace even if `CARGO_TARGET_DIR` is elsewhere,
 /// because tests expect it here.
 pub fn target_dir(name: &str) -> PathBuf {
     root().join("target").join(name)
 }
 
-/// Returns the folder of data that is too large to fetch for every checkout: in the user's cache, or else as
+/// Returns the directory of data that is too large to fetch for every checkout: in the user's cache, or else as
 /// [`target_dir`].
 pub fn cache_dir(name: &str) -> PathBuf {
     let cache = env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());

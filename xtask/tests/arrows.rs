@@ -80,13 +80,13 @@ fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
     found
 }
 
-/// Returns the levels of the modules of every crate and of [`INNER`], by folder.
+/// Returns the levels of the modules of every crate and of [`INNER`], by directory.
 fn declared() -> Vec<(String, Vec<String>, Vec<&'static str>)> {
     let crates =
         CRATES.iter().map(|krate| (krate.source(), Vec::new(), krate.levels.iter().map(|(names, _)| *names).collect()));
     let inner = INNER.iter().map(|(folder, levels)| {
         let (source, path) = folder.split_once("/src/").map_or_else(
-            || ("src".to_owned(), folder.strip_prefix("src/").expect("a folder of sources")),
+            || ("src".to_owned(), folder.strip_prefix("src/").expect("a directory of sources")),
             |(source, path)| (format!("{source}/src"), path),
         );
         (source, path.split('/').map(str::to_owned).collect(), levels.split(" < ").collect())
@@ -171,8 +171,8 @@ fn planted_cycles_are_found() {
     assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: update xtask/tests/arrows/orders.rs"]);
 }
 
-/// Returns (file, line number, line) of all Rust below a folder, without comments and without test modules, which are
-/// at the end of files.
+/// Returns (file, line number, line) of all Rust below a directory, without comments and without test modules, which
+/// are at the end of files.
 fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
     let mut lines = Vec::new();
     for path in files(&[folder], &["rs"], &[]) {

@@ -1,4 +1,4 @@
-//! `cargo xtask dist` makes the same bytes in two folders.
+//! `cargo xtask dist` makes the same bytes in two directories.
 
 use std::{collections::BTreeMap, fs, path::Path, process::Command};
 
@@ -26,9 +26,9 @@ fn dist(clone: &Path, artifacts: &Path) -> BTreeMap<String, Vec<u8>> {
 #[ignore = "two release builds, half an hour: .ci/nightly"]
 fn two_folders_give_equal_bytes() {
     let target = root().join("target");
-    let [one, other] = ["dist-clone", "second/folder/of-another-length"].map(|name| {
+    let [one, other] = ["dist-clone", "second/directory/of-another-length"].map(|name| {
         let clone = target.join(name);
-        // Keep the clone's target folder, so that unchanged code is not rebuilt.
+        // Keep the clone's target directory, so that unchanged code is not rebuilt.
         if !clone.join(".git").exists() {
             run(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(&clone));
         }
@@ -44,7 +44,7 @@ fn two_folders_give_equal_bytes() {
         assert!(*bytes == other[name], "{name} differs");
         assert!(
             !bytes.windows(source_folder.len()).any(|window| window == source_folder),
-            "{name} contains the source folder"
+            "{name} contains the source directory"
         );
     }
 }

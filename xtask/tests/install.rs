@@ -128,7 +128,7 @@ fn answer(stream: TcpStream, answers: &Mutex<BTreeMap<String, Answer>>, requests
     }
 }
 
-/// A folder that is removed on drop.
+/// A directory that is removed on drop.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -267,7 +267,7 @@ impl System {
         if !bin.exists() {
             return BTreeMap::new();
         }
-        let read = |name: &String| fs::read(bin.join(name)).unwrap_or_else(|_| b"a folder".into());
+        let read = |name: &String| fs::read(bin.join(name)).unwrap_or_else(|_| b"a directory".into());
         self.0.names("home/.local/bin").into_iter().map(|name| (name.clone(), read(&name))).collect()
     }
 }
@@ -473,7 +473,7 @@ fn a_signal_leaves_nothing() {
             assert!(start.elapsed() < Duration::from_secs(30), "install.sh did not request the archive");
             thread::sleep(Duration::from_millis(10));
         }
-        assert_eq!(machine.installed().len(), 1, "install.sh has one temporary folder");
+        assert_eq!(machine.installed().len(), 1, "install.sh has one temporary directory");
         succeeds(Command::new("kill").args([&format!("-{signal}"), "--", &format!("-{}", child.id())]));
         assert_eq!(child.wait().unwrap().code(), Some(status), "{signal}");
         assert!(machine.installed().is_empty(), "{signal}: {:?}", machine.installed().keys());

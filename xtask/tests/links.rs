@@ -52,7 +52,7 @@ fn links_lead_to_files_and_headings() {
     let mut broken = Vec::new();
     for file in &files {
         let text = fs::read_to_string(file).expect("a document");
-        let folder = file.parent().expect("a folder");
+        let folder = file.parent().expect("a directory");
         for link in links(&text).iter().filter(|link| !link.contains("://") && !link.starts_with("mailto:")) {
             let (path, heading) = link.split_once('#').map_or((link.as_str(), None), |(path, of)| (path, Some(of)));
             let target = if path.is_empty() { file.clone() } else { folder.join(path) };

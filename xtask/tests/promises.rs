@@ -6,7 +6,7 @@ mod workspace;
 
 use workspace::{files, read, root};
 
-/// Returns the module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its folder.
+/// Returns the module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its directory.
 fn module(file: &Path) -> &str {
     fn stem(path: &Path) -> &str {
         path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default()

@@ -39,7 +39,7 @@ use workspace::{published, root};
 /// A published crate and its limits.
 struct Limits {
     name: &'static str,
-    /// The folder, relative to the root.
+    /// The directory, relative to the root.
     folder: &'static str,
     /// Items outside `raw`.
     items: usize,
@@ -136,7 +136,7 @@ fn listings_are_those_of_the_sources() {
     for (Limits { name, items, items_and_fields, raw, .. }, (text, counts, _)) in CRATES.iter().zip(listings()) {
         let path = root().join(format!("docs/api/{name}.txt"));
         if std::env::var_os("UPDATE_DOCS").is_some() {
-            fs::create_dir_all(path.parent().expect("a folder")).expect("a folder for listings");
+            fs::create_dir_all(path.parent().expect("a directory")).expect("a directory for listings");
             fs::write(&path, text).expect("a listing");
         }
         let (items_now, all) = (counts.items[0], counts.items[0] + counts.fields[0]);

@@ -16,7 +16,7 @@ const BODY_LINES: usize = 100;
 /// Maximum number of parameters, including `self`.
 const PARAMETERS: usize = 7;
 
-/// Folders of product code.
+/// Directories of product code.
 const SOURCES: [&str; 13] = [
     "unweight-format/src",
     "unweight-model/src",

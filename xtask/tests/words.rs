@@ -52,7 +52,7 @@ const AFTER_NO: [&str; 7] = ["longer", "more", "less", "fewer", "later", "larger
 /// Beginnings of doc comments that define nothing.
 const FRAGMENTS: [&str; 8] = ["The same", "Which", "As there", "Where it is", "Where it lies", "Them", "Of it", "And"];
 
-/// Folders of product code.
+/// Directories of product code.
 const SOURCES: [&str; 9] = [
     "src",
     "unweight-format/src",

@@ -81,7 +81,7 @@ pub fn not_a_bundle(py: Python<'_>, folder: &Path) -> Option<PyErr> {
     let is_model = py.detach(|| dfloat11::is_model(folder)).unwrap_or(true);
     let message = || {
         format!(
-            "{}: a DFloat11 model, not a bundle; make a bundle of it with unweight.compress, which reads DFloat11",
+            "{}: a DFloat11 model, not a bundle; compress it with unweight.compress, which reads DFloat11",
             folder.display()
         )
     };

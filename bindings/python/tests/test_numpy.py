@@ -39,7 +39,7 @@ class Numpy(unittest.TestCase):
         whole = self.bundle.numpy(name)
         numpy.testing.assert_array_equal(self.bundle.numpy(name, rows=(1, 5), cols=(2, 9)), whole[1:5, 2:9])
         numpy.testing.assert_array_equal(self.bundle.numpy(name, cols=(0, 1)), whole[:, :1])
-        with self.assertRaisesRegex(ValueError, "no part 0..0"):
+        with self.assertRaisesRegex(ValueError, "rows 0..0 are empty or exceed"):
             self.bundle.numpy(name, rows=(0, 0))
         with self.assertRaisesRegex(ValueError, "not a matrix"):
             self.bundle.numpy("model.norm.weight", rows=(0, 1))

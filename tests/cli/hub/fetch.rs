@@ -3,6 +3,7 @@
 use std::{
     fs,
     path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -130,6 +131,62 @@ fn a_damaged_beginning_is_fetched_again() {
     });
     hub.run(home.path(), &["plan", "org/tiny"], 0);
     assert!(fs::read(blobs.join(sha256(&shard))).unwrap() == shard);
+}
+
+/// Returns `command` as the arguments of a shell script, with the same directory and environment.
+fn within(shell: &[&str], script: &str, command: &Command) -> Command {
+    let mut outer = Command::new(shell[0]);
+    outer.args(&shell[1..]).args(["-c", script]).arg(command.get_program()).args(command.get_args());
+    outer.current_dir(command.get_current_dir().unwrap());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => outer.env(name, value),
+            None => outer.env_remove(name),
+        };
+    }
+    outer
+}
+
+#[test]
+fn a_full_disk_is_named_before_the_download() {
+    let (hub, home) = hub_of_fixture();
+    let command = hub.command(home.path(), &["compress", "org/tiny", "-o", "bundle"]);
+    fs::create_dir_all(home.path().join("hf")).unwrap();
+    let on_disk = |size| {
+        let script = format!("mount -t tmpfs -o size={size} none hf && exec \"$0\" \"$@\"");
+        within(&["unshare", "--user", "--map-root-user", "--mount", "sh"], &script, &command).output()
+    };
+    let output = match on_disk("128k") {
+        Ok(output) if !matches!(output.status.code(), Some(1 | 32)) => output,
+        // `unshare` or `mount` is missing, or users may not make file systems here.
+        _ => return,
+    };
+    assert_eq!((output.status.code(), error_code(&output).as_str()), (Some(2), "disk-full"));
+    assert!(stderr(&output).contains("org/tiny: needs ") && stderr(&output).contains("HF_HUB_CACHE"));
+    assert!(hub.asked().iter().all(|asked| !asked.to_storage));
+    assert!(!home.path().join("bundle").exists());
+    assert!(on_disk("64m").unwrap().status.success());
+}
+
+#[test]
+fn a_disk_that_fills_during_the_download_keeps_what_has_arrived() {
+    let (hub, home) = hub_of_fixture();
+    let shard = fs::read(fixture().join("model").join(SHARD)).unwrap();
+    // As on a full disk, a write fails half-way: at 64 KiB of a shard.
+    let command = hub.command(home.path(), &["compress", "org/tiny", "-o", "bundle"]);
+    let output = within(&["bash"], "ulimit -f 64; exec \"$0\" \"$@\"", &command).output().unwrap();
+    assert_eq!((output.status.code(), error_code(&output).as_str()), (Some(2), "file-size-limit"));
+    assert!(stderr(&output).contains(".incomplete: cannot write"), "{}", stderr(&output));
+    assert!(!home.path().join("bundle").exists());
+    let begun = home.path().join(format!("hf/hub/models--org--tiny/blobs/{}.incomplete", sha256(&shard)));
+    let begun = fs::metadata(begun).unwrap().len();
+    assert!(begun > 0 && begun <= 64 << 10, "{begun}");
+    hub.asked();
+    hub.run(home.path(), &["compress", "org/tiny", "-o", "bundle"], 0);
+    let path = format!("/blob/{}", sha256(&shard));
+    let from: Vec<_> = hub.asked().iter().filter(|asked| asked.path.starts_with(&path)).map(|a| a.first()).collect();
+    assert_eq!(from, [Some(begun as usize)]);
+    hub.run(home.path(), &["verify", "bundle", "--against", "org/tiny"], 0);
 }
 
 #[test]

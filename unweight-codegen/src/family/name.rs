@@ -1,4 +1,4 @@
-//! Canonical names. One string is the kernel's symbol, cache folder, log line and benchmark row.
+//! Canonical names. One string is the kernel's symbol, cache directory, log line and benchmark row.
 //!
 //! ```text
 //! uw_<arch>_decode_huffman_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]

@@ -10,7 +10,7 @@ use unweight_rt::raw::jit::cache::Store;
 static ROOT: LazyLock<PathBuf> = LazyLock::new(|| tempfile::tempdir().expect("a directory").keep().join("cache"));
 
 fuzz_target!(|data: &[u8]| {
-    let store = Store::open(&ROOT).expect("a new folder");
+    let store = Store::open(&ROOT).expect("a new directory");
     let Some((length, data)) = data.split_first_chunk::<2>() else { return };
     let (meta, cubin) = data.split_at(usize::from(u16::from_le_bytes(*length)).min(data.len()));
     let folder = ROOT.join("entries").join("uw_sm90a_fuzzed.0123456789abcdef0123456789abcdef.nvrtc-13.0");

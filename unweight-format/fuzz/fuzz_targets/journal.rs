@@ -1,5 +1,5 @@
 #![no_main]
-//! The staging folder of an interrupted run with arbitrary changes: `--resume` still makes the same bundle.
+//! The staging directory of an interrupted run with arbitrary changes: `--resume` still makes the same bundle.
 //!
 //! The input is a list of changes of eight bytes: file, operation, position and value. Journal lines and records get
 //! correct digests after a change, as after a bug or an edit.
@@ -26,7 +26,7 @@ type Tree = BTreeMap<PathBuf, Vec<u8>>;
 struct State {
     dir: PathBuf,
     options: CompressOptions,
-    /// The staging folder that the interrupted run left.
+    /// The staging directory that the interrupted run left.
     interrupted: Tree,
     whole: Tree,
 }

@@ -317,7 +317,7 @@ fn fault(reason: impl Into<String>) -> BundleError {
     BundleError::Attached { reason: reason.into() }
 }
 
-/// Whether the source contained a file or folder of this name, which then is not ours.
+/// Whether the source contained a file or directory of this name, which then is not ours.
 fn is_listed(manifest: &Manifest, name: &str) -> bool {
     let is_inside = |file: &str| file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     manifest.files.iter().flat_map(|file| file.stored()).any(|(file, _)| is_inside(&file))

@@ -13,7 +13,7 @@ use crate::{
     bundle::{BundleError, manifest},
 };
 
-/// The name of the file, in any folder with weights.
+/// The name of the file, in any directory with weights.
 pub(crate) const FILE_NAME: &str = "config.json";
 /// Maximum size of a file that gets the keys, in bytes.
 const BYTES_MAX: u64 = 16 << 20;
@@ -43,8 +43,8 @@ pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Refuses a `config.json` that names the weights of another bundle: with the files of two downloads in one folder, a
-/// model would be built from one and filled from the other. Accepts a file that is missing, unreadable or names no
+/// Refuses a `config.json` that names the weights of another bundle: with the files of two downloads in one directory,
+/// a model would be built from one and filled from the other. Accepts a file that is missing, unreadable or names no
 /// weights, because weights do not need it.
 pub(crate) fn check_names(path: &Path, weights: Digest) -> Result<(), BundleError> {
     // Opening a pipe would block.

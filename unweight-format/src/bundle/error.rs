@@ -148,7 +148,7 @@ pub enum BundleError {
     NotReplaceable {
         /// Path of the output.
         path: PathBuf,
-        /// The first such file or folder.
+        /// The first such file or directory.
         file: String,
     },
     /// Neither could the finished output get its name, nor could the old one get its name back.
@@ -362,7 +362,7 @@ pub enum BundleError {
     /// A file of a part does not match the part's description.
     #[error("{}: not a whole part", path.display())]
     Part {
-        /// The part's folder.
+        /// The part's directory.
         path: PathBuf,
         /// The file's error.
         source: Box<BundleError>,
@@ -370,9 +370,9 @@ pub enum BundleError {
     /// Parts were made from different sources, or by different programs or options.
     #[error("{}: made with {what} than {}; make all parts of one source, with one program and the same options", path.display(), other.display())]
     PartsDiffer {
-        /// The part's folder.
+        /// The part's directory.
         path: PathBuf,
-        /// The folder of the first part.
+        /// The directory of the first part.
         other: PathBuf,
         /// `other options`, `another source`.
         what: &'static str,
@@ -380,7 +380,7 @@ pub enum BundleError {
     /// The parts were made by another version of the program.
     #[error("{}: made by {creator}, whose bundles this program does not write; merge with the program that made the parts", path.display())]
     PartCreator {
-        /// The part's folder.
+        /// The part's directory.
         path: PathBuf,
         /// Program and version.
         creator: String,
@@ -390,9 +390,9 @@ pub enum BundleError {
     PartTwice {
         /// Index and number of parts.
         part: Part,
-        /// One of the folders.
+        /// One of the directories.
         path: PathBuf,
-        /// The other folder.
+        /// The other directory.
         other: PathBuf,
     },
     /// A part is missing.

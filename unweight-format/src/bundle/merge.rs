@@ -34,8 +34,8 @@ use super::{
 /// Weights are hard-linked, not copied, where the file system supports it. The parts do not change.
 ///
 /// # Errors
-/// A folder is not a part or is damaged; parts have different sources, options or programs; a part is missing or given
-/// twice; the output exists or cannot be written; or `progress` requested to stop.
+/// A directory is not a part or is damaged; parts have different sources, options or programs; a part is missing or
+/// given twice; the output exists or cannot be written; or `progress` requested to stop.
 pub fn merge(
     parts: &[PathBuf],
     output: &Path,

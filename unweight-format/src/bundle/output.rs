@@ -168,7 +168,7 @@ impl OutputFile<'_> {
 /// Lists all files below `root` with relative names with `/`, sorted. Symbolic links are followed.
 ///
 /// # Errors
-/// A folder cannot be listed, or contains something that is neither a file nor a folder.
+/// A directory cannot be listed, or contains something that is neither a file nor a directory.
 pub fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
     files::walk(root)
 }

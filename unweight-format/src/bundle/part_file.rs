@@ -1,4 +1,4 @@
-//! The file `unweight.part`, which makes a folder a part of a bundle.
+//! The file `unweight.part`, which makes a directory a part of a bundle.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -84,7 +84,7 @@ impl PartFile {
         (digest, [digest.to_string().as_bytes(), b"\n", &json].concat())
     }
 
-    /// Reads and checks the file of a folder; `None` if there is none.
+    /// Reads and checks the file of a directory; `None` if there is none.
     pub(crate) fn read(dir: &Path) -> Result<Option<Self>, BundleError> {
         let path = dir.join(FILE_NAME);
         if path.symlink_metadata().is_err() {
@@ -112,7 +112,7 @@ impl PartFile {
         self.part
     }
 
-    /// Names and sizes in bytes of the files in the part's folder.
+    /// Names and sizes in bytes of the files in the part's directory.
     pub(crate) fn stored(&self) -> Vec<(String, u64)> {
         self.files
             .iter()

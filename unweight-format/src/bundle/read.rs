@@ -81,7 +81,7 @@ impl Bundle {
 
     /// Opens the weights of a bundle: its manifest and its shards, which are checked as in [`Bundle::open`]. Other
     /// files may be missing or changed, as in a download of only the weights or a repository with an edited README;
-    /// [`Bundle::copied`] and [`Bundle::write_file`] still refuse such a file. However, a `config.json` in a folder
+    /// [`Bundle::copied`] and [`Bundle::write_file`] still refuse such a file. However, a `config.json` in a directory
     /// with weights must not name those of another bundle.
     ///
     /// # Errors

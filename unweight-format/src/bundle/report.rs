@@ -79,7 +79,7 @@ pub struct EncodingTotal {
     pub stored_bytes: u64,
 }
 
-/// A large file that is copied unchanged, or the folder of a version control system.
+/// A large file that is copied unchanged, or the directory of a version control system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LargeCopy {
@@ -89,7 +89,7 @@ pub struct LargeCopy {
     pub bytes: u64,
 }
 
-/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied
+/// A `config.json` in a directory with weights that could not get the keys of `docs/format.md` B.9 and is copied
 /// unchanged. Readers that do not know bundles may then load wrong weights without an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]

@@ -36,7 +36,7 @@ const OTHER_WEIGHT_SUFFIXES: &[&str] = &[
     ".tflite",
     ".ot",
 ];
-/// Size from which such files, and version control folders, are reported.
+/// Size from which such files, and version control directories, are reported.
 const SUPERFLUOUS_BYTES: u64 = 1 << 20;
 /// Size from which any copied file is reported.
 const LARGE_BYTES: u64 = 64 << 20;
@@ -97,7 +97,7 @@ impl Source {
         let bundle_names = [manifest::FILE_NAME, manifest::SIGNATURE_NAME, ATTACHED_NAME].map(str::to_owned);
         let reserved: HashSet<String> = source_names.chain(bundle_names).collect();
         for file in &source.files {
-            // Check the file and all folders above it.
+            // Check the file and all directories above it.
             let folders = file.name.match_indices('/').map(|(slash, _)| &file.name[..slash]);
             if let Some(reserved_name) = folders.chain([file.name.as_str()]).find(|name| reserved.contains(*name)) {
                 return Err(BundleError::ReservedFile { path: root.join(reserved_name) });
@@ -164,7 +164,8 @@ impl Source {
         Ok(())
     }
 
-    /// Copied files that are unusually large, largest first. The folder of a version control system counts as one file.
+    /// Copied files that are unusually large, largest first. The directory of a version control system counts as one
+    /// file.
     pub(crate) fn large_copies(&self) -> Vec<LargeCopy> {
         let mut copies: BTreeMap<&str, u64> = BTreeMap::new();
         for file in self.files.iter().filter(|file| matches!(file.kind, Kind::Copied)) {
@@ -235,7 +236,7 @@ impl Source {
     }
 }
 
-/// The version control folder that contains a file.
+/// The version control directory that contains a file.
 fn history(name: &str) -> Option<&str> {
     let mut end = 0;
     for part in name.split('/') {

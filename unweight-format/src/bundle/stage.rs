@@ -291,7 +291,7 @@ impl Stage {
         Ok(contents)
     }
 
-    /// Moves a finished file of another folder to `tree`: by a hard link if the file system supports it, else by a
+    /// Moves a finished file of another directory to `tree`: by a hard link if the file system supports it, else by a
     /// copy.
     pub(crate) fn link(
         &self,
@@ -323,7 +323,7 @@ impl Stage {
                 fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
             }
         }
-        // This run may have a file where there was a folder.
+        // This run may have a file where there was a directory.
         remove_empty_dirs(&self.tree())?;
         failpoint("kept");
         Ok(())
@@ -455,7 +455,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
     }
 }
 
-/// Lists all entries below a directory, each folder after its contents. Links are listed, not followed.
+/// Lists all entries below a directory, each directory after its contents. Links are listed, not followed.
 fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, BundleError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
@@ -485,8 +485,8 @@ fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
     })
 }
 
-/// Checks that the folder and everything in it are directories and regular files of this user, and that other users
-/// cannot write to the folder.
+/// Checks that the directory and everything in it are directories and regular files of this user, and that other users
+/// cannot write to the directory.
 fn check_owner(partial: &Path) -> Result<(), BundleError> {
     let user = rustix::process::geteuid().as_raw();
     let foreign = |path: &Path, reason| Err(BundleError::ForeignPartial { path: path.into(), reason });

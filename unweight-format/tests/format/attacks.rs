@@ -508,7 +508,7 @@ fn links_planted_in_the_partial_folder_are_not_followed() {
     symlink(precious.join("thesis"), partial.join("tree/config.json")).unwrap();
     assert_rejected("a file below tree");
     symlink(&precious, &partial).unwrap();
-    assert_rejected("the folder itself");
+    assert_rejected("the directory itself");
     fs::create_dir(&partial).unwrap();
     symlink(precious.join("thesis"), partial.join("lock")).unwrap();
     assert_rejected("the lock");
@@ -520,12 +520,12 @@ fn links_planted_in_the_partial_folder_are_not_followed() {
     assert_rejected("a FIFO as lock");
     folder();
     fs::set_permissions(&partial, fs::Permissions::from_mode(0o777)).unwrap();
-    assert_rejected("a folder that other users may write to");
-    // A folder of another user; only root can make one.
+    assert_rejected("a directory that other users may write to");
+    // A directory of another user; only root can make one.
     folder();
     let made = Command::new("chown").arg("1234").arg(&partial).stderr(Stdio::null()).status().unwrap().success();
     if made {
-        assert_rejected("a folder of another user");
+        assert_rejected("a directory of another user");
     } else {
         fs::remove_dir_all(&partial).unwrap();
     }

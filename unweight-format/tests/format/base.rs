@@ -31,7 +31,7 @@ fn trained(bytes: &[u8], width: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// A base and a model that was trained from it, in folders `base` and `model`.
+/// A base and a model that was trained from it, in directories `base` and `model`.
 struct Models {
     scratch: Scratch,
 }

@@ -392,7 +392,7 @@ fn config_json_names_its_weights() {
     let after = digest(&source, "after");
     assert!(before.0 == after.0 && before.1 != after.1);
 
-    // The name of the copy may be taken by a file or a folder, as may the bundle's own names.
+    // The name of the copy may be taken by a file or a directory, as may the bundle's own names.
     let assert_reserved = |name: &str| {
         let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
         assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with(name)), "{name}: {error}");
@@ -409,7 +409,7 @@ fn config_json_names_its_weights() {
     }
 }
 
-/// Files of two bundles in one folder, as left by a repeated download.
+/// Files of two bundles in one directory, as left by a repeated download.
 #[test]
 fn config_of_another_bundle_is_rejected() {
     let scratch = Scratch::new();
@@ -440,7 +440,7 @@ fn config_of_another_bundle_is_rejected() {
         }
         fs::write(&config, text_before).unwrap();
     }
-    // This folder contains no weights.
+    // This directory contains no weights.
     fs::copy(two.join("config.json"), one.join("elsewhere/config.json")).unwrap();
     assert!(Bundle::open_weights(&one).is_ok());
 }

@@ -89,7 +89,7 @@ impl Child {
             return Self::new(root, what);
         }
         // A unique user, so that no other processes count. The user may not have access to the original program's
-        // folder.
+        // directory.
         let (user, copy) = (20_000 + std::process::id() % 40_000, root.join("program"));
         if !copy.exists() {
             fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
@@ -369,7 +369,7 @@ fn decompress_replaces_only_files_of_the_bundle() {
         fs::write(&path, whole).unwrap();
     }
     fs::create_dir(back.join("mine")).unwrap();
-    assert_rejected("an empty folder of the user", "mine");
+    assert_rejected("an empty directory of the user", "mine");
     fs::remove_dir(back.join("mine")).unwrap();
     // A link to an identical file is not the same.
     fs::remove_file(back.join("tokenizer.json")).unwrap();
@@ -383,12 +383,12 @@ fn decompress_replaces_only_files_of_the_bundle() {
     fs::remove_dir_all(&back).unwrap();
     fs::create_dir(&back).unwrap();
     fs::write(back.join("config.json"), "{\"mine\": true}").unwrap();
-    assert_rejected("a folder with a configuration of the user", "config.json");
+    assert_rejected("a directory with a configuration of the user", "config.json");
     fs::remove_file(back.join("config.json")).unwrap();
     decompress_again().unwrap();
 }
 
-/// Folders count as contents: `--force` must not take the result of `mkdir -p work/{a,b}` for an empty directory.
+/// Directories count as contents: `--force` must not take the result of `mkdir -p work/{a,b}` for an empty directory.
 #[test]
 fn folder_of_empty_folders_is_not_empty() {
     let scratch = Scratch::new();

@@ -35,7 +35,7 @@ const VALID: [(&str, Profile); 6] = [
     ("archive", Profile::Archive),
 ];
 
-/// Names and messages of a folder's cases, from `cases.tsv`.
+/// Names and messages of a directory's cases, from `cases.tsv`.
 fn cases(folder: &str) -> Vec<(String, String)> {
     let table = fs::read_to_string(golden().join("cases.tsv")).unwrap();
     let case = |line: &str| {

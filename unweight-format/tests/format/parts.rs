@@ -34,7 +34,7 @@ fn model(scratch: &Scratch) -> PathBuf {
     source
 }
 
-/// Makes part `index` of `of` in its own folder.
+/// Makes part `index` of `of` in its own directory.
 fn part(scratch: &Scratch, source: &Path, options: &CompressOptions, index: u32, of: u32) -> (PathBuf, CompressReport) {
     let folder = scratch.path(&format!("parts/{index}-of-{of}"));
     let options = options.clone().part(Part::new(index, of)).force(true);

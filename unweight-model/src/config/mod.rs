@@ -92,6 +92,11 @@ impl Family {
     pub fn name(self) -> &'static str {
         self.features().name
     }
+
+    /// Every `model_type` that runs: those of families, and those of models whose `text_config` is of a family.
+    pub fn model_types() -> impl Iterator<Item = &'static str> {
+        Self::ALL.iter().flat_map(|family| [Some(family.name()), family.features().part_of]).flatten()
+    }
 }
 
 impl fmt::Display for Family {

@@ -104,7 +104,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
 
 /// Returns the family, and the object that contains its keys.
 fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigError> {
-    let supported = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
+    let supported = || Family::model_types().collect::<Vec<_>>().join(", ");
     let name =
         fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", supported())))?;
     if let Some(features) = FAMILIES.iter().find(|features| features.name == name) {

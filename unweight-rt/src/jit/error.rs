@@ -53,7 +53,7 @@ pub enum Error {
         /// Why they were not compiled.
         why: NotCompiled,
     },
-    /// A kernel's name is not valid as a folder and a symbol.
+    /// A kernel's name is not valid as a directory and a symbol.
     #[error("{0}")]
     BadName(String),
     /// More than one kernel failed.
@@ -128,7 +128,7 @@ pub enum NotCompiled {
 }
 
 fn absent(missing: &[MissingKernel], dir: Option<&Path>) -> String {
-    let cache = dir.map_or_else(|| "no cache folder".to_owned(), |dir| dir.display().to_string());
+    let cache = dir.map_or_else(|| "no cache directory".to_owned(), |dir| dir.display().to_string());
     let kernels = if missing.len() == 1 { "1 kernel is".to_owned() } else { format!("{} kernels are", missing.len()) };
     format!("{kernels} not in the cache ({cache}) and not compiled")
 }

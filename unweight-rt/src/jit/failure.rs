@@ -18,7 +18,7 @@ pub struct CompileFailure {
     pub error: NvrtcError,
     /// The source around each failing line, at most [`CompileFailure::EXCERPTS`] excerpts.
     pub excerpts: Vec<Excerpt>,
-    /// The folder that contains source, headers, options and log, if it could be written.
+    /// The directory that contains source, headers, options and log, if it could be written.
     pub kept: Option<PathBuf>,
 }
 
@@ -75,7 +75,7 @@ impl fmt::Display for CompileFailure {
         }
         match &self.kept {
             Some(folder) => write!(f, "\nsource, headers, options and full log: {}", folder.display()),
-            None => write!(f, "\n(source and log could not be saved; the cache folder is not writable or not used)"),
+            None => write!(f, "\n(source and log could not be saved; the cache directory is not writable or not used)"),
         }
     }
 }

@@ -19,11 +19,11 @@ pub enum Miss {
     Off,
 }
 
-/// A cache folder that cannot be used.
+/// A cache directory that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cache folder {} not used: {why}", .root.display())]
+#[error("cache directory {} not used: {why}", .root.display())]
 pub struct Unusable {
-    /// The folder of the cache.
+    /// The directory of the cache.
     pub root: PathBuf,
     /// Why it cannot be used.
     pub why: String,

@@ -8,7 +8,8 @@ use unweight_codegen::{CodegenError, ExternalSource, Source, VariantSpec, spec::
 /// A kernel to compile: one entry point, and all headers that it can include.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CompileRequest {
-    /// Canonical name of the variant: symbol, cache folder and log line. ASCII letters, digits, `_`; at most 160 bytes.
+    /// Canonical name of the variant: symbol, cache directory and log line. ASCII letters, digits, `_`; at most 160
+    /// bytes.
     pub name: String,
     /// The CUDA source.
     pub source: String,
@@ -65,7 +66,7 @@ impl CompileRequest {
         format!("{}.cu", self.name)
     }
 
-    /// Returns the name if it is valid as a symbol and a folder; else why it is not.
+    /// Returns the name if it is valid as a symbol and a directory; else why it is not.
     pub(crate) fn checked_name(&self) -> Result<&str, String> {
         let fits = !self.name.is_empty()
             && self.name.len() <= 160
@@ -73,7 +74,7 @@ impl CompileRequest {
         if fits {
             Ok(&self.name)
         } else {
-            Err(format!("kernel name {:?}: expected 1 to 160 of A-Z, a-z, 0-9 and _ (it becomes a folder)", self.name))
+            Err(format!("kernel name {:?}: expected 1 to 160 of A-Z, a-z, 0-9 and _ (it names a directory)", self.name))
         }
     }
 }

@@ -68,7 +68,7 @@ impl Library {
                  CUDA 12 driver), or set UNWEIGHT_NVRTC to a libnvrtc.so"
             }
             Library::CublasLt | Library::Cublas => {
-                "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a folder that contains it"
+                "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a directory that contains it"
             }
         }
     }
@@ -83,7 +83,7 @@ impl Library {
         }
     }
 
-    /// Folders below `site-packages` where wheels install the library.
+    /// Directories below `site-packages` where wheels install the library.
     const fn wheel_folders(self) -> &'static [&'static str] {
         match self {
             Library::Driver => &[],
@@ -111,7 +111,7 @@ impl Library {
             Library::CublasLt => env
                 .cublas
                 .as_deref()
-                // If the path is a file, it is libcublas; libcublasLt is in the same folder.
+                // If the path is a file, it is libcublas; libcublasLt is in the same directory.
                 .map(|path| if path.is_file() { path.parent().unwrap_or(path) } else { path })
                 .map(|path| ("UNWEIGHT_CUBLAS", path)),
             Library::Cublas => env.cublas.as_deref().map(|path| ("UNWEIGHT_CUBLAS", path)),
@@ -270,7 +270,7 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     let mut tried = Vec::new();
     let missing = |tried| MissingLibrary { library, tried };
     if library == Library::Cublas {
-        // libcublas loads libcublasLt by name; loading that first allows any folder.
+        // libcublas loads libcublasLt by name; loading that first allows any directory.
         if let Err(error) = find(Library::CublasLt, env) {
             tried.extend(error.tried);
         }
@@ -304,8 +304,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
             }
         }
     }
-    // Search by folder first, because the loader only tries the requested SONAMEs. Not for the driver: a folder may
-    // contain a toolkit's stub.
+    // Search by directory first, because the loader only tries the requested SONAMEs. Not for the driver: a directory
+    // may contain a toolkit's stub.
     for folder in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
         if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
             return Ok(found);
@@ -346,7 +346,7 @@ pub fn report(env: &Env) -> Report {
     Report { libraries, warnings }
 }
 
-/// Returns the existing folders of Python packages of the environment's interpreters.
+/// Returns the existing directories of Python packages of the environment's interpreters.
 fn site_packages(env: &Env) -> Vec<PathBuf> {
     let mut sites: Vec<PathBuf> = env.search.python_path.clone();
     for prefix in &env.search.python_prefixes {
@@ -370,7 +370,8 @@ fn site_packages(env: &Env) -> Vec<PathBuf> {
     sites
 }
 
-/// Returns candidates for a variable's value: the file itself, or files in the folder, its `lib`, or wheels below it.
+/// Returns candidates for a variable's value: the file itself, or files in the directory, its `lib`, or wheels below
+/// it.
 fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return if path.exists() { vec![path.to_owned()] } else { Vec::new() };
@@ -379,7 +380,7 @@ fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     below.flat_map(|folder| files_in(&folder, library.stem())).collect()
 }
 
-/// Returns `stem.so`, `stem.so.13`, ... in `folder`, highest version first.
+/// Returns `stem.so`, `stem.so.13`, ... in `directory`, highest version first.
 fn files_in(folder: &Path, stem: &str) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = list(folder)
         .into_iter()

@@ -7,7 +7,7 @@ use crate::orders::CRATES;
 /// Line width, columns.
 const WIDTH: usize = 120;
 
-/// Returns the section without the comments around it. `owners` are dependencies and the only folders that may use
+/// Returns the section without the comments around it. `owners` are dependencies and the only directories that may use
 /// them.
 pub fn section(owners: &[(&str, &[&str])]) -> String {
     let mut out = String::new();

@@ -2,7 +2,7 @@
 
 /// A crate of the repository.
 pub struct Crate {
-    /// The folder, relative to the root.
+    /// The directory, relative to the root.
     pub folder: &'static str,
     /// The name of the package.
     pub name: &'static str,
@@ -18,7 +18,7 @@ pub struct Crate {
 pub type Level = (&'static str, &'static str);
 
 impl Crate {
-    /// Returns the folder of its sources.
+    /// Returns the directory of its sources.
     pub fn source(&self) -> String {
         if self.folder == "." { "src".to_owned() } else { format!("{}/src", self.folder) }
     }
@@ -43,7 +43,7 @@ pub const CRATES: [Crate; 11] = [
     Crate {
         folder: "templates",
         name: "unweight-templates",
-        holds: "the folder templates/, embedded",
+        holds: "the directory templates/, embedded",
         above: &[],
         levels: &[],
     },
@@ -192,8 +192,8 @@ pub const CRATES: [Crate; 11] = [
     },
 ];
 
-/// Modules inside a module that have an order: folder, and levels from the bottom up, separated by `<`. Folders that
-/// are not listed contain peers (families, rivals) or parts of one algorithm.
+/// Modules inside a module that have an order: directory, and levels from the bottom up, separated by `<`. Directories
+/// that are not listed contain peers (families, rivals) or parts of one algorithm.
 pub const INNER: &[(&str, &str)] = &[
     (
         "unweight-format/src/bits",

@@ -131,7 +131,7 @@ fn variant(variant: &syn::Variant) -> String {
 }
 
 impl Crate {
-    /// Reads the crate in `folder`.
+    /// Reads the crate in `directory`.
     ///
     /// `exported` is the result of [`exported`].
     pub fn read(folder: &str, exported: &BTreeMap<String, Rules>) -> Self {
@@ -163,7 +163,7 @@ impl Crate {
         }
     }
 
-    /// Reads a file. `folder` is where its modules are.
+    /// Reads a file. `directory` is where its modules are.
     fn file(&mut self, path: &Path, folder: &Path, module_path: ModulePath) {
         self.items(&parsed(path).items, folder, module_path);
     }
@@ -464,7 +464,7 @@ pub fn exported() -> BTreeMap<String, Rules> {
     published().keys().flat_map(|folder| rules_of(&format!("{folder}/src"), true)).collect()
 }
 
-/// Returns the `macro_rules!` of all files in a folder.
+/// Returns the `macro_rules!` of all files in a directory.
 fn rules_of(folder: &str, exported: bool) -> BTreeMap<String, Rules> {
     let mut found = BTreeMap::new();
     for path in files(&[folder], &["rs"], &[]) {

@@ -15,7 +15,7 @@ pub struct Module {
     pub items: Vec<Item>,
 }
 
-/// Returns all modules below a folder of sources: of its library, its program, or both.
+/// Returns all modules below a directory of sources: of its library, its program, or both.
 pub fn modules(folder: &str) -> Vec<Module> {
     let source = root().join(folder);
     let mut found = Vec::new();
@@ -41,7 +41,7 @@ fn file_modules(file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<M
     item_modules(parsed.items, file, folder, path, found);
 }
 
-/// Collects modules. `folder` contains the files of the modules that the items declare.
+/// Collects modules. `directory` contains the files of the modules that the items declare.
 fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
     let mut own_items = Vec::new();
     for item in items.into_iter().filter(|item| !of_tests(item_attributes(item))) {

@@ -21,8 +21,8 @@ pub fn shown(path: &Path) -> String {
     path.strip_prefix(root()).expect("below the root").display().to_string()
 }
 
-/// Returns the sorted files below folders of the root whose names end with one of `extensions`. Skips hidden folders,
-/// `target`, and folders with one of the names `skipped`.
+/// Returns the sorted files below directories of the root whose names end with one of `extensions`. Skips hidden
+/// directories, `target`, and directories with one of the names `skipped`.
 pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<PathBuf> {
     let (mut open, mut found): (Vec<PathBuf>, _) =
         (folders.iter().map(|folder| root().join(folder)).collect(), Vec::new());
@@ -43,7 +43,7 @@ pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<Pat
     found
 }
 
-/// Returns the manifests of published packages, by folder.
+/// Returns the manifests of published packages, by directory.
 pub fn published() -> BTreeMap<String, String> {
     let manifest = |folder: &str| read(&root().join(folder).join("Cargo.toml"));
     let workspace = manifest(".");

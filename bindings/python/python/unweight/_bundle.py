@@ -86,7 +86,7 @@ class Bundle(_native.Bundle):
         """Checks that a model configuration belongs to this bundle.
 
         `named` is `manifest` in its `quantization_config`, or `None`. Opening the bundle checks the `config.json` in
-        its folder; this checks a configuration that an engine got from elsewhere.
+        its directory; this checks a configuration that an engine got from elsewhere.
 
         Raises:
             DamagedError: the configuration names the weights of another bundle.
@@ -94,8 +94,8 @@ class Bundle(_native.Bundle):
         if named is not None and named != self.weights_digest:
             raise DamagedError(
                 f"{self.path}: the configuration of the model belongs to another bundle: it names the weights {named}, "
-                f"but this bundle has {self.weights_digest}; use the config.json of this folder, or fetch the bundle "
-                "again if you already do"
+                f"but this bundle has {self.weights_digest}; use the config.json of this directory, or fetch the "
+                "bundle again if you already do"
             )
 
     def tensors(self) -> list[TensorInfo]:
@@ -306,7 +306,7 @@ def _part(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns the checked ranges of rows and columns of a matrix; `None` means all."""
     if len(info.shape) != 2:
-        raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is not a matrix; read all of it")
+        raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is not a matrix; read the whole tensor")
     return _range("rows", rows, info, 0), _range("cols", cols, info, 1)
 
 
@@ -318,7 +318,7 @@ def _range(name: str, given: Optional[tuple[int, int]], info: TensorInfo, dim: i
         raise TypeError(f"{name}={given!r}; give a pair of integers: the first, and the one after the last")
     start, end = (operator.index(one) for one in given)
     if not 0 <= start < end <= info.shape[dim]:
-        raise ValueError(f"tensor '{info.name}' has {info.shape[dim]} {name}, and no part {start}..{end}")
+        raise ValueError(f"{name} {start}..{end} are empty or exceed the {info.shape[dim]} {name} of '{info.name}'")
     return (start, end)
 
 

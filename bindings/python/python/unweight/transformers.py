@@ -244,7 +244,7 @@ class UnweightHfQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """Returns false, with a warning that says what to do: packed weights cannot be saved."""
         _logger.warning(
-            "save_pretrained does not write packed weights. If the model was loaded from a bundle, copy that folder. "
+            "save_pretrained does not write packed weights. If the model was loaded from a bundle, copy its directory. "
             "If it was packed while it was loaded, run `unweight compress MODEL -o BUNDLE`. To get the original files "
             "of a bundle, run `unweight decompress BUNDLE -o MODEL`."
         )
@@ -401,8 +401,8 @@ def _open(filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: A
     if any(".unweight." in name for name in stock.keys()):
         raise ValueError(
             f"{path} is a shard of a bundle, but there is no {_MANIFEST} next to it; fetch the whole bundle "
-            "(`hf download ORG/NAME`) and load its folder. A folder inside a bundle is not a bundle: load it from the "
-            "original files (`unweight decompress BUNDLE -o MODEL`)"
+            "(`hf download ORG/NAME`) and load its directory. A directory inside a bundle is not a bundle: load it "
+            "from the original files (`unweight decompress BUNDLE -o MODEL`)"
         )
     return stock
 

@@ -271,7 +271,7 @@ impl Claim {
         let mut journal = Journal { path: self.path, file: self.file, start, answers };
         if complete_len == 0 {
             journal.write(&head)?;
-            // Also syncs the folder, which contains the name of a new file.
+            // Also syncs the directory, which contains the name of a new file.
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;
         }

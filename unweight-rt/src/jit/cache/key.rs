@@ -71,7 +71,7 @@ impl fmt::Debug for SourceKey {
 /// A cached kernel's identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The variant's canonical name, checked to be a valid folder name.
+    /// The variant's canonical name, checked to be a valid directory name.
     pub name: String,
     /// The digest of the compiled source.
     pub source: SourceKey,
@@ -80,9 +80,9 @@ pub struct Key {
 }
 
 impl Key {
-    /// Returns the entry's folder: `<name>.<32 digits of the source key>.<compiler>`. It is readable and unique: the
+    /// Returns the entry's directory: `<name>.<32 digits of the source key>.<compiler>`. It is readable and unique: the
     /// digest includes the name, 128 bits rule out accidental collisions, and `meta.json` contains all 256.
-    pub fn folder(&self) -> String {
+    pub fn directory(&self) -> String {
         let compiler: String = self
             .compiler
             .to_string()
@@ -96,7 +96,7 @@ impl Key {
     }
 }
 
-/// Returns the prefix of all folders of one source, for any compiler.
+/// Returns the prefix of all directories of one source, for any compiler.
 pub(crate) fn folder_prefix(name: &str, source: &SourceKey) -> String {
     let digits = source.to_string();
     format!("{name}.{}.", &digits[..32])
@@ -151,8 +151,8 @@ mod tests {
             source: SourceKey::of(&request()),
             compiler: CompilerId { name: "nvrtc".to_owned(), version: version.to_owned(), build: "65be/..".to_owned() },
         };
-        let folder = key("13.0").folder();
-        assert!(folder.starts_with("uw_k.") && folder.ends_with(".nvrtc13.0-65be_.."), "{folder}");
-        assert_ne!(folder, key("12.9").folder());
+        let directory = key("13.0").directory();
+        assert!(directory.starts_with("uw_k.") && directory.ends_with(".nvrtc13.0-65be_.."), "{directory}");
+        assert_ne!(directory, key("12.9").directory());
     }
 }

@@ -25,7 +25,7 @@ pub enum Lock {
     },
     /// Another process held the lock until the timeout.
     TimedOut(Duration),
-    /// Locking is impossible: a read-only folder, or a file system without locks. Storing the kernel reports the
+    /// Locking is impossible: a read-only directory, or a file system without locks. Storing the kernel reports the
     /// reason.
     Unavailable,
 }

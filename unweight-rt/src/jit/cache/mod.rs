@@ -1,4 +1,4 @@
-//! The kernel cache: finds compiled kernels by content, and compiles each at most once. An unusable folder is not an
+//! The kernel cache: finds compiled kernels by content, and compiles each at most once. An unusable directory is not an
 //! error.
 //!
 //! ```text
@@ -10,8 +10,8 @@
 //!            evict a damaged entry, compile, build aside + rename, unlock --> the bytes just compiled
 //! ```
 //!
-//! A folder that cannot be used (read-only, full, damaged, owned by another user, left by a killed process) is a miss
-//! with a reason in [`CacheState`], never an error. The caller of a compile always receives the bytes of its own
+//! A directory that cannot be used (read-only, full, damaged, owned by another user, left by a killed process) is a
+//! miss with a reason in [`CacheState`], never an error. The caller of a compile always receives the bytes of its own
 //! compile, even if another process stored the same kernel first. docs/cache.md describes the cache.
 //!
 //! Kernels attached to a bundle take precedence over the store, if the caller trusts them ([`KernelCache::trust`]).
@@ -141,7 +141,7 @@ impl KernelCache {
         KernelCache::new(policy, env.cache_dir.as_deref(), Arc::new(NvrtcCompiler::new(env)))
     }
 
-    /// Opens the cache in `dir`, with `compiler`. With `UNWEIGHT_JIT=off` the folder is not accessed.
+    /// Opens the cache in `dir`, with `compiler`. With `UNWEIGHT_JIT=off` the directory is not accessed.
     pub fn new(policy: CachePolicy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> Self {
         let store = match (policy.mode, dir) {
             (JitMode::Off, _) => {
@@ -370,7 +370,7 @@ impl KernelCache {
         if let Lookup::Hit(entry) = store.get(&key) {
             return Ok(from_entry(*entry, CacheState::Hit, start));
         }
-        let folder = key.folder();
+        let folder = key.directory();
         let lock = lock::acquire(&store.lock_path(&folder), self.policy.lock_timeout);
         // Most likely, the lock's previous holder has stored the kernel.
         let why = match store.get(&key) {

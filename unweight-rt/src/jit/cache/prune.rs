@@ -11,8 +11,8 @@ use super::{
 /// A listed entry of the cache.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// The folder name below `entries`.
-    pub folder: String,
+    /// The directory name below `entries`.
+    pub directory: String,
     /// The size of its files in bytes.
     pub bytes: u64,
     /// The time of the last use, to the minute.
@@ -26,7 +26,7 @@ pub struct Listed {
 pub struct Verified {
     /// The number of undamaged entries.
     pub good: usize,
-    /// Folder and defect of each damaged entry.
+    /// Directory and defect of each damaged entry.
     pub damaged: Vec<(String, String)>,
     /// The number of damaged entries that were removed.
     pub evicted: usize,
@@ -52,8 +52,8 @@ impl Store {
     /// Reads metadata, not binaries; [`Store::verify`] reads binaries.
     pub fn ls(&self) -> std::io::Result<Vec<Listed>> {
         let mut listed = Vec::new();
-        for folder in self.folders()? {
-            let path = self.entries().join(&folder);
+        for directory in self.directories()? {
+            let path = self.entries().join(&directory);
             let bytes = std::fs::read_dir(&path)
                 .into_iter()
                 .flatten()
@@ -64,24 +64,24 @@ impl Store {
                 .and_then(|metadata| metadata.modified());
             // Another process pruned it between the two reads.
             let Ok(last_used) = last_used else { continue };
-            let meta = self.describe(&folder);
-            listed.push(Listed { folder, bytes, last_used, meta });
+            let meta = self.describe(&directory);
+            listed.push(Listed { directory, bytes, last_used, meta });
         }
-        listed.sort_by(|a, b| (a.last_used, &a.folder).cmp(&(b.last_used, &b.folder)));
+        listed.sort_by(|a, b| (a.last_used, &a.directory).cmp(&(b.last_used, &b.directory)));
         Ok(listed)
     }
 
     /// Reads every entry in full and compares digests; removes damaged entries if `evict` is set.
     pub fn verify(&self, evict: bool) -> std::io::Result<Verified> {
         let mut verified = Verified::default();
-        for folder in self.folders()? {
-            match self.check(&folder) {
+        for directory in self.directories()? {
+            match self.check(&directory) {
                 Ok(_) => verified.good += 1,
                 // Pruned between the two reads.
-                Err(_) if std::fs::symlink_metadata(self.entries().join(&folder)).is_err() => {}
+                Err(_) if std::fs::symlink_metadata(self.entries().join(&directory)).is_err() => {}
                 Err(why) => {
-                    verified.evicted += usize::from(evict && self.evict(&folder));
-                    verified.damaged.push((folder, why));
+                    verified.evicted += usize::from(evict && self.evict(&directory));
+                    verified.damaged.push((directory, why));
                 }
             }
         }
@@ -98,14 +98,14 @@ impl Store {
         let mut total: u64 = listed.iter().map(|entry| entry.bytes).sum();
         for entry in listed {
             if total > max_bytes || entry.meta.is_err() {
-                let path = self.lock_path(&entry.folder);
+                let path = self.lock_path(&entry.directory);
                 // A free lock is acquired so that its file may be removed as well; a lock that cannot exist protects
                 // nothing.
                 let lock = lock::acquire(&path, Duration::ZERO);
                 if matches!(lock, Lock::TimedOut(_)) {
                     continue;
                 }
-                if self.evict(&entry.folder) {
+                if self.evict(&entry.directory) {
                     let _ = std::fs::remove_file(&path);
                     total = total.saturating_sub(entry.bytes);
                     removed.entries += 1;
@@ -122,7 +122,7 @@ impl Store {
     pub fn clear(&self) -> std::io::Result<Removed> {
         let mut removed = Removed::default();
         for entry in self.ls()? {
-            if self.evict(&entry.folder) {
+            if self.evict(&entry.directory) {
                 removed.entries += 1;
                 removed.bytes += entry.bytes;
             } else {
@@ -140,28 +140,28 @@ impl Store {
         Ok(removed)
     }
 
-    /// Removes everything that the store created in one of its folders; returns the number of removed items.
-    fn remove_ours(&self, folder: &str) -> usize {
-        let entries = std::fs::read_dir(self.root().join(folder)).into_iter().flatten().flatten();
+    /// Removes everything that the store created in one of its directories; returns the number of removed items.
+    fn remove_ours(&self, directory: &str) -> usize {
+        let entries = std::fs::read_dir(self.root().join(directory)).into_iter().flatten().flatten();
         let ours = entries.filter(|entry| is_ours(&entry.file_name().to_string_lossy()));
         ours.filter(|entry| remove(&entry.path()).is_ok()).count()
     }
 
-    fn folders(&self) -> std::io::Result<Vec<String>> {
+    fn directories(&self) -> std::io::Result<Vec<String>> {
         let entries = match std::fs::read_dir(self.entries()) {
             Ok(entries) => entries,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
             Err(error) => return Err(error),
         };
-        let mut folders = Vec::new();
+        let mut directories = Vec::new();
         for entry in entries {
             // Our names begin with a kernel's name; the store created nothing else, and must not touch anything else.
             let entry = entry?;
-            if let Some(folder) = entry.file_name().into_string().ok().filter(|name| is_ours(name)) {
-                folders.push(folder);
+            if let Some(directory) = entry.file_name().into_string().ok().filter(|name| is_ours(name)) {
+                directories.push(directory);
             }
         }
-        folders.sort();
-        Ok(folders)
+        directories.sort();
+        Ok(directories)
     }
 }

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! <root>/                 0700, the user's own
-//!   CACHEDIR.TAG          marks the folder as a kernel cache; without it nothing here is read or removed
-//!   entries/<folder>/     one complete kernel, immutable (key.rs defines the folder's name)
+//!   CACHEDIR.TAG          marks the directory as a kernel cache; without it nothing here is read or removed
+//!   entries/<directory>/     one complete kernel, immutable (key.rs defines the directory's name)
 //!     kernel.cubin        the binary that the driver loads
 //!     kernel.cu           the source, for readers
 //!     meta.json           sizes and digests of both, the full key, resources, log
 //!   building/             entries under construction, and evicted entries before deletion
-//!   locks/<folder>.lock   see lock.rs
-//!   failed/<folder>/      sources that did not compile, with headers, options and log
+//!   locks/<directory>.lock   see lock.rs
+//!   failed/<directory>/      sources that did not compile, with headers, options and log
 //!   tables/uw_<device>.json   measurements of a device of that name, for dispatch
 //! ```
 //!
@@ -45,18 +45,18 @@ const META_LIMIT_BYTES: u64 = 4 << 20;
 const TABLE_LIMIT_BYTES: u64 = 16 << 20;
 /// The maximum size of a cubin.
 const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
-/// A folder in `building` that is older than this and not locked was left by a process that died. The age protects a
-/// new folder that is not locked yet.
+/// A directory in `building` that is older than this and not locked was left by a process that died. The age protects a
+/// new directory that is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
-/// The file that marks a folder as a kernel cache. It follows the Cache Directory Tagging Specification, so that
-/// backups skip the folder, and has one more line.
+/// The file that marks a directory as a kernel cache. It follows the Cache Directory Tagging Specification, so that
+/// backups skip the directory, and has one more line.
 const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
     # unweight kernel cache. Everything in this folder may be removed at any time.\n";
 /// The minimum time between updates of an entry's last use: a warm start should not write to every entry.
 const USE_RECORD_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A cache folder that is at least readable.
+/// A cache directory that is at least readable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Store {
     root: PathBuf,
@@ -147,9 +147,9 @@ pub enum Kept {
 }
 
 impl Store {
-    /// Opens the folder, creating it with mode 0700 if necessary.
+    /// Opens the directory, creating it with mode 0700 if necessary.
     ///
-    /// Rejects a folder that another user could write to: its files are code that will run.
+    /// Rejects a directory that another user could write to: its files are code that will run.
     pub fn open(root: &Path) -> Result<Self, Unusable> {
         let unusable = |why: String| Unusable { root: root.to_owned(), why };
         if !root.is_dir() {
@@ -164,17 +164,17 @@ impl Store {
             }
         }
         let user = rustix::process::geteuid().as_raw();
-        for folder in ["", "entries"] {
-            let path = if folder.is_empty() { root.to_owned() } else { root.join(folder) };
+        for directory in ["", "entries"] {
+            let path = if directory.is_empty() { root.to_owned() } else { root.join(directory) };
             let metadata = match std::fs::metadata(&path) {
                 Ok(metadata) => metadata,
-                // Missing folders are created below.
-                Err(_) if !folder.is_empty() => continue,
+                // Missing directories are created below.
+                Err(_) if !directory.is_empty() => continue,
                 Err(error) => return Err(unusable(error.to_string())),
             };
             if metadata.uid() != user && metadata.uid() != 0 {
                 return Err(unusable(format!(
-                    "{} belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a folder \
+                    "{} belongs to user {}, not to this user ({user}) or root; set UNWEIGHT_CACHE_DIR to a directory \
                      that you own",
                     path.display(),
                     metadata.uid()
@@ -189,21 +189,21 @@ impl Store {
             }
         }
         Self::tag(root).map_err(unusable)?;
-        for folder in ["entries", "building", "locks"] {
+        for directory in ["entries", "building", "locks"] {
             // A read-only store still provides its entries.
-            let _ = DirBuilder::new().mode(0o700).create(root.join(folder));
+            let _ = DirBuilder::new().mode(0o700).create(root.join(directory));
         }
         Ok(Self { root: root.to_owned() })
     }
 
-    /// Checks that the folder is a kernel cache, or empty: then it becomes one. A wrong `UNWEIGHT_CACHE_DIR` may name a
-    /// folder whose `entries` or `failed` belong to another program.
+    /// Checks that the directory is a kernel cache, or empty: then it becomes one. A wrong `UNWEIGHT_CACHE_DIR` may
+    /// name a directory whose `entries` or `failed` belong to another program.
     fn tag(root: &Path) -> Result<(), String> {
         let tag = root.join(TAG);
         let look = || match read_bounded(&tag, 4096) {
             Ok(text) if text == TAG_TEXT.as_bytes() => Some(Ok(())),
             Ok(_) => {
-                Some(Err(format!("its {TAG} belongs to another program; set UNWEIGHT_CACHE_DIR to another folder")))
+                Some(Err(format!("its {TAG} belongs to another program; set UNWEIGHT_CACHE_DIR to another directory")))
             }
             Err(_) => None,
         };
@@ -215,7 +215,7 @@ impl Store {
             return look().unwrap_or_else(|| Err(format!("its {TAG} cannot be read")));
         }
         let mut entries = std::fs::read_dir(root).map_err(|error| error.to_string())?;
-        // Another process may be creating the same folder: so far it has only the tag's temporary file.
+        // Another process may be creating the same directory: so far it has only the tag's temporary file.
         let foreign = entries.find(|entry| {
             entry.as_ref().map_or(true, |entry| !entry.file_name().to_string_lossy().starts_with(".tag-"))
         });
@@ -226,7 +226,7 @@ impl Store {
                 let name = entry.map(|entry| entry.file_name().to_string_lossy().into_owned()).unwrap_or_default();
                 Err(format!(
                     "it contains '{name}' but no {TAG}, so it is not a kernel cache; set UNWEIGHT_CACHE_DIR to a new \
-                     folder"
+                     directory"
                 ))
             }
             None => {
@@ -238,14 +238,14 @@ impl Store {
                     file.persist(&tag)?;
                     Ok(())
                 };
-                // An empty folder that is not writable is a valid store without entries.
+                // An empty directory that is not writable is a valid store without entries.
                 let _ = write();
                 Ok(())
             }
         }
     }
 
-    /// Returns the folder of the cache.
+    /// Returns the directory of the cache.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -283,7 +283,7 @@ impl Store {
         Ok(path)
     }
 
-    /// Returns the folder of complete entries.
+    /// Returns the directory of complete entries.
     pub(crate) fn entries(&self) -> PathBuf {
         self.root.join("entries")
     }
@@ -292,13 +292,13 @@ impl Store {
         self.root.join("building")
     }
 
-    pub(crate) fn lock_path(&self, folder: &str) -> PathBuf {
-        self.root.join("locks").join(format!("{folder}.lock"))
+    pub(crate) fn lock_path(&self, directory: &str) -> PathBuf {
+        self.root.join("locks").join(format!("{directory}.lock"))
     }
 
     /// Looks up an entry, checks it and records its use.
     pub fn get(&self, key: &Key) -> Lookup {
-        self.get_folder(&key.folder(), |meta| {
+        self.get_directory(&key.directory(), |meta| {
             if meta.name == key.name && meta.source_key == key.source.to_string() && meta.compiler == key.compiler {
                 Ok(())
             } else {
@@ -310,23 +310,23 @@ impl Store {
     /// Looks up an entry of this source by any compiler: the newest undamaged version.
     pub fn get_any(&self, name: &str, source: &SourceKey) -> Lookup {
         let prefix = folder_prefix(name, source);
-        let mut folders: Vec<String> = std::fs::read_dir(self.entries())
+        let mut directories: Vec<String> = std::fs::read_dir(self.entries())
             .into_iter()
             .flatten()
             .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-            .filter(|folder| folder.starts_with(&prefix))
+            .filter(|directory| directory.starts_with(&prefix))
             .collect();
-        folders.sort_by_key(|folder| {
-            let version: Vec<u64> = folder[prefix.len()..]
+        directories.sort_by_key(|directory| {
+            let version: Vec<u64> = directory[prefix.len()..]
                 .split(|character: char| !character.is_ascii_digit())
                 .filter_map(|digits| digits.parse().ok())
                 .take(2)
                 .collect();
-            std::cmp::Reverse((version, folder.clone()))
+            std::cmp::Reverse((version, directory.clone()))
         });
         let mut result = Lookup::Absent;
-        for folder in folders {
-            match self.get_folder(&folder, |meta| {
+        for directory in directories {
+            match self.get_directory(&directory, |meta| {
                 if meta.source_key == source.to_string() {
                     Ok(())
                 } else {
@@ -340,8 +340,8 @@ impl Store {
         result
     }
 
-    fn get_folder(&self, folder: &str, check: impl Fn(&KernelMeta) -> Result<(), String>) -> Lookup {
-        let path = self.entries().join(folder);
+    fn get_directory(&self, directory: &str, check: impl Fn(&KernelMeta) -> Result<(), String>) -> Lookup {
+        let path = self.entries().join(directory);
         // Not `exists()`: a dangling link or a file in the entry's place must be detected, so that it is evicted.
         match std::fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Lookup::Absent,
@@ -380,31 +380,31 @@ impl Store {
             log: compiled.log.clone(),
             compile_us,
         };
-        let folder = key.folder();
-        let path = self.entries().join(&folder);
+        let directory = key.directory();
+        let path = self.entries().join(&directory);
         let result = (|| -> Result<Kept, String> {
             let describe = |what: &str| {
                 let what = what.to_owned();
                 move |error: std::io::Error| format!("{what}: {error}")
             };
             let site = tempfile::Builder::new()
-                .prefix(&format!("{folder}."))
+                .prefix(&format!("{directory}."))
                 .tempdir_in(self.building())
-                .map_err(describe("cannot create a folder"))?;
-            // Held until the end, so that `sweep` sees that a process is at work. The lock belongs to the folder, not
-            // to its name.
-            let handle = File::open(site.path()).map_err(describe("cannot open a new folder"))?;
-            handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
+                .map_err(describe("cannot create a directory"))?;
+            // Held until the end, so that `sweep` sees that a process is at work. The lock belongs to the directory,
+            // not to its name.
+            let handle = File::open(site.path()).map_err(describe("cannot open a new directory"))?;
+            handle.try_lock().map_err(|error| format!("cannot lock a new directory: {error}"))?;
             write_file(&site.path().join("kernel.cubin"), &compiled.cubin)
                 .map_err(describe("cannot write kernel.cubin"))?;
             write_file(&site.path().join("kernel.cu"), request.source.as_bytes())
                 .map_err(describe("cannot write kernel.cu"))?;
             write_file(&site.path().join("meta.json"), &meta_bytes(&meta))
                 .map_err(describe("cannot write meta.json"))?;
-            handle.sync_all().map_err(describe("cannot flush a new folder"))?;
+            handle.sync_all().map_err(describe("cannot flush a new directory"))?;
             match std::fs::rename(site.path(), &path) {
                 Ok(()) => {
-                    // The folder has moved, so there is nothing to delete under the temporary name.
+                    // The directory has moved, so there is nothing to delete under the temporary name.
                     let _ = site.keep();
                     // Without this flush, a power failure may lose the entry, but not damage it. So a failure is
                     // ignored.
@@ -424,8 +424,8 @@ impl Store {
     /// Removes an entry. Returns whether it is gone.
     ///
     /// Renames it first, so that no reader sees a partial entry.
-    pub(crate) fn evict(&self, folder: &str) -> bool {
-        let path = self.entries().join(folder);
+    pub(crate) fn evict(&self, directory: &str) -> bool {
+        let path = self.entries().join(directory);
         let Ok(site) = tempfile::Builder::new().prefix("evicted.").tempdir_in(self.building()) else {
             return false;
         };
@@ -433,24 +433,24 @@ impl Store {
         std::fs::rename(&path, site.path().join("entry")).is_ok()
     }
 
-    /// Keeps a source that did not compile for its author. Returns the folder if it could be written.
+    /// Keeps a source that did not compile for its author. Returns the directory if it could be written.
     pub(crate) fn keep_failure(
         &self,
         key: &Key,
         request: &CompileRequest,
         failure: &CompileFailure,
     ) -> Option<PathBuf> {
-        let folder = self.root.join("failed").join(key.folder());
+        let directory = self.root.join("failed").join(key.directory());
         let write = || -> std::io::Result<()> {
-            std::fs::create_dir_all(folder.join("include"))?;
-            write_limited(folder.join("kernel.cu"), &request.source)?;
-            write_limited(folder.join("log.txt"), failure.log())?;
-            write_limited(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
+            std::fs::create_dir_all(directory.join("include"))?;
+            write_limited(directory.join("kernel.cu"), &request.source)?;
+            write_limited(directory.join("log.txt"), failure.log())?;
+            write_limited(directory.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
             for (name, text) in &request.headers {
                 let relative = Path::new(name);
-                // A header's name comes from a source; it must not escape the folder.
+                // A header's name comes from a source; it must not escape the directory.
                 if relative.components().all(|component| matches!(component, Component::Normal(_))) {
-                    let path = folder.join("include").join(relative);
+                    let path = directory.join("include").join(relative);
                     if let Some(parent) = path.parent() {
                         std::fs::create_dir_all(parent)?;
                     }
@@ -459,28 +459,28 @@ impl Store {
             }
             Ok(())
         };
-        write().is_ok().then_some(folder)
+        write().is_ok().then_some(directory)
     }
 
     /// Checks an entry in full, including its source text. Returns its metadata if it is valid.
-    pub(crate) fn check(&self, folder: &str) -> Result<KernelMeta, String> {
-        let path = self.entries().join(folder);
+    pub(crate) fn check(&self, directory: &str) -> Result<KernelMeta, String> {
+        let path = self.entries().join(directory);
         let meta = read_meta(&path)?;
         read_file(&path, "kernel.cubin", &meta.cubin)?;
         read_file(&path, "kernel.cu", &meta.source)?;
         let prefix = format!("{}.{}.", meta.name, meta.source_key.get(..32).unwrap_or("?"));
-        if !folder.starts_with(&prefix) {
+        if !directory.starts_with(&prefix) {
             return Err("meta.json belongs to another kernel".to_owned());
         }
         Ok(meta)
     }
 
     /// Returns the metadata only, for a listing.
-    pub(crate) fn describe(&self, folder: &str) -> Result<KernelMeta, String> {
-        read_meta(&self.entries().join(folder))
+    pub(crate) fn describe(&self, directory: &str) -> Result<KernelMeta, String> {
+        read_meta(&self.entries().join(directory))
     }
 
-    /// Removes folders in `building` that no process works on. Returns their number.
+    /// Removes directories in `building` that no process works on. Returns their number.
     pub(crate) fn sweep(&self, older_than: Duration) -> usize {
         let mut removed = 0;
         for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {
@@ -506,12 +506,12 @@ impl Store {
     }
 }
 
-/// Returns whether the store creates such names in its folders: all begin with the name of a kernel.
+/// Returns whether the store creates such names in its directories: all begin with the name of a kernel.
 pub(super) fn is_ours(name: &str) -> bool {
     name.starts_with("uw_")
 }
 
-/// Removes a file, or a folder with its contents.
+/// Removes a file, or a directory with its contents.
 pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     if std::fs::symlink_metadata(path)?.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) }
 }
@@ -530,8 +530,9 @@ fn meta_bytes(meta: &KernelMeta) -> Vec<u8> {
     bytes
 }
 
-fn read_meta(folder: &Path) -> Result<KernelMeta, String> {
-    let bytes = read_bounded(&folder.join("meta.json"), META_LIMIT_BYTES).map_err(|why| format!("meta.json: {why}"))?;
+fn read_meta(directory: &Path) -> Result<KernelMeta, String> {
+    let bytes =
+        read_bounded(&directory.join("meta.json"), META_LIMIT_BYTES).map_err(|why| format!("meta.json: {why}"))?;
     let file: MetaFile = serde_json::from_slice(&bytes).map_err(|error| format!("meta.json: {error}"))?;
     let body = serde_json::to_vec(&file.entry).map_err(|error| format!("meta.json: {error}"))?;
     if sha256(&body) != file.sha256 {
@@ -543,8 +544,8 @@ fn read_meta(folder: &Path) -> Result<KernelMeta, String> {
     Ok(file.entry)
 }
 
-fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, String> {
-    let bytes = read_bounded(&folder.join(name), CUBIN_LIMIT_BYTES).map_err(|why| format!("{name}: {why}"))?;
+fn read_file(directory: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, String> {
+    let bytes = read_bounded(&directory.join(name), CUBIN_LIMIT_BYTES).map_err(|why| format!("{name}: {why}"))?;
     let found = FileRecord::of(&bytes);
     if found.bytes != record.bytes {
         return Err(format!("{name}: {} bytes, expected {}", found.bytes, record.bytes));

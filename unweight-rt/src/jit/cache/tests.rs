@@ -42,7 +42,7 @@ impl Fixture {
         KernelCache::new(policy(mode), Some(&self.root), self.compiler.clone())
     }
 
-    /// Returns the folder of the only entry.
+    /// Returns the directory of the only entry.
     fn entry(&self) -> PathBuf {
         let mut entries: Vec<_> =
             std::fs::read_dir(self.root.join("entries")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -79,7 +79,7 @@ fn the_root_belongs_to_its_user_alone() {
     let fixture = Fixture::new();
     fixture.cache().get(&request("uw_a")).unwrap();
     assert_eq!(std::fs::metadata(&fixture.root).unwrap().mode() & 0o777, 0o700);
-    // Once the folder is writable for group or world, its content is no longer trusted.
+    // Once the directory is writable for group or world, its content is no longer trusted.
     for mode in [0o702, 0o720, 0o2770] {
         std::fs::set_permissions(&fixture.root, std::fs::Permissions::from_mode(mode)).unwrap();
         let artifact = fixture.cache().get(&request("uw_a")).unwrap();
@@ -111,7 +111,7 @@ fn every_kind_of_damage_is_evicted_and_rebuilt_once() {
         ("huge meta", |entry| {
             std::fs::File::options().write(true).open(entry.join("meta.json")).unwrap().set_len(1 << 40).unwrap()
         }),
-        ("a folder for the cubin", |entry| {
+        ("a directory for the cubin", |entry| {
             std::fs::remove_file(entry.join("kernel.cubin")).unwrap();
             std::fs::create_dir(entry.join("kernel.cubin")).unwrap();
         }),
@@ -161,7 +161,7 @@ fn an_entry_under_another_kernels_name_is_damage() {
         source: SourceKey::of(&request("uw_b")),
         compiler: fixture.compiler.identity().unwrap(),
     };
-    std::fs::rename(&a, fixture.root.join("entries").join(key.folder())).unwrap();
+    std::fs::rename(&a, fixture.root.join("entries").join(key.directory())).unwrap();
     let cache = fixture.cache();
     let verified = cache.store().unwrap().verify(false).unwrap();
     assert_eq!((verified.good, verified.damaged.len()), (0, 1));
@@ -173,7 +173,7 @@ fn an_entry_under_another_kernels_name_is_damage() {
 #[test]
 fn unusable_cache_root_is_a_miss_with_a_reason() {
     let fixture = Fixture::new();
-    // A file in place of the folder; unlike a mode, this also stops root.
+    // A file in place of the directory; unlike a mode, this also stops root.
     std::fs::write(&fixture.root, "").unwrap();
     for dir in [Some(fixture.root.clone()), Some(fixture.root.join("below")), None] {
         let cache = KernelCache::new(policy(JitMode::Auto), dir.as_deref(), fixture.compiler.clone());
@@ -259,8 +259,8 @@ fn threads_with_a_cache_each_share_one_compile() {
     assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
 }
 
-/// A process that finds a partially created folder must neither reject it nor ignore it, which would compile everything
-/// again.
+/// A process that finds a partially created directory must neither reject it nor ignore it, which would compile
+/// everything again.
 #[test]
 fn concurrent_creation_of_a_store() {
     let home = tempfile::tempdir().unwrap();
@@ -293,7 +293,7 @@ fn lock_timeout_compiles_without_the_lock() {
         source: SourceKey::of(&request("uw_a")),
         compiler: fixture.compiler.identity().unwrap(),
     };
-    let lock = lock::acquire(&cache.store().unwrap().lock_path(&key.folder()), Duration::ZERO);
+    let lock = lock::acquire(&cache.store().unwrap().lock_path(&key.directory()), Duration::ZERO);
     assert!(matches!(lock, Lock::Held { .. }));
     let artifact = cache.get(&request("uw_a")).unwrap();
     let expected = Miss::LockTimeout(Duration::from_millis(20));
@@ -371,7 +371,7 @@ fn all_compile_failures_are_reported_and_kept() {
     assert_eq!(std::fs::read_to_string(kept.join("kernel.cu")).unwrap(), "#error\n");
     assert_eq!(std::fs::read_to_string(kept.join("include/unweight/h.cuh")).unwrap(), "header");
     assert!(std::fs::read_to_string(kept.join("log.txt")).unwrap().contains("#error directive"));
-    assert!(!kept.join("evil.cuh").exists(), "a header was written outside its folder");
+    assert!(!kept.join("evil.cuh").exists(), "a header was written outside its directory");
     assert!(error.to_string().contains("uw_y"), "{error}");
     // The valid one was stored, and a failure is not remembered but tried again.
     assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit);
@@ -412,10 +412,10 @@ fn listing_verifying_pruning_clearing() {
     assert_eq!(order(store), ["uw_3", "uw_2", "uw_0"]);
 
     let victim = store.ls().unwrap().remove(1);
-    flip(&store.entries().join(&victim.folder).join("kernel.cu"), 2);
+    flip(&store.entries().join(&victim.directory).join("kernel.cu"), 2);
     let verified = store.verify(false).unwrap();
     assert_eq!((verified.good, verified.evicted), (2, 0));
-    assert_eq!(verified.damaged[0].0, victim.folder);
+    assert_eq!(verified.damaged[0].0, victim.directory);
     assert!(verified.damaged[0].1.starts_with("kernel.cu: SHA-256"), "{verified:?}");
     assert_eq!(store.verify(true).unwrap().evicted, 1);
     assert_eq!(store.verify(true).unwrap(), Verified { good: 2, ..Verified::default() });

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 logger = init_logger("vllm.unweight")
 TWICE = (
     "unweight: two tensors arrived for {}, but a packed weight accepts one; leave only the files of one checkpoint in "
-    "the folder"
+    "the directory"
 )
 
 

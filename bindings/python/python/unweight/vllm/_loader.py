@@ -221,7 +221,7 @@ class UnweightLoader(DefaultModelLoader):
             if not is_empty:
                 raise ValueError(
                     f"unweight: {folder / name} is not a file of the bundle, but vLLM would read it; move it away, or "
-                    "compress the whole folder again"
+                    "compress the whole directory again"
                 )
         return [info for name in names for info in tensors.get(name, ())]
 
@@ -355,7 +355,7 @@ def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str)
         if ".unweight." in name:
             raise ValueError(
                 f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) "
-                "and serve its folder"
+                "and serve its directory"
             )
         yield name, tensor
 

@@ -20,7 +20,7 @@ const KILLS: u64 = 10;
 const MEASUREMENT: Duration = Duration::from_millis(2);
 /// The time after which a silent process counts as stuck.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The environment variable with the child's folder.
+/// The environment variable with the child's directory.
 const FOLDER: &str = "UNWEIGHT_TEST_TUNE_FOLDER";
 /// The environment variable with the number of comparisons, those of the journal included, after which the child waits
 /// to be killed.
