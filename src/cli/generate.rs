@@ -28,7 +28,7 @@ use super::{
     failure::{Failure, Result},
     hub,
     output::Console,
-    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_packed_experts, note_unused, saved_plan, sequences},
     printable::printable,
     progress, scratch, text_process,
     trust::Trust,
@@ -135,6 +135,8 @@ struct Report {
     kv_cache: &'static str,
     /// Experts in host memory (`--resident-experts`).
     host_bytes: u64,
+    /// Compact experts among them; the others are packed or BF16.
+    host_compact_bytes: u64,
     /// Experts fetched from host memory.
     experts: Option<ExpertTraffic>,
     /// Draft model, its KV cache included.
@@ -245,6 +247,7 @@ impl Generate {
         let load_ms = start.elapsed().as_secs_f64() * 1e3;
         if console.verbose > 0 {
             console.note(format_args!("loaded in {:.1} s: {}", load_ms / 1e3, engine.memory()));
+            note_packed_experts(console, &engine);
         }
         if let Some(file) = &self.dump_logits {
             self.dump(&mut engine, &prompts, file)?;
@@ -507,6 +510,7 @@ impl Generate {
             placement: engine.options().placement.unwrap_or_default(),
             kv_cache: memory.kv_cache.tag(),
             host_bytes: memory.host,
+            host_compact_bytes: memory.host_compact,
             experts: engine.expert_traffic()?,
             draft_model_bytes: memory.draft,
             drafted_tokens: drafts.drafted,

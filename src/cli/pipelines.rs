@@ -14,7 +14,7 @@ use unweight::{
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},
-        raw::packed::Unpackable,
+        raw::{compact::Uncompact, packed::Unpackable},
     },
     rt::DeviceInfo,
 };
@@ -189,6 +189,20 @@ pub fn note_bf16_experts(console: Console, engine: &Engine) {
     }
 }
 
+/// Prints which experts are packed in host memory because they cannot be compact, and why.
+pub fn note_packed_experts(console: Console, engine: &Engine) {
+    if let Some((layers, why)) = engine.packed_in_host_memory() {
+        console.note(packed_experts(&layers, &why));
+    }
+}
+
+/// Returns a line on layers whose experts cannot be compact; `why` is the reason of the first layer.
+fn packed_experts(layers: &[u32], why: &Uncompact) -> String {
+    let first = layers.first().copied().unwrap_or_default();
+    let word = if layers.len() == 1 { "layer" } else { "layers" };
+    format!("experts of {word} {} stay packed in host memory (layer {first}: {why})", ranges(layers))
+}
+
 /// Returns a line on layers whose experts cannot be packed; `why` is the reason of the first layer.
 fn bf16_experts(layers: &[u32], why: &Unpackable) -> String {
     let first = layers.first().copied().unwrap_or_default();
@@ -231,5 +245,11 @@ mod tests {
         let line =
             "the experts of layer 5 cannot be packed and run as BF16 (layer 5: element [3, 4] has no exact operand)";
         assert_eq!(bf16_experts(&[5], &why), line);
+        let why = Uncompact::Escapes { escapes: 58, elements: 10_000 };
+        assert_eq!(
+            packed_experts(&[0, 1, 7], &why),
+            "experts of layers 0-1,7 stay packed in host memory (layer 0: 0.58 % of the elements have no code, the \
+             limit is 0.39 %)"
+        );
     }
 }

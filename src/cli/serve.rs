@@ -23,7 +23,7 @@ use super::{
     generate::{load_draft, load_text},
     hub,
     output::Console,
-    pipelines::{EngineArgs, note_bf16_experts, note_load, note_unused, saved_plan, sequences},
+    pipelines::{EngineArgs, note_bf16_experts, note_load, note_packed_experts, note_unused, saved_plan, sequences},
     progress,
     trust::Trust,
 };
@@ -140,6 +140,7 @@ impl Serve {
         note_bf16_experts(console, &engine);
         if console.verbose > 0 {
             console.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
+            note_packed_experts(console, &engine);
         }
         let served = self.serve(&mut engine, text, listener, options, start, console);
         // A failed engine has reported its error.

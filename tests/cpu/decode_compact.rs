@@ -22,7 +22,7 @@ use unweight_format::{
 /// Row blocks per block of `lists`.
 const GROUP_BLOCKS: usize = 64;
 
-fn variant(stage: DecodeCompactStage) -> VariantSpec {
+pub fn variant(stage: DecodeCompactStage) -> VariantSpec {
     VariantSpec::decode_compact(Arch::Sm90a, stage)
 }
 
@@ -177,7 +177,7 @@ impl Case {
 
 /// Zeros, infinities, NaNs with payloads, subnormals, the smallest normal, and numbers in the window of 32 but not of
 /// 16.
-const SPECIAL: [u16; 11] = [0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0001, 0x807f, 0x0080, 0x3081, 0xb17e];
+pub const SPECIAL: [u16; 11] = [0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x0001, 0x807f, 0x0080, 0x3081, 0xb17e];
 
 /// Every kind of escape and of code.
 pub fn cases() -> Vec<Case> {

@@ -8,6 +8,7 @@ mod attention_packed;
 mod compact_sections;
 mod decode_compact;
 mod encode_compact;
+mod expert_pieces;
 mod exponents;
 mod gemm_compact;
 mod gemm_mma;

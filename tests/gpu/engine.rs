@@ -687,7 +687,12 @@ fn offloaded_experts_give_the_same_tokens() {
             let traffic = engine.expert_traffic().unwrap().expect("experts were fetched");
             println!("{name}, {resident} of {experts}: {traffic}");
             let copied = traffic.misses + traffic.prefetched;
-            assert_eq!(traffic.bytes, copied * engine.config().expert_bytes(Placement::Packed));
+            assert_eq!(engine.memory().host_compact, engine.memory().host, "{name}: {}", engine.memory());
+            assert_eq!(engine.packed_in_host_memory(), None);
+            // Experts have about the same size.
+            let each = engine.memory().host / u64::from(experts * engine.config().layers);
+            assert!((copied * each / 20 * 19..copied * each / 20 * 21).contains(&traffic.bytes), "{each}: {traffic}");
+            assert!(each < engine.config().expert_bytes(Placement::Packed), "{name}: {each}");
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
             assert!(traffic.prefetched > 0 && traffic.prefetch_hits <= traffic.prefetched, "{traffic}");
             assert_eq!(engine.last_expert_traffic(), Some(traffic));
@@ -698,6 +703,15 @@ fn offloaded_experts_give_the_same_tokens() {
                 "{name}, {resident}: other logits the second time"
             );
         }
+        // Experts that stay packed in host memory.
+        let mut packed_options = options().resident_experts(3);
+        packed_options.compact_experts = false;
+        let mut engine = make(packed_options);
+        assert_eq!((engine.memory().host_compact, engine.packed_in_host_memory()), (0, None));
+        assert!(generate_all(&mut engine, 1024) == expected, "{name}: packed experts, other tokens or logits");
+        let traffic = engine.expert_traffic().unwrap().expect("experts were fetched");
+        let copied = traffic.misses + traffic.prefetched;
+        assert_eq!(traffic.bytes, copied * engine.config().expert_bytes(Placement::Packed));
         // With slots for all experts, nothing is fetched.
         let mut all = make(options().resident_experts(experts));
         assert_eq!((all.expert_traffic().unwrap(), all.memory().weights), (None, whole.memory().weights));

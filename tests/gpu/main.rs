@@ -11,6 +11,7 @@ mod decode_huffman;
 mod encode_compact;
 mod encode_huffman;
 mod engine;
+mod expert_slots;
 mod exponents;
 mod families;
 mod gemm_compact;

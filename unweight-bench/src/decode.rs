@@ -58,6 +58,8 @@ options! {
         kv_cache: Option<KvCache> = None,
         /// Maximum number of experts per layer in device memory; null: all.
         resident_experts: Option<u32> = None,
+        /// Keep experts packed in host memory instead of compact.
+        packed_link: bool = false,
         /// Which experts tokens choose, if not all experts are in device memory.
         routing: Routing = Routing::Model,
         /// Measured settings of pipelines.
@@ -229,6 +231,7 @@ pub fn bench_decode(
         engine.placement = placement;
         engine.kv_cache = kv_cache;
         engine.resident_experts = options.resident_experts;
+        engine.compact_experts = !options.packed_link;
         engine
     };
     let stored = RandomStored { profile: options.profile, linears: options.linears };

@@ -199,7 +199,7 @@ impl NoMemory {
 )]
 #[non_exhaustive]
 pub struct NoHostMemory {
-    /// Bytes of all experts.
+    /// Bytes of the experts of all layers, or of the layer that is loaded next.
     pub need: u64,
     /// Bytes of host memory that are available.
     pub have: u64,

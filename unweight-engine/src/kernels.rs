@@ -159,7 +159,10 @@ impl Variants {
         else {
             return Err(unsupported_head_dim(config));
         };
-        let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
+        let mut experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
+        if options.resident_experts.is_some() {
+            experts.extend(mixtures::offload_variants(arch));
+        }
         let packed = (cache == KvCache::Packed).then(|| packed_variants(arch, config.head_dim)).flatten();
         Ok(Self {
             embed,

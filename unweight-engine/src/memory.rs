@@ -63,6 +63,9 @@ pub struct Memory {
     pub context: u32,
     /// Bytes of pinned host memory for experts that the device does not hold; 0 if it holds all.
     pub host: u64,
+    /// Bytes of `host` that are compact; the rest is packed or BF16.
+    #[doc(hidden)]
+    pub host_compact: u64,
     /// Bytes of a draft model on the device: weights, KV cache and working memory; 0 without one.
     pub draft: u64,
 }
@@ -98,7 +101,11 @@ impl fmt::Display for Memory {
         }
         match self.host {
             0 => Ok(()),
-            host => write!(f, "; {:.2} GB of experts in host memory", gb(host)),
+            host if host == self.host_compact => write!(f, "; {:.2} GB of compact experts in host memory", gb(host)),
+            host => {
+                let compact = gb(self.host_compact);
+                write!(f, "; {:.2} GB of experts in host memory, {compact:.2} GB of them compact", gb(host))
+            }
         }
     }
 }
@@ -444,6 +451,7 @@ pub fn plan(
         token: cache.token_bytes(),
         context,
         host: 0,
+        host_compact: 0,
         draft: 0,
     })
 }
@@ -808,5 +816,9 @@ mod tests {
             with.to_string().ends_with("GB, including an expansion slot of 0.18 GB")
                 && !without.to_string().contains("slot")
         );
+        let host = |host, host_compact| Memory { host, host_compact, ..without }.to_string();
+        assert!(host(2 * gb, 2 * gb).ends_with("; 2.00 GB of compact experts in host memory"));
+        assert!(host(2 * gb, gb).ends_with("; 2.00 GB of experts in host memory, 1.00 GB of them compact"));
+        assert!(!without.to_string().contains("experts"));
     }
 }

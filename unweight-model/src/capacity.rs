@@ -18,10 +18,12 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
-    /// Bytes of one expert of a mixture, BF16 if that is the placement, else packed; 0 for dense models.
+    /// Bytes of one expert of a mixture, BF16 or compact if that is the placement, else packed; 0 for dense models.
+    /// Compact experts have the size of trained weights.
     pub fn expert_bytes(&self, placement: Placement) -> u64 {
         let linear = |[outputs, inputs]: [u32; 2]| match placement {
             Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
+            Placement::Compact => compact_bytes(outputs, inputs),
             _ => tiles_bytes(outputs, inputs),
         };
         let one = [[2 * self.intermediate, self.hidden], [self.hidden, self.intermediate]];
@@ -142,6 +144,7 @@ mod tests {
         let weights = 3 * 14_336 * 4096u64;
         assert_eq!(mixtral.expert_bytes(Placement::Packed), weights * 3 / 2 + weights / 256);
         assert_eq!(mixtral.expert_bytes(Placement::Bf16), weights * 2);
+        assert_eq!(mixtral.expert_bytes(Placement::Compact), weights / 3 * 1363 / 1000 * 3 + weights / 256);
         let all = 32 * 8 * mixtral.expert_bytes(Placement::Packed);
         assert!(
             all < mixtral.weight_bytes(Placement::Packed) && all > mixtral.weight_bytes(Placement::Packed) / 10 * 9

@@ -75,7 +75,7 @@ pub mod experts {
             build::{ExpertPart, FillExperts},
             experts::{
                 Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
-                offload::{ExpertTraffic, Fetcher, OffloadedExperts, ReplaceRouting},
+                offload::{ExpertTraffic, Fetcher, HostEncoding, OffloadedExperts, ReplaceRouting},
             },
             loader::{ExpertTensors, SharedTensors},
         },

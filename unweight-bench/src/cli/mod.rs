@@ -219,6 +219,9 @@ struct DecodeBench {
     /// Which experts tokens choose, with --resident-experts: model, or random: uniform or zipf, not prefetched
     #[arg(long, value_name = "ROUTING", default_value = "model", value_parser = routing)]
     routing: Routing,
+    /// Fetch packed experts instead of compact ones, with --resident-experts
+    #[arg(long, requires = "resident_experts")]
+    packed_link: bool,
     /// Profile of the MLPs of --geometry, with --placement stored or alternate
     #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = profile)]
     profile: Profile,
@@ -419,6 +422,7 @@ impl Bench {
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
                     .resident_experts(arguments.engine.resident_experts)
+                    .packed_link(arguments.packed_link)
                     .routing(arguments.routing)
                     .placement(arguments.engine.placement.0)
                     .kv_cache(arguments.engine.kv_cache.0);

@@ -228,6 +228,7 @@ fn random(
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
     let mut source = Random::new(builder, largest)?;
     imitate(&mut source, &names);
+    source.builder().set_compact_experts(plan.options.compact_experts);
     let weights = plan.weights(kernels, &mut source, &config, &names, progress)?;
     let ctx = source.builder().context(&plan.stream)?;
     drop(source);
@@ -291,7 +292,7 @@ impl WeightBytes {
         Self { packed, compact }
     }
 
-    /// Subtracts the experts in host memory, which are packed in both cases.
+    /// Subtracts the experts without room on the device, where experts are packed in both cases.
     fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
         let offloaded = offloaded_bytes(options, config, Placement::Packed);
         let without_offloaded = |bytes: u64| bytes.saturating_sub(offloaded);
@@ -314,7 +315,13 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
     let all = u64::from(mixture.all_experts()) * u64::from(config.layers);
-    memory::check_host(all.saturating_mul(config.expert_bytes(options.placement.unwrap_or_default())))?;
+    let in_host_memory = match options.placement {
+        Some(Placement::Bf16) => Placement::Bf16,
+        _ if options.compact_experts => Placement::Compact,
+        _ => Placement::Packed,
+    };
+    // An estimate. Each layer is checked again before it is loaded.
+    memory::check_host(all.saturating_mul(config.expert_bytes(in_host_memory)))?;
     Ok(options.graphs(false))
 }
 
@@ -325,7 +332,7 @@ fn read_bytes(config: &ModelConfig, weights: u64) -> u64 {
     weights.saturating_sub(others.saturating_mul(config.expert_bytes(Placement::Packed)))
 }
 
-/// Bytes of the experts that stay in host memory.
+/// Bytes that the experts without room on the device would take there.
 fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
     let others = u64::from(mixture.all_experts().saturating_sub(resident)) * u64::from(config.layers);
@@ -396,6 +403,7 @@ impl LoadPlan {
     ) -> Result<Engine, EngineError> {
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
         let (mut source, _) = Loader::new(kernels, &self.stream, bundle, self.load_options(&config), &compiled)?;
+        source.builder().set_compact_experts(self.options.compact_experts);
         let weights = self.weights(kernels, &mut source, &config, names, progress)?;
         let ctx = source.context(&self.stream)?;
         // Frees the buffers in which layers were merged, before the cache takes the remaining memory.
@@ -471,13 +479,14 @@ impl LoadPlan {
         if let (Some(_), Some(shape), Some(mixture)) =
             (options.resident_experts, experts_shape(&config), config.mixture)
         {
-            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.places());
+            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.places()) + OffloadedExperts::link_bytes();
         }
         let shared = Shared { bytes: shared, expansion_bytes: slot };
         let memory =
             memory::plan(&config, &options, (weights.bytes(), shared), have).map_err(no_memory(draft_bytes))?;
         let memory = Memory {
             host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(),
+            host_compact: weights.offloaded().map(OffloadedExperts::host_compact_bytes).sum(),
             draft: draft_model.as_ref().map_or(0, DraftModel::bytes),
             ..memory
         };

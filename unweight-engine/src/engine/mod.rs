@@ -11,7 +11,7 @@ mod stepper;
 
 use std::{collections::VecDeque, fmt, mem};
 
-use unweight_format::raw::packed::Unpackable;
+use unweight_format::raw::{compact::Uncompact, packed::Unpackable};
 use unweight_model::ModelConfig;
 use unweight_rt::{
     DeviceError, Graph, LaunchError, RowFault, Stream,
@@ -132,6 +132,13 @@ impl Engine {
     #[doc(hidden)]
     pub fn bf16_experts(&self) -> Option<(Vec<u32>, Unpackable)> {
         self.weights.bf16_experts()
+    }
+
+    /// The layers with experts that are packed in host memory because they cannot be compact, in one product or in
+    /// both, ascending; and why those of the first cannot. `None` if there are none.
+    #[doc(hidden)]
+    pub fn packed_in_host_memory(&self) -> Option<(Vec<u32>, Uncompact)> {
+        self.weights.packed_in_host_memory()
     }
 
     /// Forgets which experts are on the device and overwrites them, so that an expert that is not fetched shows in the

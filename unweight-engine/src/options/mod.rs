@@ -59,8 +59,12 @@ pub struct EngineOptions {
     /// by itself.
     pub graphs: bool,
     /// The number of experts per layer that the device holds, for mixture-of-experts models; `None` for all. The others
-    /// stay packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
+    /// stay in host memory, compact if they can be, and are copied when a token chooses them. Steps are then not
+    /// recorded as graphs.
     pub resident_experts: Option<u32>,
+    /// Whether packed experts are compact in host memory; true by default. For measurements of packed ones.
+    #[doc(hidden)]
+    pub compact_experts: bool,
     /// The maximum number of tokens per sequence and step that are drafted and verified, 0 to 15; 0, the default,
     /// disables drafts. They are drafted by n-gram lookup, or by the draft model of
     /// [`Engine::load_with_draft`](crate::Engine::load_with_draft). Sequences with adjusted logits have no drafts. The
@@ -82,6 +86,7 @@ impl Default for EngineOptions {
             plan: Plan::default(),
             graphs: true,
             resident_experts: None,
+            compact_experts: true,
             speculate: 0,
         }
     }

@@ -4,7 +4,7 @@ mod random;
 #[cfg(feature = "pipelines")]
 mod stored;
 
-use unweight_format::raw::packed::Unpackable;
+use unweight_format::raw::{compact::Uncompact, packed::Unpackable};
 use unweight_model::{
     Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
     SharedWeights,
@@ -12,7 +12,7 @@ use unweight_model::{
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
     Placement, Unsuitable,
-    experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts, SharedTensors},
+    experts::{ExpertTensors, Experts, ExpertsShape, HostEncoding, OffloadedExperts, SharedTensors},
     raw::ops::embed::EmbedTable,
 };
 
@@ -21,7 +21,7 @@ pub use self::Source as ModelSource;
 pub use self::random::Random;
 #[cfg(feature = "pipelines")]
 pub use self::stored::{ProjectionWeights, StoredMlp, StoredSource, StoredSource as ModelSource};
-use crate::error::EngineError;
+use crate::{error::EngineError, memory};
 
 /// The weights of a model.
 #[derive(Debug)]
@@ -221,6 +221,21 @@ impl Weights {
         Some((layers, *reasons.first()?))
     }
 
+    /// The layers with experts that are packed in host memory because they cannot be compact, in one product or in
+    /// both, ascending; and the reason of the first.
+    pub fn packed_in_host_memory(&self) -> Option<(Vec<u32>, Uncompact)> {
+        let reason = |encoding| match encoding {
+            HostEncoding::Packed { why } => why,
+            _ => None,
+        };
+        let reasons = self.layers.iter().map(|layer| match layer.mlp.mixture()? {
+            (_, MixtureExperts::Offloaded(experts)) => experts.host_encodings().into_iter().find_map(reason),
+            (_, MixtureExperts::OnDevice(_)) => None,
+        });
+        let (layers, reasons): (Vec<_>, Vec<_>) = (0..).zip(reasons).filter_map(|(at, why)| Some((at, why?))).unzip();
+        Some((layers, *reasons.first()?))
+    }
+
     /// The experts of each layer, if the device does not hold all of them.
     pub fn offloaded(&self) -> impl Iterator<Item = &OffloadedExperts> {
         self.layers.iter().filter_map(|layer| match layer.mlp.mixture()? {
@@ -342,6 +357,11 @@ fn mixture_mlp(
 ) -> Result<Mlp, EngineError> {
     let hidden = config.hidden;
     let shape = ExpertsShape { experts: mixture.all_experts(), hidden, intermediate: config.intermediate };
+    if resident.is_some() {
+        // No layer takes more than this, unless it cannot be packed; other processes may have taken memory meanwhile.
+        let placement = if source.placement() == Placement::Bf16 { Placement::Bf16 } else { Placement::Packed };
+        memory::check_host(u64::from(shape.experts).saturating_mul(config.expert_bytes(placement)))?;
+    }
     // The gate of a shared expert is one more row.
     let gate = names.1.and_then(|(shared, _)| shared.gate.as_deref());
     let rows = [(router, [mixture.experts, hidden]), (gate.unwrap_or_default(), [1, hidden])];

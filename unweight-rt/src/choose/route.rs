@@ -130,16 +130,17 @@ pub struct SlotPlan {
 }
 
 impl SlotPlan {
+    /// The number of tiles whose lists are summed together: 64 row blocks.
+    pub(crate) const GROUP_TILES: usize = 16;
+
     /// Returns the layout for a tensor with this grid.
     pub fn of(grid: TileGrid) -> Self {
-        /// The number of tiles whose lists are summed together: 64 row blocks.
-        const GROUP_TILES: u64 = 16;
         let tiles = grid.tiles() as u64;
         // With fewer than 2^31 tiles, no sum exceeds 64 bits.
         let heads = tiles * packed::TILE_BYTES as u64;
         let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
         let group_words = inexact + 8;
-        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(GROUP_TILES) * 4 }
+        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(Self::GROUP_TILES as u64) * 4 }
     }
 }
 

@@ -185,7 +185,7 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 
     /// Returns the address of element `at`, after checking that `len` elements exist from there.
-    pub(super) fn element(&self, at: usize, len: usize) -> Result<u64, DeviceError> {
+    pub(crate) fn element(&self, at: usize, len: usize) -> Result<u64, DeviceError> {
         self.check(at, len)?;
         Ok(self.address + (at * size_of::<T>()) as u64)
     }
@@ -223,6 +223,28 @@ pub(crate) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Re
     // SAFETY: the caller's promise; `host` lives until the wait below.
     unsafe { result::memcpy_htod_async(to, host, stream.raw()) }.call("copying to the device")?;
     stream.synchronize()
+}
+
+impl DeviceBuffer<u8> {
+    /// Enqueues a copy of bytes from index `from` to `len` elements of `to` from index `at`. The caller orders it with
+    /// other accesses to these elements.
+    pub(crate) fn copy_to<T: Pod>(
+        &self,
+        stream: &Stream,
+        from: usize,
+        (to, at, len): (&DeviceBuffer<T>, usize, usize),
+    ) -> Result<(), DeviceError> {
+        let target = to.element(at, len)?;
+        let bytes = len * size_of::<T>();
+        let source = self.element(from, bytes)?;
+        self.device.bind()?;
+        if len == 0 {
+            return Ok(());
+        }
+        // SAFETY: both ranges are inside their buffers, whose memory only `cuMemFree` frees. Any bytes are a valid
+        // `T: Pod`.
+        unsafe { result::memcpy_dtod_async(target, source, bytes, stream.raw()) }.call("copying on the device")
+    }
 }
 
 impl DeviceBuffer<u16> {

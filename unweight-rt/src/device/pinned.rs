@@ -204,6 +204,70 @@ impl<T> Drop for Source<T> {
     }
 }
 
+/// Pinned memory that is filled from parts of device buffers. Dropping it waits for running copies.
+#[derive(Debug)]
+pub(crate) struct Gather<'s> {
+    stream: &'s Stream,
+    /// `None` once the memory was returned.
+    pinned: Option<Pinned<u8>>,
+}
+
+impl<'s> Gather<'s> {
+    /// Allocates `bytes` bytes, which copies on `stream` will fill.
+    ///
+    /// # Errors
+    /// The host cannot pin this much memory.
+    pub(crate) fn new(stream: &'s Stream, bytes: usize) -> Result<Self, DeviceError> {
+        Ok(Self { stream, pinned: Some(Pinned::zeroed(stream.device(), bytes)?) })
+    }
+
+    /// Enqueues a copy of `len` elements of `from` from index `at` to byte `to`.
+    ///
+    /// # Errors
+    /// Elements or bytes that do not exist, or a driver error.
+    pub(crate) fn add<T: Pod>(
+        &mut self,
+        from: &DeviceBuffer<T>,
+        (at, len): (usize, usize),
+        to: usize,
+    ) -> Result<(), DeviceError> {
+        let source = from.element(at, len)?;
+        let all = self.pinned.as_deref_mut().unwrap_or_default();
+        let (bytes, have) = (len * size_of::<T>(), all.len() as u64);
+        let Some(host) = to.checked_add(bytes).and_then(|end| all.get_mut(to..end)) else {
+            return Err(LaunchError::Range { at: to as u64, len: bytes as u64, have }.into());
+        };
+        self.stream.device().bind()?;
+        if bytes > 0 {
+            // SAFETY: the range is inside the buffer, whose memory only `cuMemFree` frees; the host memory is neither
+            // read nor freed until the stream's work is done.
+            unsafe { result::memcpy_dtoh_async(host, source, self.stream.raw()) }.call("copying from the device")?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the copies and returns the memory.
+    ///
+    /// # Errors
+    /// An error of earlier work on the stream.
+    pub(crate) fn finish(mut self) -> Result<Pinned<u8>, DeviceError> {
+        self.stream.synchronize()?;
+        match self.pinned.take() {
+            Some(pinned) => Ok(pinned),
+            None => unreachable!("taken here alone, and `finish` consumes the copies"),
+        }
+    }
+}
+
+impl Drop for Gather<'_> {
+    fn drop(&mut self) {
+        if self.pinned.is_some() && self.stream.synchronize().is_err() {
+            // A copy may still be running: the memory must not be freed.
+            std::mem::forget(self.pinned.take());
+        }
+    }
+}
+
 impl<T: Pod> DeviceBuffer<T> {
     /// Enqueues a copy of elements from index `at` to the host, as many as `pinned` holds.
     ///

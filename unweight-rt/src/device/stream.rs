@@ -30,6 +30,15 @@ impl Device {
         Ok(Stream::new(self, inner))
     }
 
+    /// Creates a stream like [`Device::stream`] with the highest priority: thread blocks of its kernels start before
+    /// waiting blocks of other streams.
+    pub(crate) fn urgent_stream(&self) -> Result<Stream, DeviceError> {
+        self.bind()?;
+        let (_, highest) = result::stream::get_priority_range().call("reading the priorities of streams")?;
+        let inner = self.context().new_stream_with_priority(highest).call("creating a stream")?;
+        Ok(Stream::new(self, inner))
+    }
+
     /// Borrows a stream from a raw `CUstream` (or `cudaStream_t`; null is the default stream).
     ///
     /// # Safety

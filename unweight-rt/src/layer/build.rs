@@ -24,7 +24,10 @@ use crate::{
     jit::{process, toolchain::Library},
     layer::{
         error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
-        experts::{Experts, ExpertsShape, offload::OffloadedExperts},
+        experts::{
+            Experts, ExpertsShape,
+            offload::{Link, OffloadedExperts},
+        },
         linear::{Bf16Linear, CompactLinear, Linear, PackedLinear},
         options::{LoadOptions, Merge},
     },
@@ -69,8 +72,10 @@ pub struct LayerBuilder<'k> {
     scratch: Scratch,
     /// The context size that the layers built so far need.
     context_size: ContextSize,
-    /// The stream that fetches offloaded experts; created for the first of them.
-    copies: Option<Stream>,
+    /// What fetches offloaded experts; created for the first of them.
+    link: Option<Arc<Link>>,
+    /// Whether offloaded experts are compact.
+    compact_experts: bool,
 }
 
 /// Memory of the size of the largest layer so far.
@@ -190,7 +195,8 @@ impl<'k> LayerBuilder<'k> {
             policy,
             scratch: Scratch { whole: empty()?, other: empty()? },
             context_size: ContextSize::default(),
-            copies: None,
+            link: None,
+            compact_experts: true,
         })
     }
 
@@ -212,6 +218,13 @@ impl<'k> LayerBuilder<'k> {
     /// Sets which batches cuBLAS multiplies in layers built from now on. Returns the previous setting.
     pub fn set_expand(&mut self, expand: Expand) -> Expand {
         std::mem::replace(&mut self.policy.expand, expand)
+    }
+
+    /// Sets whether experts that are offloaded from now on are compact in host memory, if they can be; true by default.
+    /// For measurements of packed ones. Returns the previous setting.
+    #[doc(hidden)]
+    pub fn set_compact_experts(&mut self, compact_experts: bool) -> bool {
+        std::mem::replace(&mut self.compact_experts, compact_experts)
     }
 
     /// Builds a layer from weights `[n, k]`, which are copied. Errors refer to them as `name`. With
@@ -255,7 +268,7 @@ impl<'k> LayerBuilder<'k> {
             stack(&mut self.packer, parts, whole, fill)?;
         }
         let compact =
-            if self.policy.stays_compact(&weight) { self.encode_scratch((n, k)).map_err(&device)? } else { None };
+            if self.policy.stays_compact(&weight) { self.compact_scratch((n, k)).map_err(&device)? } else { None };
         self.layer_of_scratch(parts.first(), &weight, compact)
     }
 
@@ -353,7 +366,8 @@ impl<'k> LayerBuilder<'k> {
         Experts::new(self.kernels, shape, gate_up, down).map_err(in_tensor(name))
     }
 
-    /// Builds the experts of a mixture in host memory, with room for `slots` of them on the device.
+    /// Builds the experts of a mixture in host memory, with room for `slots` of them on the device. Packed weights are
+    /// compact in host memory, if they can be ([`OffloadedExperts::host_encodings`]).
     ///
     /// # Errors
     /// As [`LayerBuilder::experts`]; or too little memory can be pinned.
@@ -374,15 +388,30 @@ impl<'k> LayerBuilder<'k> {
         name: &str,
         shape: ExpertsShape,
         slots: u32,
-        [gate_up, down]: [ExpertWeights; 2],
+        weights: [ExpertWeights; 2],
     ) -> Result<OffloadedExperts, LoadError> {
         let device = in_tensor(name);
-        let stream = self.packer.stream().clone();
-        let copies = match &self.copies {
-            Some(copies) => copies.clone(),
-            None => self.copies.insert(stream.device().stream().map_err(&device)?).clone(),
+        let (kernels, stream) = (self.kernels, self.packer.stream().clone());
+        let link = match &self.link {
+            Some(link) => link.clone(),
+            None => self.link.insert(Link::new(kernels, &stream).map_err(&device)?.into()).clone(),
         };
-        OffloadedExperts::new(self.kernels, (&stream, &copies), shape, slots, gate_up, down).map_err(device)
+        let is_compact = self.compact_experts;
+        let mut encode = |packed: &DevicePacked| is_compact.then(|| self.encode_packed(packed)).transpose();
+        OffloadedExperts::new(kernels, (&stream, &link), shape, slots, weights, &mut encode).map_err(device)
+    }
+
+    /// Encodes packed weights as compact, by way of the scratch. Waits.
+    fn encode_packed(&mut self, packed: &DevicePacked) -> Result<DeviceCompact, EncodeCompactError> {
+        // A grid's dimensions fit 32 bits.
+        let (n, k) = (packed.grid().rows() as u32, packed.grid().cols() as u32);
+        let stream = self.packer.stream().clone();
+        // Freed, so that the encoded weights need little more memory than the parts did.
+        self.scratch.other = DeviceBuffer::zeroed(&stream, 0)?;
+        reserve(&mut self.scratch.whole, &stream, (n, k))?;
+        let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
+        self.packer.unpack(packed, whole)?;
+        self.encode_scratch((n, k))
     }
 
     /// Returns gate and up, and down, of all experts.
@@ -474,18 +503,23 @@ impl<'k> LayerBuilder<'k> {
     }
 
     /// Encodes the scratch `[n, k]` as compact; `None` if that is impossible. Waits.
-    fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
-        let compressor = match &self.compressor {
-            Some(compressor) => compressor,
-            None => self.compressor.insert(EncodeCompact::of(self.kernels)?),
-        };
-        let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into())?;
-        match compressor.encode(&mut self.packer, whole) {
-            Ok(compressed) => Ok(Some(compressed.tensor)),
+    fn compact_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
+        match self.encode_scratch((n, k)) {
+            Ok(compact) => Ok(Some(compact)),
             // The caller packs the weights instead, or keeps them as BF16 if they cannot be packed.
             Err(EncodeCompactError::Uncompact(_)) => Ok(None),
             Err(EncodeCompactError::Device(error)) => Err(error),
         }
+    }
+
+    /// Encodes the scratch `[n, k]` as compact. Waits.
+    fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<DeviceCompact, EncodeCompactError> {
+        let compressor = match &self.compressor {
+            Some(compressor) => compressor,
+            None => self.compressor.insert(EncodeCompact::of(self.kernels)?),
+        };
+        let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
+        Ok(compressor.encode(&mut self.packer, whole)?.tensor)
     }
 
     /// Packs the scratch `[n, k]`, padded to whole tiles.

@@ -16,7 +16,10 @@ use unweight_codegen::{
     spec::{DecodeCompactStage, Op},
 };
 
-use unweight_format::{TileGrid, raw::packed::Window};
+use unweight_format::{
+    TileGrid,
+    raw::packed::{self, Window},
+};
 
 use crate::{
     choose::route::SlotPlan,
@@ -25,7 +28,7 @@ use crate::{
         module::LoadedKernel,
         view::{check_apart, check_device},
     },
-    weight::{self, DeviceCompact},
+    weight::{self, CompactTables, DeviceCompact},
 };
 
 /// The kernel that writes the weights of a compact tensor as BF16.
@@ -100,6 +103,14 @@ impl Expander {
         }
     }
 
+    /// Compiles or finds the kernel.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub(crate) fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
+        Self::new(kernels.get(&VariantSpec::decode_compact(kernels.device().info().arch, DecodeCompactStage::Packed))?)
+    }
+
     /// Returns the slot size for a tensor in bytes.
     pub fn slot_bytes(grid: TileGrid) -> u64 {
         SlotPlan::of(grid).bytes
@@ -143,6 +154,81 @@ impl Expander {
         // output. The sums are added to arbitrary initial values, but nothing reads them. Dropping a buffer waits for
         // the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
+    }
+}
+
+/// Some tiles of a compact tensor, as device addresses.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct TilesAt {
+    /// The number of tiles, below 2^26.
+    pub count: u32,
+    /// u8 `[count, 5120]`, 16-byte aligned.
+    pub dense: u64,
+    /// u32 `[count + 1, 2]`, 8-byte aligned: as `class_tiles`, with offsets from `streams`.
+    pub tiles: u64,
+    /// u32 `[stream_words]`, 16-byte aligned.
+    pub streams: u64,
+    /// Words in `streams`, a multiple of 4.
+    pub stream_words: u32,
+}
+
+impl TilesAt {
+    /// Returns these sections, with a grid of as many tiles: tiles are independent of their place in a matrix.
+    pub fn args(self) -> DecodeCompactArgs {
+        let Self { count, dense, tiles, streams, stream_words } = self;
+        let (n, k, tile_rows, tile_cols) = (64 * count, 64, count, 1);
+        DecodeCompactArgs {
+            dense,
+            tiles,
+            streams,
+            stream_words,
+            n,
+            k,
+            tile_rows,
+            tile_cols,
+            ..DecodeCompactArgs::default()
+        }
+    }
+}
+
+impl Expander {
+    /// Returns the bytes of scratch for this many tiles: their heads, the index of an inexact element, sums of lists.
+    pub(crate) const fn scratch_bytes(tiles: usize) -> usize {
+        tiles * packed::ROW_BLOCKS * 4 + 8 + tiles.div_ceil(SlotPlan::GROUP_TILES) * 4
+    }
+
+    /// Enqueues writing packed tiles to `packed` for the window of the packed tensor, whose heads must be written
+    /// separately: what the kernel writes besides goes to `scratch`.
+    ///
+    /// # Safety
+    /// `from` names memory of these sizes that may have any contents. `packed` and `scratch` are the addresses,
+    /// multiples of 16 and 8, of `6144 * from.count` and [`Expander::scratch_bytes`] bytes on the kernel's device.
+    /// Nothing else accesses this memory until the work is done.
+    pub(crate) unsafe fn enqueue_tiles(
+        &self,
+        stream: &Stream,
+        (from, tables): (TilesAt, &CompactTables),
+        window: Window,
+        (packed, scratch): (u64, u64),
+    ) -> Result<(), DeviceError> {
+        let inexact = scratch + (from.count as usize * packed::ROW_BLOCKS * 4) as u64;
+        let args = DecodeCompactArgs {
+            records: tables.escapes.address(),
+            table: tables.table.address(),
+            // Below 2^32: checked when the tensor was created.
+            record_words: tables.escapes.len() as u32,
+            class_base: tables.window.base().into(),
+            base: window.base().into(),
+            packed,
+            escape_heads: scratch,
+            inexact,
+            group_words: inexact + 8,
+            ..from.args()
+        };
+        // SAFETY: the caller's promise; the tables belong to a tensor, with the counts that bound them. The sums are
+        // added to arbitrary initial values, but nothing reads them.
+        unsafe { self.kernel.launch(stream, GemmShape { m: 0, n: args.n, k: args.k }, &args) }
     }
 }
 

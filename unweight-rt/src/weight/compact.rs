@@ -60,6 +60,12 @@ impl DeviceCompact {
         Ok(Self { grid, window, dense, tiles, streams, escapes, table })
     }
 
+    /// Returns what all tiles share, and frees the rest.
+    pub(crate) fn into_tables(self) -> CompactTables {
+        let Self { window, escapes, table, .. } = self;
+        CompactTables { window, escapes, table }
+    }
+
     /// Returns the device of the tensor.
     pub fn device(&self) -> &Device {
         self.dense.device()
@@ -115,6 +121,21 @@ impl DeviceCompact {
     pub fn bytes(&self) -> u64 {
         let words = [&self.tiles, &self.streams, &self.escapes, &self.table];
         (self.dense.bytes() + words.iter().map(|words| words.bytes()).sum::<usize>()) as u64
+    }
+}
+
+/// What the tiles of a compact tensor share: window, escape lists and codes.
+#[derive(Debug)]
+pub(crate) struct CompactTables {
+    pub(crate) window: ClassWindow,
+    pub(crate) escapes: DeviceBuffer<u32>,
+    pub(crate) table: DeviceBuffer<u32>,
+}
+
+impl CompactTables {
+    /// Returns the size on the device in bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        (self.escapes.bytes() + self.table.bytes()) as u64
     }
 }
 

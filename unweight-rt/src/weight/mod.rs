@@ -29,7 +29,7 @@ pub use self::{
     palette::{DevicePalette, PaletteSections, PaletteView},
 };
 
-pub(crate) use self::{coded::DeviceCoded, packed::PackedEscapes};
+pub(crate) use self::{coded::DeviceCoded, compact::CompactTables, packed::PackedEscapes};
 
 /// Checks that the number of tiles fits the 32-bit counters of kernels.
 fn device_shape(grid: TileGrid) -> Result<(), LaunchError> {

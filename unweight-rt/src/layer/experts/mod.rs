@@ -16,7 +16,7 @@ pub mod offload;
 use unweight_codegen::{
     VariantSpec,
     abi::RouteArgs,
-    spec::{Arch, Epilogue, GemmGroupedSpec, RouteSpec, RouteStage},
+    spec::{Arch, DecodeCompactStage, Epilogue, GemmGroupedSpec, RouteSpec, RouteStage, catalog},
 };
 use unweight_format::raw::packed::Unpackable;
 
@@ -101,6 +101,13 @@ pub fn variants(arch: Arch) -> Vec<VariantSpec> {
         [Epilogue::SiluMul, Epilogue::Store].map(|epilogue| gemm_grouped::variant(arch, *shape, epilogue))
     });
     routes.chain(products).collect()
+}
+
+/// Returns the kernels that move experts to host memory and back, in addition to those of [`variants`].
+#[doc(hidden)]
+pub fn offload_variants(arch: Arch) -> Vec<VariantSpec> {
+    let encode = catalog::packing(arch).chain(catalog::encode_compact(arch));
+    encode.chain([VariantSpec::decode_compact(arch, DecodeCompactStage::Packed)]).collect()
 }
 
 impl ExpertsShape {
@@ -512,7 +519,7 @@ mod tests {
     #[test]
     fn every_architecture_has_the_kernels() {
         for &arch in Arch::ALL {
-            for spec in variants(arch) {
+            for spec in variants(arch).into_iter().chain(offload_variants(arch)) {
                 assert!(unweight_codegen::plan::Plan::new(&spec).is_ok(), "{spec}");
             }
         }
