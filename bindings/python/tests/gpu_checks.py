@@ -48,7 +48,9 @@ CHECKS = {
     "adapter": Check("vllm_gpu.py --quick", 1, 170),
     # Their times are estimates: they have not run yet.
     "modules": Check("pack_gpu.py", 1, 240),
+    "update": Check("update_gpu.py", 1, 60),
     "live": Check("vllm_live_gpu.py", 1, 300),
+    "quantized": Check("vllm_quantized_gpu.py", 1, 480),
     "two-operator": Check("-m unittest -v gpu_ops.Module.test_two_gpus", 2, 30),
     "two-bundle": Check("vllm_gpu.py --tp 2 --bundle --no-packed --few-graphs --first 128 --tokens 64", 2, 260),
     "two-adapter": Check("vllm_gpu.py --tp 2 --quick", 2, 235),

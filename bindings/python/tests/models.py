@@ -5,7 +5,10 @@ import json
 import pathlib
 import random
 import struct
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
+
+if TYPE_CHECKING:
+    import torch
 
 # A configuration of transformers in which every kind of linear layer can be packed.
 SMALL = dict(
@@ -150,6 +153,17 @@ def of_geometry(home: pathlib.Path, geometry: str, layers: Optional[int]) -> Non
     if device == "cuda":
         # Free the memory for the engines, which are other processes.
         torch.cuda.empty_cache()
+
+
+def digest(tensor: "torch.Tensor") -> int:
+    """Returns a digest of a tensor's bytes and their order, computed where the tensor is."""
+    import torch
+
+    data, total = tensor.contiguous().view(-1).view(torch.uint8), 0
+    for at, part in enumerate(data.split(1 << 26)):
+        place = torch.arange(1, len(part) + 1, device=part.device) * 0x9E3779B1 + at
+        total += int((place * (part.to(torch.int64) + 1) ^ place >> 15).sum())
+    return total % 2**64
 
 
 def bf16(count: int, seed: int) -> bytes:

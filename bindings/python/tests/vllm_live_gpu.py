@@ -3,8 +3,8 @@
     python vllm_live_gpu.py --out live.json                        # 8B, a GPU with 80 GB, about 5 minutes
     python vllm_live_gpu.py --geometry tiny --out live.json
 
-Needs vLLM and the wheel. Exit status 1 if a token or log probability differs. The new weights are those of the model
-with rows rotated by one, so their exponent windows stay.
+Needs vLLM and the wheel. Exit status 1 if a token, a log probability or a digest differs. The new weights are those of
+the model with rows rotated by one, so their exponent windows stay.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-from models import of_geometry
+from models import digest, of_geometry
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
 
@@ -41,7 +41,7 @@ def write_rotated(source: pathlib.Path, output: pathlib.Path) -> None:
             (output / file.name).write_bytes(file.read_bytes())
             continue
         tensors = safetensors.torch.load_file(file)
-        made = {name: one.roll(1, 0).contiguous() if one.dim() == 2 else one for name, one in tensors.items()}
+        made = {name: one.roll(1, 0) if one.dim() == 2 else one for name, one in tensors.items()}
         safetensors.torch.save_file(made, output / file.name, {"format": "pt"})
 
 
@@ -69,6 +69,8 @@ def run(given: argparse.Namespace) -> dict:
         max_model_len=512,
         gpu_memory_utilization=given.memory,
         seed=0,
+        # For the batches here only: capturing all takes longer than the rest.
+        **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if given.few_graphs else {}),
     )
     record: dict = {"device": torch.cuda.get_device_name()}
     random = torch.Generator().manual_seed(1)
@@ -88,14 +90,34 @@ def run(given: argparse.Namespace) -> dict:
         record["update_s"] = [llm.apply_model(functools.partial(replace, weights))[0] for _ in range(2)]
         llm.reset_prefix_cache()
         record["before"], record["outputs"] = record["outputs"], outputs()
+    record["digests"] = llm.apply_model(packed_digests)[0]
     return record
+
+
+def packed_digests(inner) -> dict[str, int]:
+    """Returns the digests of a model's parameters, by name; of packed weights, those of the arena and the BF16 bits."""
+    from unweight.ops import unpack
+
+    made = {}
+    for name, parameter in inner.named_parameters():
+        made[name] = digest(parameter.data)
+        if name.endswith("weight_packed"):
+            made[f"{name}, unpacked"] = digest(unpack(parameter.data))
+    return made
 
 
 def child(end: float, *arguments: str) -> dict:
     command = [sys.executable, __file__, *arguments]
     timeout = None if end == math.inf else max(1.0, end - time.monotonic())
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout)
-    return json.loads(done.stdout.split("RECORD ")[-1])
+    with tempfile.TemporaryFile("w+") as log:
+        try:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True, timeout=timeout)
+        except subprocess.SubprocessError as error:
+            log.seek(0)
+            sys.exit(f"{log.read()[-6000:]}\nthe engine failed: {error}")
+        log.seek(0)
+        lines = [line for line in log if line.startswith("RECORD ")]
+    return json.loads(lines[-1].removeprefix("RECORD "))
 
 
 def main() -> int:
@@ -103,6 +125,8 @@ def main() -> int:
     parser.add_argument("--geometry", default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="layers of the model; all by default")
     parser.add_argument("--memory", type=float, default=0.5, help="vLLM's share of GPU memory")
+    parser.add_argument("--source", type=pathlib.Path, help="a BF16 model directory; without it one is made")
+    parser.add_argument("--few-graphs", action="store_true", help="capture graphs for the batches of this check only")
     parser.add_argument("--seconds", type=float, default=math.inf, help="limit of the whole run")
     parser.add_argument("--out", help="JSON file to write")
     parser.add_argument("--plan", action="store_true", help="say what would be compared, and do nothing")
@@ -117,11 +141,13 @@ def main() -> int:
         return 0
     end = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory() as folder:
-        home, memory = pathlib.Path(folder), ("--memory", str(given.memory))
-        of_geometry(home / "model", given.geometry, given.layers)
-        updated = child(end, "--model", str(home / "model"), "--replace", *memory)
-        write_rotated(home / "model", home / "other")
-        fresh = child(end, "--model", str(home / "other"), *memory)
+        home, options = pathlib.Path(folder), ["--memory", str(given.memory), *["--few-graphs"] * given.few_graphs]
+        source = given.source or home / "model"
+        if given.source is None:
+            of_geometry(source, given.geometry, given.layers)
+        updated = child(end, "--model", str(source), "--replace", *options)
+        write_rotated(source, home / "other")
+        fresh = child(end, "--model", str(home / "other"), *options)
     record = {
         "geometry": given.geometry,
         "layers": given.layers,
@@ -129,11 +155,14 @@ def main() -> int:
         "update_s": updated["update_s"],
         "outputs_equal_a_new_engine": updated["outputs"] == fresh["outputs"],
         "outputs_changed": updated["outputs"] != updated["before"],
+        "digests": len(fresh["digests"]),
+        "digests_that_differ": [name for name, one in fresh["digests"].items() if updated["digests"].get(name) != one],
     }
     print(json.dumps(record, indent=1))
     if given.out:
         pathlib.Path(given.out).write_text(json.dumps({**record, "updated": updated, "fresh": fresh}, indent=1) + "\n")
-    return 0 if record["outputs_equal_a_new_engine"] and record["outputs_changed"] else 1
+    is_equal = record["outputs_equal_a_new_engine"] and not record["digests_that_differ"]
+    return 0 if is_equal and record["outputs_changed"] else 1
 
 
 if __name__ == "__main__":
