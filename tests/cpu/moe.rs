@@ -532,6 +532,8 @@ struct Router {
     shared: usize,
     gated: bool,
     scale: f32,
+    /// For scores by sigmoids: the correction bias of each expert, and the factor of the weights of chosen experts.
+    sigmoid: Option<(Vec<f32>, f32)>,
     logits: Vec<u16>,
 }
 
@@ -552,7 +554,13 @@ impl Router {
             logits[pitch] = 0x7fc0;
             logits[pitch + experts - 1] = 0xc000;
         }
-        Self { tokens, experts, top_k, normalized, rounded, shared: 0, gated: false, scale: 1.0, logits }
+        Self { tokens, experts, top_k, normalized, rounded, shared: 0, gated: false, scale: 1.0, sigmoid: None, logits }
+    }
+
+    /// Scores by sigmoids. Sums of scores and biases differ, or are those of equal logits and biases.
+    fn with_sigmoids(self, routed_scale: f32) -> Self {
+        let bias = (0..self.experts).map(|expert| ((expert * 7 + 12) % 13) as f32 / 16.0 - 0.25);
+        Self { sigmoid: Some((bias.collect(), routed_scale)), ..self }
     }
 
     fn with_shared(self, shared: usize, gated: bool, scale: f32) -> Self {
@@ -569,14 +577,26 @@ impl Router {
         let logits = &row[..self.experts];
         let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) };
         let mut order: Vec<usize> = (0..self.experts).collect();
-        order.sort_by(|a, b| value(logits[*b]).total_cmp(&value(logits[*a])).then(a.cmp(b)));
-        let largest = value(logits[order[0]]);
-        let share = |expert: usize| (value(logits[expert]) - largest).exp();
-        let all: f64 = (0..self.experts).map(share).sum();
+        let largest = logits.iter().map(|bits| value(*bits)).fold(f64::NEG_INFINITY, f64::max);
+        let share = |expert: usize| match self.sigmoid {
+            None => (value(logits[expert]) - largest).exp(),
+            Some(_) => 1.0 / (1.0 + (-value(logits[expert])).exp()),
+        };
+        let rank = |expert: usize| match &self.sigmoid {
+            Some((bias, _)) if !bf16(logits[expert]).is_nan() => share(expert) + f64::from(bias[expert]),
+            _ => value(logits[expert]),
+        };
+        order.sort_by(|a, b| rank(*b).total_cmp(&rank(*a)).then(a.cmp(b)));
         let chosen = &order[..self.top_k];
-        let of = if self.normalized { chosen.iter().map(|expert| share(*expert)).sum() } else { all };
+        let of: f64 = match (self.normalized, &self.sigmoid) {
+            (true, None) => chosen.iter().map(|expert| share(*expert)).sum(),
+            (true, Some(_)) => chosen.iter().map(|expert| share(*expert)).sum::<f64>() + 1e-20,
+            (false, None) => (0..self.experts).map(share).sum(),
+            (false, Some(_)) => 1.0,
+        };
+        let routed = self.sigmoid.as_ref().map_or(1.0, |(_, scale)| f64::from(*scale));
         let weight = if self.gated { 1.0 / (1.0 + (-bf16(row[self.experts])).exp()) } else { 1.0 };
-        let chosen = chosen.iter().map(|expert| (*expert as u32, share(*expert) / of));
+        let chosen = chosen.iter().map(|expert| (*expert as u32, share(*expert) / of * routed));
         let shared = (self.experts..self.experts + self.shared).map(|expert| (expert as u32, weight));
         chosen.chain(shared).map(|(expert, weight)| (expert, weight * f64::from(self.scale))).collect()
     }
@@ -584,8 +604,12 @@ impl Router {
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
         let (logits, pairs) = (Buffer::of(bytemuck::cast_slice(&self.logits)), self.tokens * self.places());
         let (ids, weights) = (Buffer::new(pairs * 4), Buffer::new(pairs * 4));
+        let (bias, routed_scale) = self.sigmoid.clone().unwrap_or((vec![0.0], 0.0));
+        let bias = Buffer::of(bytemuck::cast_slice(&bias));
         let args = RouteArgs {
             logits: logits.address(),
+            products: bias.address(),
+            routed_scale,
             ids: ids.address(),
             weights: weights.address(),
             logits_pitch: (self.experts + GAP) as u64,
@@ -599,7 +623,7 @@ impl Router {
             scale: self.scale,
             ..RouteArgs::default()
         };
-        let buffers = [("logits", &logits), ("ids", &ids), ("weights", &weights)];
+        let buffers = [("logits", &logits), ("ids", &ids), ("weights", &weights), ("bias", &bias)];
         launch(kernel, spec, GemmShape::rows(self.tokens as u32), &args, &buffers, 1)?;
         let (ids, weights) = (ids.u32s(), weights.u32s());
         for token in 0..self.tokens {
@@ -642,6 +666,47 @@ fn tokens_choose_their_largest_logits() {
         for (i, router) in routers().iter().enumerate() {
             router.check(&mut kernel, spec).unwrap_or_else(|wrong| panic!("{spec}, router {i}: {wrong}"));
         }
+    }
+}
+
+fn sigmoid_routers() -> Vec<Router> {
+    vec![
+        Router::new(1, 8, 2, (true, false)).with_sigmoids(1.0),
+        Router::new(17, 60, 4, (false, true)).with_sigmoids(1.0),
+        Router::new(5, 128, 8, (true, false)).with_shared(1, false, 1.0).with_sigmoids(2.5),
+        Router::new(3, 512, 31, (false, false)).with_shared(1, true, 0.5).with_sigmoids(1.25),
+        Router::new(9, 33, 1, (true, true)).with_sigmoids(1.0),
+    ]
+}
+
+#[test]
+fn sigmoids_with_a_correction_choose_experts() {
+    let specs = [spec("route_topk_sigmoid"), spec("route_topk_sigmoid_pdl")];
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in &specs {
+        for (i, router) in sigmoid_routers().iter().enumerate() {
+            router.check(&mut kernel, spec).unwrap_or_else(|wrong| panic!("{spec}, router {i}: {wrong}"));
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_sigmoid_choices_are_caught() {
+    let header = "unweight/kernels/route.cuh";
+    for (from, to) in [
+        ("ptx::add(score_of(logits + expert), bias)", "score_of(logits + expert)"),
+        ("ptx::ld_global(correction + expert)", "ptx::ld_global(correction)"),
+        ("share = score_of(logits + expert);", "share = best;"),
+        ("x * -1.44269504f", "x * 1.44269504f"),
+        ("values[i] = is_number ?", "values[i] = true ?"),
+        ("if constexpr (kSigmoid) weight = ptx::mul(weight, args.routed_scale);", ""),
+        ("if constexpr (kSigmoid) chosen = ptx::add(chosen, 1e-20f);", ""),
+    ] {
+        let spec = spec("route_topk_sigmoid_pdl");
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
+        let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let caught = sigmoid_routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
     }
 }
 

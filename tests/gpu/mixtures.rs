@@ -10,7 +10,7 @@ use unweight_format::{
     testing::Weights as Kind,
 };
 use unweight_model::{
-    ExpertWeights, MlpWeights, ModelConfig, ModelWeights, QkNorm,
+    ExpertWeights, MlpWeights, ModelConfig, ModelWeights, QkNorm, Scoring,
     reference::{self, Reference},
 };
 
@@ -38,6 +38,18 @@ fn configs() -> Vec<(&'static str, Value)> {
         ("olmoe", vec![json!({"num_experts": 16, "num_experts_per_tok": 8, "intermediate_size": 64})]),
         ("granitemoe", vec![factors.clone()]),
         ("granitemoeshared", vec![factors, json!({"shared_intermediate_size": 256})]),
+        (
+            "deepseek",
+            vec![json!({"n_routed_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+                "n_shared_experts": 2, "first_k_dense_replace": 1, "intermediate_size": 320, "moe_layer_freq": 1})],
+        ),
+        // All that GLM-4.5 and GLM-4.5-Air have.
+        (
+            "glm4_moe",
+            vec![json!({"n_routed_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64,
+                "first_k_dense_replace": 1, "intermediate_size": 448, "routed_scaling_factor": 2.5,
+                "attention_bias": true, "use_qk_norm": true})],
+        ),
     ];
     let whole = |(family, more): (&'static str, Vec<Value>)| {
         let mut config = common.as_object().unwrap().clone();
@@ -56,16 +68,30 @@ fn listing(config: &ModelConfig) -> Vec<(String, Vec<u32>)> {
     let mixture = config.mixture.unwrap();
     let mut all = vec![(names.embed, vec![vocab, hidden]), (names.lm_head, vec![vocab, hidden])];
     all.push((names.final_norm, vec![hidden]));
+    // What a layer that predicts a further token has, among others.
+    all.extend(
+        (0..config.mtp_layers).map(|of| (format!("model.layers.{}.eh_proj.weight", config.layers + of), vec![64, 64])),
+    );
     for layer in names.layers {
         all.extend([(layer.q, vec![q, hidden]), (layer.k, vec![kv, hidden]), (layer.v, vec![kv, hidden])]);
         all.push((layer.o, vec![hidden, q]));
         let of = |names: [Option<String>; 2], width| names.into_iter().flatten().map(move |name| (name, vec![width]));
         all.extend(of([layer.input_norm, layer.post_norm], hidden));
         all.extend(of([layer.q_bias, None], q).chain(of([layer.k_bias, layer.v_bias], kv)));
-        assert_ne!(config.qk_norm, QkNorm::Head);
-        all.extend(of([layer.q_norm, None], q).chain(of([layer.k_norm, None], kv)));
-        let MlpWeights::Mixture { router, experts, shared } = layer.mlp else { panic!("no experts") };
+        let [q_width, k_width] = if config.qk_norm == QkNorm::Head { [config.head_dim; 2] } else { [q, kv] };
+        all.extend(of([layer.q_norm, None], q_width).chain(of([layer.k_norm, None], k_width)));
+        let (router, correction, experts, shared) = match layer.mlp {
+            MlpWeights::Mixture { router, correction, experts, shared } => (router, correction, experts, shared),
+            MlpWeights::Dense(names) => {
+                let wide = config.dense_intermediate();
+                all.extend([(names.gate, vec![wide, hidden]), (names.up, vec![wide, hidden])]);
+                all.push((names.down, vec![hidden, wide]));
+                continue;
+            }
+            other => panic!("{other:?}"),
+        };
         all.push((router, vec![mixture.experts, hidden]));
+        all.extend(correction.map(|name| (name, vec![mixture.experts])));
         match experts {
             ExpertWeights::Each(each) => all.extend(each.into_iter().flat_map(|names| {
                 let down = (names.down, vec![hidden, wide]);
@@ -91,20 +117,30 @@ fn listing(config: &ModelConfig) -> Vec<(String, Vec<u32>)> {
 /// Writes a model with random weights.
 fn write(folder: &Path, json: &Value) {
     let config = ModelConfig::from_json(json, None).unwrap();
+    let has_sigmoids = config.mixture.unwrap().scoring == Scoring::Sigmoid;
     let (mut header, mut data) = (Map::new(), Vec::<u8>::new());
     for (seed, (name, shape)) in listing(&config).into_iter().enumerate() {
         let begin = data.len();
         let count = shape.iter().product::<u32>() as usize;
         // Products are about as large as their inputs; a router's choices are mostly clear of rounding.
-        let sigma = if name.contains("gate.weight") || name.contains("router") { 0.3 } else { 1.0 / 16.0 };
+        let sigma = match name.contains("gate.weight") || name.contains("router") {
+            // Sigmoids of large logits hardly differ.
+            true if has_sigmoids => 0.1,
+            true => 0.3,
+            false => 1.0 / 16.0,
+        };
         let values = Kind::Gaussian { sigma }.iter(seed as u64).take(count);
+        // Corrections as different as scores.
+        let is_f32 = name.ends_with("e_score_correction_bias");
         match shape.len() {
+            1 if is_f32 => data.extend((0..count).flat_map(|at| (0.1 * (at % 5) as f32 + 1e-6).to_le_bytes())),
             1 if name.ends_with("norm.weight") => {
                 data.extend((0..count).flat_map(|at| half::bf16::from_f64(0.75 + (at % 7) as f64 / 12.0).to_le_bytes()))
             }
             _ => data.extend(values.flat_map(u16::to_le_bytes)),
         }
-        header.insert(name, json!({"dtype": "BF16", "shape": shape, "data_offsets": [begin, data.len()]}));
+        let dtype = if is_f32 { "F32" } else { "BF16" };
+        header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, data.len()]}));
     }
     let mut header = Value::Object(header).to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');

@@ -728,7 +728,8 @@ fn shared_experts_come_last() {
             (DeviceBuffer::zeroed(&stream, 100).unwrap(), DeviceBuffer::zeroed(&stream, 100).unwrap());
         poison(&stream, &mut ids);
         poison(&stream, &mut weights);
-        let choice = RouterConfig { top_k: 2, normalized: true, rounded: false, shared: 3, gated, scale: 0.25 };
+        let choice =
+            RouterConfig { top_k: 2, normalized: true, shared: 3, gated, scale: 0.25, ..RouterConfig::default() };
         layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
         let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
         guard_is_intact(&stream, &ids, "topk");
@@ -743,6 +744,54 @@ fn shared_experts_come_last() {
         let wrong =
             refused(layer.choose(&stream, x.view(), RouterConfig { gated: !gated, ..choice }, &mut ids, &mut weights));
         assert!(matches!(wrong, LaunchError::Experts { .. }), "{wrong}");
+    }
+}
+
+/// With a correction bias, sums of sigmoids and biases decide, and sigmoids times a factor are the weights.
+#[test]
+#[ignore = "needs a GPU"]
+fn sigmoids_with_a_correction_choose_experts() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    let mut rng = Random::new(9);
+    for (experts, top_k, shared) in [(8_u32, 2_u32, 0_u32), (129, 8, 1), (512, 31, 1)] {
+        let mut layer = Case::new(experts, 64, 64, 2).load(kernels, &stream);
+        let routed = experts - shared;
+        let bias: Vec<f32> = (0..routed).map(|expert| (expert * 7 % 13) as f32 / 16.0 - 0.25).collect();
+        layer.set_correction(DeviceBuffer::from_host(&stream, &bias).unwrap());
+        for (tokens, normalized) in [(1_u32, true), (9, false), (300, true)] {
+            // Few distinct values, so that many sums are equal.
+            let logits: Vec<u16> = (0..tokens * routed).map(|_| bf16(rng.below(40) as f64 / 4.0 - 3.0)).collect();
+            let x = DeviceMatrix::from_host(&stream, tokens, routed, &logits).unwrap();
+            let pairs = (tokens * (top_k + shared)) as usize;
+            let (mut ids, mut weights) =
+                (DeviceBuffer::zeroed(&stream, pairs).unwrap(), DeviceBuffer::zeroed(&stream, pairs).unwrap());
+            poison(&stream, &mut ids);
+            poison(&stream, &mut weights);
+            let choice = RouterConfig { top_k, normalized, shared, routed_scale: 2.5, ..RouterConfig::default() };
+            layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
+            let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
+            guard_is_intact(&stream, &ids, "topk_sigmoid");
+            guard_is_intact(&stream, &weights, "topk_sigmoid");
+            for (token, row) in logits.chunks_exact(routed as usize).enumerate() {
+                let score = |id: u32| 1.0 / (1.0 + (-value(row[id as usize])).exp());
+                let rank = |id: u32| score(id) + f64::from(bias[id as usize]);
+                let mut order: Vec<u32> = (0..routed).collect();
+                order.sort_by(|a, b| rank(*b).total_cmp(&rank(*a)).then(a.cmp(b)));
+                order.truncate(top_k as usize);
+                let sum = if normalized { order.iter().map(|id| score(*id)).sum() } else { 1.0 };
+                let expected = order.iter().map(|id| (*id, score(*id) / sum * 2.5));
+                let expected = expected.chain((routed..experts).map(|id| (id, 1.0)));
+                let places = token * (top_k + shared) as usize..;
+                for ((id, share), (want, weight)) in got[places.clone()].iter().zip(&shares[places]).zip(expected) {
+                    assert_eq!(*id, want, "{experts} experts, token {token}");
+                    assert!((f64::from(*share) - weight).abs() <= weight * 1e-5, "{share} instead of {weight}");
+                }
+            }
+            let plain = Case::new(experts, 64, 64, 2).load(kernels, &stream);
+            let wrong = refused(plain.choose(&stream, x.view(), choice, &mut ids, &mut weights));
+            assert!(matches!(wrong, LaunchError::RoutedScale(_)), "{wrong}");
+        }
     }
 }
 

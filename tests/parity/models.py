@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|end|>"]
 BOS, EOS, USER, ASSISTANT, END = range(5)
@@ -47,7 +48,33 @@ FAMILIES = {
     "olmoe": "Olmoe",
     "granitemoe": "GraniteMoe",
     "granitemoeshared": "GraniteMoeShared",
+    "glm4_moe": "Glm4Moe",
+    "deepseek": "Deepseek",
 }
+
+
+class DeepseekConfig(transformers.LlamaConfig):
+    """The configuration of DeepSeek-MoE, a family that transformers does not have."""
+
+    model_type = "deepseek"
+    attribute_map = {"num_experts": "n_routed_experts"}
+
+
+class DeepseekForCausalLM(transformers.LlamaForCausalLM):
+    """DeepSeek-MoE: Llama with the experts of DeepSeek-V2, which equal its own if weights are not normalized."""
+
+    config_class = DeepseekConfig
+
+    def __init__(self, config: DeepseekConfig):
+        super().__init__(config)
+        for layer in self.model.layers[config.first_k_dense_replace :]:
+            layer.mlp = modeling_deepseek_v2.DeepseekV2Moe(config)
+            for parameter in layer.mlp.parameters():
+                torch.nn.init.normal_(parameter, std=config.initializer_range)
+
+
+transformers.AutoConfig.register("deepseek", DeepseekConfig)
+transformers.AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
 # Families whose norms multiply by one plus their weight.
 PLUS_ONE = ("gemma2", "gemma3_text")
 
@@ -86,9 +113,15 @@ class Spec:
         keys["initializer_range"] = 0.02 if self.trained else keys["hidden_size"] ** -0.5
         name = FAMILIES[self.family]
         kind = "TextConfig" if self.family == "gemma3_text" else "Config"
-        config = getattr(transformers, f"{name}{kind}")(**keys)
+        of = lambda name: globals().get(name) or getattr(transformers, name)
+        config = of(f"{name}{kind}")(**keys)
         torch.manual_seed(seed)
-        return getattr(transformers, f"{name}ForCausalLM")(config)
+        model = of(f"{name}ForCausalLM")(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                # Training leaves it as it is.
+                buffer.copy_(0.1 * torch.randn(buffer.shape))
+        return model
 
     def save(self, folder: Path, texts: list[str], device: str, steps: int, seed: int = 1) -> dict:
         """Makes the model and saves it. Returns values to report."""
@@ -102,7 +135,12 @@ class Spec:
         else:
             disturb(model, self.escapes, seed, 0.0 if self.family in PLUS_ONE else 1.0)
         model.generation_config.do_sample = False
-        model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=self.shard)
+        model.to(torch.bfloat16)
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):
+                # F32 in checkpoints.
+                module.e_score_correction_bias = torch.nn.Buffer(module.e_score_correction_bias.float())
+        model.save_pretrained(folder, max_shard_size=self.shard)
         values["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         return values
 
@@ -137,6 +175,15 @@ TAILS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 # OLMoE's: eight experts of the width that the MLP of a dense model has.
 SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+# GLM-4.5's: a dense first layer, and a shared expert.
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "routed_scaling_factor": 1.5}
+# DeepSeek-MoE's: a dense first layer, and shared experts as wide as two.
+DEEPSEEK = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+    # Of DeepSeek-V2.
+    "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None,
+}
 # Granite's.
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -186,6 +233,11 @@ TRAINED = [
         "granite-moe-shared", "granitemoeshared",
         sizes(256, 256, 4, 2, shared_intermediate_size=512, **LOCAL_EXPERTS, **MULTIPLIERS), trained=True,
     ),
+    Spec("deepseek-moe", "deepseek", sizes(256, 768, 4, 4, **DEEPSEEK), trained=True),
+    Spec(
+        "glm4-moe", "glm4_moe", sizes(256, 768, 4, 2, head_dim=64, attention_bias=True, **GLM), trained=True,
+        rope={"partial_rotary_factor": 0.5},
+    ),
 ]
 # `hidden_size` 280, 264, 136 and 328 are not multiples of 64; no `intermediate_size` is a multiple of 32; 1003 is odd.
 RANDOM = [
@@ -216,6 +268,13 @@ RANDOM = [
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
     # Experts with heavy tails, which run as BF16.
+    # As `glm4-moe`, with norms of queries and keys, as GLM-4.5 has; one layer has experts.
+    Spec(
+        "glm4-moe-norms", "glm4_moe",
+        sizes(256, 512, 4, 1, head_dim=64, vocab_size=1003, attention_bias=True, use_qk_norm=True, num_hidden_layers=2,
+              **GLM),
+        rope={"partial_rotary_factor": 0.5},
+    ),
     Spec("mixtral-tails", "mixtral", sizes(256, 512, 4, 2, vocab_size=1024, **TAILS), escapes=0.03),
 ]
 ALL = TRAINED + RANDOM

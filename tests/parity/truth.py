@@ -17,6 +17,34 @@ CLEAR = 6.0
 MIXTURE_KEPT = 0.9
 
 
+class RouterScores:
+    """What each router of a model ranks experts by, in `layers`: its logits, or sigmoids plus their correction bias.
+
+    Read from the modules: in transformers 5.17, the outputs of Granite and GLM-4.5 have no router logits.
+    """
+
+    def __init__(self, model: torch.nn.Module, experts: int):
+        self.model, self.experts, self.layers, self.hooks = model, experts, [], []
+
+    def __enter__(self) -> "RouterScores":
+        routers = [module for name, module in self.model.named_modules() if name.endswith((".gate", ".router"))]
+        self.hooks = [module.register_forward_hook(self.read) for module in routers]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def read(self, router: torch.nn.Module, _, output) -> None:
+        parts = output if isinstance(output, tuple) else (output,)
+        # Next to them are the chosen experts and their weights.
+        logits = next(part for part in parts if part.is_floating_point() and part.shape[-1] == self.experts)
+        logits = logits.float().reshape(-1, self.experts)
+        if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+            logits = logits.sigmoid() + bias
+        self.layers.append(logits.cpu())
+
+
 class Truth:
     """A model in transformers: logits of the prompts in f32, and the errors of its BF16 forward pass.
 
@@ -39,6 +67,7 @@ class Truth:
         self.bf16 = load(folder, dtype=torch.bfloat16).to(device).eval()
         self.vocab = self.f32.config.vocab_size
         self.experts_per_token = getattr(self.f32.config, "num_experts_per_tok", None)
+        self.experts = getattr(self.f32.config, "num_local_experts", None) or getattr(self.f32.config, "num_experts", 0)
         self.kept = MIXTURE_KEPT if self.experts_per_token else 1.0
         # The lengths that are compared separately, one for each prompt.
         self.lengths = [0] * len(LENGTHS) if self.experts_per_token else LENGTHS
@@ -59,13 +88,13 @@ class Truth:
 
     @torch.no_grad()
     def routed(self, model, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logits [tokens, vocabulary] and router logits [tokens, layers, experts], with 0 layers if dense."""
+        """Returns logits [tokens, vocabulary] and what routers rank [tokens, layers, experts]; 0 layers if dense."""
         ids = torch.tensor([prompt], device=self.device)
         if not self.experts_per_token:
             return model(input_ids=ids).logits[0].float().cpu(), torch.zeros(len(prompt), 0, 0)
-        out = model(input_ids=ids, output_router_logits=True)
-        routers = [router.float().reshape(len(prompt), -1).cpu() for router in out.router_logits]
-        return out.logits[0].float().cpu(), torch.stack(routers, 1)
+        with RouterScores(model, self.experts) as scores:
+            logits = model(input_ids=ids).logits[0]
+        return logits.float().cpu(), torch.stack(scores.layers, 1)
 
     def clear_routing(self, router: torch.Tensor) -> torch.Tensor:
         if not self.experts_per_token:

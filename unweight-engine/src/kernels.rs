@@ -256,7 +256,8 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     let whole = hidden.is_multiple_of(8) && hidden <= COLUMNS_MAX;
     check("hidden_size", hidden, whole, "multiples of 8 up to 16384")?;
     check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
-    check("intermediate_size", intermediate, intermediate.is_multiple_of(8), "multiples of 8")?;
+    let dense = config.dense_intermediate();
+    check("intermediate_size", dense, dense.is_multiple_of(8), "multiples of 8")?;
     check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "at most 16 heads per KV head")?;
     if config.qk_norm == QkNorm::Whole {
         let width = heads * config.head_dim;

@@ -228,21 +228,20 @@ pub fn context_size(
     compact: impl Fn(Role) -> bool,
 ) -> ContextSize {
     let policy = load_options(options).wanted(chooser.clone(), 0);
-    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    let (hidden, intermediate) = (config.hidden, config.dense_intermediate());
     let attention = config.heads * config.head_dim;
     let of = |role, weight: Weight| linear::context_size_of(&weight.all_compact(compact(role)), &policy);
     let merged = |role, n, k| of(role, Weight::merged(n, k, false));
-    let mlp = match config.mixture {
-        Some(mixture) => {
-            let shape = ExpertsShape { experts: mixture.all_experts(), hidden, intermediate };
-            merged(Role::Router, mixture.router_rows(), hidden).max(shape.context_size(rows(options), mixture.places()))
-        }
-        None => {
-            let gated = config.act == Activation::Silu && intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
-            let both = of(Role::Gate, Weight::merged(2 * intermediate, hidden, gated));
-            both.max(merged(Role::Down, hidden, intermediate))
-        }
-    };
+    let mut mlp = ContextSize::default();
+    if let (Some(mixture), Some(shape)) = (config.mixture, experts_shape(config)) {
+        let experts = shape.context_size(rows(options), mixture.places());
+        mlp = mlp.max(merged(Role::Router, mixture.router_rows(), hidden)).max(experts);
+    }
+    if intermediate > 0 {
+        let gated = config.act == Activation::Silu && intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
+        let both = of(Role::Gate, Weight::merged(2 * intermediate, hidden, gated));
+        mlp = mlp.max(both).max(merged(Role::Down, hidden, intermediate));
+    }
     // The head is loaded without cuBLAS, and packed if ids are looked up in it.
     let placement = if config.tied { policy.placement.lookup() } else { policy.placement };
     let head_policy = RoutePolicy { expand: Expand::Never, placement, ..policy.clone() };
@@ -272,7 +271,7 @@ impl Shared {
         }
         // The second stream that multiplies has an execution context, too.
         let contexts = ctx.with_cublas().bytes().saturating_mul(2);
-        let products = Products::Stored.bytes(config.intermediate, rows(options));
+        let products = Products::Stored.bytes(config.dense_intermediate(), rows(options));
         Self { bytes: contexts.saturating_add(products), expansion_bytes }
     }
 }
@@ -484,7 +483,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let (rows, batch) = (u64::from(rows(options)), u64::from(options.step_rows()));
     let attention = u64::from(config.heads) * u64::from(config.head_dim);
     // Gate and up, if their product does not activate them, and the activated product.
-    let mlp = 3 * u64::from(config.intermediate);
+    let mlp = 3 * u64::from(config.dense_intermediate());
     let row = 2 * u64::from(config.hidden) + u64::from(config.qkv_rows()) + attention + mlp;
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let tables = 1 + u64::from(config.local_rope.is_some());

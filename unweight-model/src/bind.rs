@@ -11,7 +11,7 @@ use unweight_format::{
     safetensors::{Dtype, TensorInfo},
 };
 
-use crate::config::{Family, ModelConfig, QkNorm, families::SharedKeys};
+use crate::config::{Family, ModelConfig, QkNorm, Scoring, families::SharedKeys};
 
 /// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,6 +97,9 @@ pub enum MlpWeights {
     Mixture {
         /// The router `[experts, hidden]`.
         router: String,
+        /// The correction bias of the router's scores `[experts]`, BF16 or F32, if scores have one
+        /// ([`Scoring::Sigmoid`]).
+        correction: Option<String>,
         /// The experts.
         experts: ExpertWeights,
         /// The expert that every token has in addition.
@@ -223,7 +226,8 @@ impl BindError {
 ///
 /// Names start with `model.`, or without it if the checkpoint is of the model without its head. The head of a tied
 /// model is its embedding, unless the checkpoint has a separate head. Frequencies of the rotary embedding, which old
-/// checkpoints contain, are ignored, and so is the image encoder of a model of text and images.
+/// checkpoints contain, are ignored, and so are layers that predict further tokens ([`ModelConfig::mtp_layers`]) and
+/// the image encoder of a model of text and images.
 ///
 /// # Errors
 /// [`BindError`] if a tensor is missing, duplicated or unused, or has another shape or type.
@@ -249,6 +253,10 @@ pub fn bind<'a>(
         unbound
             .retain(|name, _| !IMAGE_PREFIXES.iter().any(|part| name.trim_start_matches("model.").starts_with(part)));
     }
+    for layer in (config.layers..).take(config.mtp_layers as usize) {
+        let layer = format!("{prefix}layers.{layer}.");
+        unbound.retain(|name, _| !name.starts_with(&layer));
+    }
     let mut binder = Binder { family: config.family, unbound };
     let [vocab, hidden] = [config.vocab, config.hidden];
     let before_head = if prefix == WRAPPED_PREFIXES[0] { "language_model." } else { "" };
@@ -263,7 +271,7 @@ pub fn bind<'a>(
     let embed = binder.bind(embed, &[vocab, hidden])?;
     let lm_head = if lm_head == embed { lm_head } else { binder.bind(lm_head, &[vocab, hidden])? };
     let final_norm = binder.bind(format!("{prefix}norm.weight"), &[hidden])?;
-    let layers = (0..config.layers).map(|layer| binder.layer(config, &format!("{prefix}layers.{layer}.")));
+    let layers = (0..config.layers).map(|layer| binder.layer(config, layer, &format!("{prefix}layers.{layer}.")));
     let layers = layers.collect::<Result<_, _>>()?;
     if let Some(first) = binder.unbound.keys().next() {
         let (count, first) = (binder.unbound.len(), (*first).to_owned());
@@ -276,7 +284,7 @@ impl ModelWeights {
     /// The names that [`bind`] looks for, without any tensors.
     pub fn named(config: &ModelConfig) -> Self {
         let layout = expert_layout(config, false);
-        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), layout);
+        let layer = |layer: u32| layer_names(config, layer, &format!("model.layers.{layer}."), layout);
         let embed = "model.embed_tokens.weight".to_owned();
         let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
         let layers = (0..config.layers).map(layer).collect();
@@ -309,8 +317,8 @@ enum ExpertLayout {
     Stacked,
 }
 
-/// The names of a layer's weights, which start with `prefix`.
-fn layer_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> LayerWeights {
+/// The names of the weights of layer `number`, which start with `prefix`.
+fn layer_names(config: &ModelConfig, number: u32, prefix: &str, layout: ExpertLayout) -> LayerWeights {
     let features = config.family.features();
     let name = |name: &str| format!("{prefix}{name}");
     let optional = |has: bool, of: &str| has.then(|| name(of));
@@ -334,15 +342,16 @@ fn layer_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> Laye
         attention_norm: norm(features.norms.after_attention),
         post_norm: norm(features.norms.mlp),
         mlp_norm: norm(features.norms.after_mlp),
-        mlp: mlp_names(config, prefix, layout),
+        mlp: mlp_names(config, number, prefix, layout),
         q_norm: optional(has_qk_norm, "self_attn.q_norm.weight"),
         k_norm: optional(has_qk_norm, "self_attn.k_norm.weight"),
     }
 }
 
-fn mlp_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> MlpWeights {
+fn mlp_names(config: &ModelConfig, layer: u32, prefix: &str, layout: ExpertLayout) -> MlpWeights {
     let features = config.family.features();
-    let (Some(mixture), Some(keys)) = (config.mixture, &features.experts) else {
+    let mixture = config.mixture.filter(|mixture| mixture.has_experts(layer));
+    let (Some(mixture), Some(keys)) = (mixture, &features.experts) else {
         let gate_up = if features.merged_gate_up { ["gate_up_proj"; 2] } else { ["gate_proj", "up_proj"] };
         return MlpWeights::Dense(gated(format!("{prefix}mlp."), [gate_up[0], gate_up[1], "down_proj"]));
     };
@@ -364,8 +373,13 @@ fn mlp_names(config: &ModelConfig, prefix: &str, layout: ExpertLayout) -> MlpWei
             gate: None,
             mlp: gated(format!("{prefix}shared_mlp."), ["input_linear", "input_linear", "output_linear"]),
         },
+        SharedKeys::Parts(_) => {
+            SharedWeights { gate: None, mlp: gated(format!("{prefix}mlp.shared_experts."), keys.names) }
+        }
     });
-    MlpWeights::Mixture { router, experts, shared }
+    let correction =
+        (mixture.scoring == Scoring::Sigmoid).then(|| format!("{prefix}{}gate.e_score_correction_bias", keys.block));
+    MlpWeights::Mixture { router, correction, experts, shared }
 }
 
 /// The layout of experts in a checkpoint, in which a tensor of all experts may have been found.
@@ -397,6 +411,11 @@ impl Binder<'_> {
     }
 
     fn check(&mut self, name: &str, shape: &[u32]) -> Result<(), BindError> {
+        self.check_dtype(name, shape, false)
+    }
+
+    /// Checks a tensor that is BF16 or, if it may be, F32.
+    fn check_dtype(&mut self, name: &str, shape: &[u32], may_be_f32: bool) -> Result<(), BindError> {
         let expected: Vec<usize> = shape.iter().map(|&extent| extent as usize).collect();
         let Some(tensor) = self.unbound.remove(name) else {
             return Err(BindError::Missing { name: name.into(), shape: expected, family: self.family });
@@ -404,7 +423,8 @@ impl Binder<'_> {
         if tensor.shape != expected {
             return Err(BindError::Shape { name: name.into(), got: tensor.shape.into(), expected });
         }
-        if tensor.dtype != Dtype::Bf16 {
+        let accepts = |dtype| dtype == Dtype::Bf16 || may_be_f32 && dtype == Dtype::F32;
+        if !accepts(tensor.dtype) {
             return Err(BindError::Dtype { name: name.into(), got: tensor.dtype });
         }
         Ok(())
@@ -434,9 +454,10 @@ impl Binder<'_> {
         let (hidden, intermediate) = (config.hidden, config.intermediate);
         let experts = config.mixture.map_or(0, |mixture| mixture.experts);
         match names {
-            MlpWeights::Dense(names) => self.gated(hidden, intermediate, names),
-            MlpWeights::Mixture { router, experts: names, shared } => {
+            MlpWeights::Dense(names) => self.gated(hidden, config.dense_intermediate(), names),
+            MlpWeights::Mixture { router, correction, experts: names, shared } => {
                 self.check(router, &[experts, hidden])?;
+                correction.as_ref().map_or(Ok(()), |name| self.check_dtype(name, &[experts], true))?;
                 if let Some(SharedWeights { gate, mlp }) = shared {
                     gate.as_ref().map_or(Ok(()), |gate| self.check(gate, &[1, hidden]))?;
                     self.gated(hidden, config.shared_intermediate(), mlp)?;
@@ -454,12 +475,12 @@ impl Binder<'_> {
         }
     }
 
-    fn layer(&mut self, config: &ModelConfig, prefix: &str) -> Result<LayerWeights, BindError> {
+    fn layer(&mut self, config: &ModelConfig, number: u32, prefix: &str) -> Result<LayerWeights, BindError> {
         let (hidden, head_dim) = (config.hidden, config.head_dim);
         // Both products are at most 2^24, because the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let stacked = self.has(&format!("{prefix}mlp.experts.gate_up_proj"));
-        let names = layer_names(config, prefix, expert_layout(config, stacked));
+        let names = layer_names(config, number, prefix, expert_layout(config, stacked));
         self.mlp(config, &names.mlp)?;
         for norm in [&names.input_norm, &names.attention_norm, &names.post_norm, &names.mlp_norm] {
             norm.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;

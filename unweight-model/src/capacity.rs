@@ -9,13 +9,35 @@ const BF16_BYTES: u64 = 2;
 
 impl ModelConfig {
     /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values as one;
-    /// output; gate and up as one; down. The experts of a mixture are concatenated by rows.
+    /// output; gate and up as one; down. In a mixture it is a layer with experts, which are concatenated by rows.
     pub fn linears(&self) -> [[u32; 2]; 4] {
         let q = self.heads * self.head_dim;
         let experts = self.mixture.map_or(1, Mixture::all_experts);
         // An intermediate size is at most 2^24, and so are the rows of all experts.
         let (gate_up, down) = (experts * 2 * self.intermediate, experts * self.hidden);
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
+    }
+
+    /// Those of a layer without experts; `None` if every layer of the model has some.
+    pub fn dense_linears(&self) -> Option<[[u32; 2]; 4]> {
+        let width = self.dense_intermediate();
+        let [qkv, o, ..] = self.linears();
+        (width > 0).then_some([qkv, o, [2 * width, self.hidden], [self.hidden, width]])
+    }
+
+    /// The sum of `linear` over the linear layers of all transformer layers, and of `vectors` over the elements of each
+    /// layer's norms, biases and router (saturating).
+    fn all_layers(&self, linear: impl Fn([u32; 2]) -> u64, vectors: impl Fn(u64) -> u64) -> u64 {
+        let of =
+            |linears: [[u32; 2]; 4], router| linears.map(&linear).iter().sum::<u64>() + vectors(self.vectors(router));
+        let (all, mixture) = (u64::from(self.layers), u64::from(self.mixture_layers()));
+        match self.dense_linears() {
+            Some(dense) if self.mixture.is_some() => {
+                let dense = (all - mixture).saturating_mul(of(dense, false));
+                mixture.saturating_mul(of(self.linears(), true)).saturating_add(dense)
+            }
+            _ => all.saturating_mul(of(self.linears(), true)),
+        }
     }
 
     /// Bytes of one expert of a mixture, BF16 or compact if that is the placement, else packed; 0 for dense models.
@@ -32,16 +54,16 @@ impl ModelConfig {
 
     /// The number of weights of the model, each counted once: the head of a tied model is its embedding (saturating).
     pub fn parameters(&self) -> u64 {
-        let linears = self.linears().map(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs));
-        let layer = linears.iter().sum::<u64>() + self.vectors();
         let tables = if self.tied { 1 } else { 2 } * u64::from(self.vocab) * u64::from(self.hidden);
-        let layers = u64::from(self.layers).saturating_mul(layer);
+        let layers = self.all_layers(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs), |elements| elements);
         layers.saturating_add(tables).saturating_add(u64::from(self.hidden))
     }
 
-    /// Elements of norms, biases and the router of one layer, which stay BF16.
-    fn vectors(&self) -> u64 {
-        let router = self.mixture.map_or(0, |mixture| u64::from(mixture.router_rows()) * u64::from(self.hidden));
+    /// Elements of norms, biases and the router, if it has one, of one layer, which stay BF16. Correction biases, at
+    /// most 2 KB per layer, are not counted.
+    fn vectors(&self, has_router: bool) -> u64 {
+        let mixture = self.mixture.filter(|_| has_router);
+        let router = mixture.map_or(0, |mixture| u64::from(mixture.router_rows()) * u64::from(self.hidden));
         let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
         let qk_norm = match self.qk_norm {
             QkNorm::None => 0,
@@ -63,11 +85,10 @@ impl ModelConfig {
             _ => packed_bytes(outputs, inputs),
         };
         let linear = |shape| of(placement, shape);
-        let layer = self.linears().map(linear).iter().sum::<u64>() + self.vectors() * BF16_BYTES;
         let head = linear([self.vocab, self.hidden]);
         let looked_up = of(placement.lookup(), [self.vocab, self.hidden]);
         let (head, embed) = if self.tied { (looked_up, 0) } else { (head, looked_up) };
-        let layers = u64::from(self.layers).saturating_mul(layer);
+        let layers = self.all_layers(linear, |elements| elements * BF16_BYTES);
         layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
     }
 

@@ -36,7 +36,7 @@ pub use bind::{
 #[doc(inline)]
 pub use config::{
     Activation, Bias, ConfigError, Factors, Family, GenerationDefaults, Mixture, ModelConfig, NormKind, QkNorm,
-    SharedExpert, SoftCaps,
+    Scoring, SharedExpert, SoftCaps,
 };
 #[doc(inline)]
 pub use geometry::Geometry;

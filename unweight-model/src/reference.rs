@@ -7,11 +7,14 @@
 use std::{error::Error, f32::consts::PI};
 
 use rayon::prelude::*;
-use unweight_format::bundle::{Bundle, BundleError};
+use unweight_format::{
+    bundle::{Bundle, BundleError},
+    safetensors::Dtype,
+};
 
 use crate::{
     bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, SharedWeights},
-    config::{Activation, Mixture, ModelConfig, NormKind, QkNorm},
+    config::{Activation, Mixture, ModelConfig, NormKind, QkNorm, Scoring},
     rope::RopePairs,
 };
 
@@ -67,12 +70,24 @@ impl ReferenceError {
     }
 }
 
-/// Returns a function that reads the values of a bundle's tensors, widened from BF16.
+/// Returns a function that reads the values of a bundle's tensors, which are F32 or widened from BF16.
 ///
 /// # Errors
 /// The returned function fails if the bundle does not contain the tensor, or if it is damaged.
 pub fn bundle_values(bundle: &Bundle) -> impl Fn(&str) -> Result<Vec<f32>, BundleError> {
-    move |name| Ok(widen_bf16(&bundle.tensor(name)?.decode()?))
+    move |name| {
+        let tensor = bundle.tensor(name)?;
+        Ok(widen(tensor.entry().dtype, &tensor.decode()?))
+    }
+}
+
+/// The values of a tensor, as little-endian bytes of F32 or else of BF16, in f32.
+pub fn widen(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
+    if dtype != Dtype::F32 {
+        return widen_bf16(bytes);
+    }
+    let (words, _) = bytes.as_chunks();
+    words.iter().map(|&word| f32::from_le_bytes(word)).collect()
 }
 
 /// Widens BF16 values, as little-endian bytes, to f32.
@@ -169,8 +184,9 @@ impl<'a> Reference<'a> {
             self.add(&mut stream, attended, layer.attention_norm.as_deref())?;
             let x = if self.config.parallel { x } else { self.normed(&stream, layer.post_norm.as_deref())? };
             let mlp = match (&layer.mlp, self.config.mixture) {
-                (MlpWeights::Dense(weights), _) => self.mlp(weights, self.config.intermediate, &x)?,
-                (MlpWeights::Mixture { router, experts, shared }, mixture) => {
+                (MlpWeights::Dense(weights), _) => self.mlp(weights, self.config.dense_intermediate(), &x)?,
+                (MlpWeights::Mixture { router, correction, experts, shared }, mixture) => {
+                    let router = (router.as_str(), correction.as_deref());
                     let mut sums = self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &x)?;
                     if let Some(shared) = shared {
                         add(&mut sums, &self.shared_expert(shared, &x)?);
@@ -315,21 +331,22 @@ impl<'a> Reference<'a> {
         multiply(&gate, down, down.len() / inputs)
     }
 
-    /// Sums, for each token, the experts with the largest logits, each times its weight, in the order of the experts.
+    /// Sums, for each token, the experts with the largest scores, each times its weight, in the order of the experts.
     fn mixture(
         &self,
-        router: &str,
+        (router, correction): (&str, Option<&str>),
         names: &ExpertWeights,
         mixture: Mixture,
         x: &[f32],
     ) -> Result<Vec<f32>, ReferenceError> {
         let ModelConfig { hidden, intermediate, .. } = *self.config;
-        let Mixture { experts, top_k, normalized, .. } = mixture;
+        let experts = mixture.experts;
         let logits = self.linear(x, router, None, [experts, hidden])?;
+        let correction = correction.map(|name| self.values(name, &[experts])).transpose()?;
         // For each expert, the tokens that it processes and its weight for each.
         let mut chosen = vec![Vec::new(); experts as usize];
         for (token, logits) in logits.chunks(experts as usize).enumerate() {
-            for (expert, weight) in choose(logits, top_k as usize, normalized) {
+            for (expert, weight) in choose(logits, correction.as_deref().unwrap_or_default(), mixture) {
                 chosen[expert].push((token, weight));
             }
         }
@@ -408,18 +425,42 @@ impl<'a> Reference<'a> {
 }
 
 /// Used if the weights are those of a mixture, but the configuration is not.
-const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, rounded: false, shared: None };
+const NO_EXPERTS: Mixture = Mixture {
+    experts: 1,
+    top_k: 1,
+    scoring: Scoring::Softmax,
+    normalized: true,
+    rounded: false,
+    factor: 1.0,
+    dense_layers: 0,
+    dense_intermediate: 0,
+    shared: None,
+};
 
-/// Returns the experts with the largest logits, lower indices first among equal ones, with their shares of the softmax
-/// over all experts or (`normalized`) over the chosen ones.
-fn choose(logits: &[f32], top_k: usize, normalized: bool) -> Vec<(usize, f32)> {
+/// Returns the experts with the largest scores, lower indices first among equal ones, with their weights. `correction`
+/// has a bias for each expert, or none.
+fn choose(logits: &[f32], correction: &[f32], mixture: Mixture) -> Vec<(usize, f32)> {
+    let max_logit = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // Without the factor that makes the sum of all of a softmax 1.
+    let score = |expert: usize| match mixture.scoring {
+        Scoring::Softmax => (logits[expert] - max_logit).exp(),
+        Scoring::Sigmoid => 1.0 / (1.0 + (-logits[expert]).exp()),
+    };
+    // A softmax has the order of its logits, which are more exact.
+    let rank = |expert: usize| match mixture.scoring {
+        Scoring::Softmax => logits[expert],
+        Scoring::Sigmoid => score(expert) + correction.get(expert).copied().unwrap_or(0.0),
+    };
     let mut order: Vec<usize> = (0..logits.len()).collect();
-    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
-    let max_logit = logits[order[0]];
-    let share = |expert: usize| (logits[expert] - max_logit).exp();
-    let candidates = if normalized { &order[..top_k] } else { &order[..] };
-    let sum = candidates.iter().map(|&expert| f64::from(share(expert))).sum::<f64>() as f32;
-    order[..top_k].iter().map(|&expert| (expert, share(expert) / sum)).collect()
+    order.sort_by(|&a, &b| rank(b).total_cmp(&rank(a)).then(a.cmp(&b)));
+    let chosen = &order[..mixture.top_k as usize];
+    let sum_of = |experts: &[usize]| experts.iter().map(|&expert| f64::from(score(expert))).sum::<f64>() as f32;
+    let sum = match (mixture.normalized, mixture.scoring) {
+        (true, _) => sum_of(chosen),
+        (false, Scoring::Softmax) => sum_of(&order),
+        (false, Scoring::Sigmoid) => 1.0,
+    };
+    chosen.iter().map(|&expert| (expert, score(expert) / sum * mixture.factor)).collect()
 }
 
 /// `x weight^T`, where the rows of both have `inputs` elements.

@@ -55,7 +55,7 @@ const CRATES: [Limits; 10] = [
     limits("unweight-format", "unweight-format", [307, 516, 329]),
     limits("unweight-rt", "unweight-rt", [300, 362, 755]),
     limits("unweight-engine", "unweight-engine", [150, 170, 300]),
-    limits("unweight-model", "unweight-model", [110, 210, 0]),
+    limits("unweight-model", "unweight-model", [115, 220, 0]),
     limits("unweight-codegen", "unweight-codegen", [500, 1016, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),

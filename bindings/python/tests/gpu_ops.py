@@ -552,7 +552,7 @@ class Modules(Gpu):
                 weight = weights(512, 1024, seed=seed)
                 if not is_valid:
                     # Another window, and many more escapes.
-                    weight = torch.where(torch.rand_like(weight.float()) < 0.003, weight * 2.0**-60, weight * 2.0**20)
+                    weight = torch.where(torch.rand_like(weight.float()) < 0.002, weight * 2.0**-60, weight * 2.0**20)
                 before = layer.unpacked()
                 self.assertEqual(layer.update_(weight), is_valid)
                 self.assertTrue(torch.equal(layer.unpacked(), weight))

@@ -23,6 +23,14 @@ SMALL = dict(
     dtype="bfloat16",
 )
 MOE = dict(tie_word_embeddings=False, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
+# The first layer has an MLP, the second one experts and a shared expert.
+GLM = dict(
+    tie_word_embeddings=False,
+    moe_intermediate_size=128,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    attention_bias=True,
+)
 # hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary size
 GEOMETRIES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256),

@@ -19,7 +19,7 @@ import torch
 import transformers
 import unweight
 import unweight.transformers
-from models import MOE, of_transformers, zero_experts
+from models import GLM, MOE, of_transformers, zero_experts
 from processes import running
 from transformers import AutoModelForCausalLM
 from unweight.ops import Experts, Linear
@@ -38,6 +38,7 @@ KINDS = {
     "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 9),
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 9 + EXPERTS),
     "mixtral": ("MixtralConfig", dict(tie_word_embeddings=False, num_local_experts=4), 9 + EXPERTS),
+    "glm4 moe": ("Glm4MoeConfig", GLM, 9 + 6 + EXPERTS // 2),
     # Only gates and ups are packed: downs have 96 columns, not a multiple of 64.
     "qwen3 moe, odd": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 96}, 9 + 2),
 }

@@ -119,7 +119,7 @@ struct RouteArgs {
     float* weights;                   // [tokens, top_k]: written by topk, read by combine
     u32* pairs;                       // [tokens * top_k]: written by sort
     u32* items;                       // [items_max, 4]: written by sort, laid out as in GemmGroupedArgs
-    const u16* products;              // bf16 [tokens * top_k, columns]; combine
+    const u16* products;              // bf16 [tokens * top_k, columns]; combine. topk_sigmoid: f32 correction [experts]
     u16* y;                           // bf16 [tokens, columns]; combine
     u64 logits_pitch;
     u64 y_pitch;
@@ -136,7 +136,7 @@ struct RouteArgs {
     u32 shared;                       // topk: experts that every token has in addition; top_k + shared is at most 32
     u32 gated;                        // topk: their weight is the sigmoid of logit `experts` instead of 1
     float scale;                      // topk: the factor of all weights
-    u32 reserved;                     // 0
+    float routed_scale;               // topk_sigmoid: the factor of the weights of chosen experts
 };
 
 // Encoding family (report section 4): the stages share one struct.

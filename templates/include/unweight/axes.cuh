@@ -19,7 +19,7 @@ enum class KvCache : u32 { kBf16, kPacked };
 enum class KvPackStage : u32 { kStep, kChunk, kRelease };
 enum class NormKind : u32 { kRms, kRmsOnce, kLayer, kRmsPlusOne };
 enum class PackStage : u32 { kTiles, kLists };
-enum class RouteStage : u32 { kTopk, kSort, kCombine };
+enum class RouteStage : u32 { kTopk, kSort, kCombine, kTopkSigmoid };
 enum class ScaleForm : u32 { kMul, kAdd, kCap };
 enum class GateFunction : u32 { kSilu, kGelu };
 enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };

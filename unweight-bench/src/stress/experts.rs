@@ -122,7 +122,7 @@ impl Run<'_> {
         TOKENS
             .into_iter()
             .map(|tokens| match spec.stage {
-                RouteStage::Topk => self.topk(kernel, weights, tokens),
+                RouteStage::Topk | RouteStage::TopkSigmoid => self.topk(kernel, spec.stage, weights, tokens),
                 RouteStage::Sort => self.sort(kernel, tokens),
                 RouteStage::Combine => self.combine(kernel, weights, tokens),
             })
@@ -132,15 +132,22 @@ impl Run<'_> {
     fn topk<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
+        stage: RouteStage,
         weights: &'a Weights,
         tokens: u32,
     ) -> Result<Subject<'a>, BenchError> {
         let (pitch, experts) = (weights.shape.1, weights.shape.1.min(128));
         let logits = weights.x.read(self.stream, 0, (tokens * pitch) as usize)?;
         let (of_launch, pairs) = (kernel.clone(), tokens * TOP_K);
+        let has_sigmoids = stage == RouteStage::TopkSigmoid;
+        // Multiples of 1/64, so that hardly any two sums are equal up to rounding.
+        let bias: Vec<f32> = (0..experts).map(|expert| (expert * 7 % 32) as f32 / 64.0).collect();
+        let correction = DeviceBuffer::from_host(self.stream, &bias)?;
         let launch: Launch<'a> = Box::new(move |y| {
             let args = RouteArgs {
                 logits: weights.x.address(),
+                products: if has_sigmoids { correction.address() } else { 0 },
+                routed_scale: 1.0,
                 ids: y,
                 weights: y + u64::from(pairs) * 4,
                 logits_pitch: pitch.into(),
@@ -160,9 +167,16 @@ impl Run<'_> {
             let (ids, shares) = words.split_at(pairs as usize);
             logits.chunks_exact(pitch as usize).enumerate().find_map(|(token, row)| {
                 let mut order: Vec<u32> = (0..experts).collect();
-                order.sort_by(|a, b| value(row[*b as usize]).total_cmp(&value(row[*a as usize])).then(a.cmp(b)));
+                let share = |expert: u32| {
+                    let logit = value(row[expert as usize]);
+                    if has_sigmoids { 1.0 / (1.0 + (-logit).exp()) } else { logit.exp() }
+                };
+                let rank = |expert: u32| match has_sigmoids {
+                    true => share(expert) + f64::from(bias[expert as usize]),
+                    false => value(row[expert as usize]),
+                };
+                order.sort_by(|a, b| rank(*b).total_cmp(&rank(*a)).then(a.cmp(b)));
                 order.truncate(TOP_K as usize);
-                let share = |expert: u32| value(row[expert as usize]).exp();
                 let sum: f64 = order.iter().map(|expert| share(*expert)).sum();
                 let pairs = token * TOP_K as usize..(token + 1) * TOP_K as usize;
                 let near = |(got, expert): (&u32, &u32)| {

@@ -17,6 +17,8 @@ word_axis! {
         Sort = "sort",
         /// Adds up the rows of each token's pairs, multiplied by their weights.
         Combine = "combine",
+        /// As `topk`, for routers that score by sigmoids and choose by scores with a correction bias.
+        TopkSigmoid = "topk_sigmoid",
     }
 }
 
@@ -32,7 +34,8 @@ axes! {
 
 args! {
     /// Arguments of routing: all stages share one struct. A pair is a token and one of its `top_k` experts: pair
-    /// `token * top_k + i`. For `topk`, `experts` and `top_k` are without shared experts, whose places follow.
+    /// `token * top_k + i`. For `topk`, and below for `topk_sigmoid`, too, `experts` and `top_k` are without shared
+    /// experts, whose places follow.
     pub struct RouteArgs {
         /// bf16 `[tokens, experts]`, followed by the logit of the gate if `gated`; read by `topk`.
         pub logits: u64,
@@ -45,7 +48,8 @@ args! {
         /// u32 `[items_max, 4]`: written by `sort`, in the layout of
         /// [`GemmGroupedArgs`](super::gemm_grouped::GemmGroupedArgs).
         pub items: u64,
-        /// bf16 `[tokens * top_k, columns]`; read by `combine`.
+        /// bf16 `[tokens * top_k, columns]`; read by `combine`. For `topk_sigmoid`: the correction bias, f32
+        /// `[experts]`.
         pub products: u64,
         /// bf16 `[tokens, columns]`; written by `combine`.
         pub y: u64,
@@ -80,8 +84,8 @@ args! {
         pub gated: u32,
         /// `topk`: the factor of all weights, after rounding.
         pub scale: f32,
-        /// Must be 0.
-        pub reserved: u32,
+        /// `topk_sigmoid`: the factor of the weights of chosen experts.
+        pub routed_scale: f32,
     }
 }
 
@@ -132,7 +136,7 @@ impl RouteSpec {
 
     const fn warps(&self) -> u32 {
         match self.stage {
-            RouteStage::Topk => TOPK_WARPS,
+            RouteStage::Topk | RouteStage::TopkSigmoid => TOPK_WARPS,
             RouteStage::Sort => SORT_WARPS,
             RouteStage::Combine => COMBINE_WARPS,
         }
@@ -145,7 +149,7 @@ impl RouteSpec {
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let none = SmemPlan::new();
         let (smem, grid, blocks_per_sm) = match self.stage {
-            RouteStage::Topk => {
+            RouteStage::Topk | RouteStage::TopkSigmoid => {
                 let grid = LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS };
                 (none, grid, topk_blocks_per_sm(arch))
             }
@@ -180,6 +184,7 @@ impl Family for RouteSpec {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let summary = match self.stage {
             RouteStage::Topk => "logits[m,experts] -> ids and weights of each token's experts",
+            RouteStage::TopkSigmoid => "logits[m,experts] -> ids and weights of each token's experts by sigmoids",
             RouteStage::Sort => "ids -> pairs sorted by expert, and items of the products",
             RouteStage::Combine => "Y[m,n] = sum of weight * row over a token's pairs",
         };

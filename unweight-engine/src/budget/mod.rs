@@ -359,6 +359,11 @@ fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u3
     Some(cost::experts_us(one, (mixture.all_experts(), mixture.places()), bf16))
 }
 
+/// Whether the MLP of a layer is a mixture of experts.
+fn has_experts(config: &ModelConfig, layer: Option<u32>) -> bool {
+    config.mixture.zip(layer).is_some_and(|(mixture, layer)| mixture.has_experts(layer))
+}
+
 /// Whether a device keeps the tensor Huffman-coded, as `pipelines::loads_as` decides.
 fn has_whole_tiles(tensor: &Tensor) -> bool {
     tensor.rows.is_multiple_of(64) && tensor.cols.is_multiple_of(64)
@@ -373,7 +378,9 @@ fn slot_bytes(tensor: &Tensor) -> u64 {
 fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), BudgetError> {
     let mut by_role: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
     let mut rest = 0_u64;
-    for tensor in tensors {
+    // Layers that predict further tokens are not loaded.
+    let is_loaded = |tensor: &&Tensor| tensor.layer.is_none_or(|layer| layer < config.layers) || config.mtp_layers == 0;
+    for tensor in tensors.iter().filter(is_loaded) {
         // Stacked experts have gate and up in one tensor.
         let role = if config.mixture.is_some() && tensor.role == Role::GateUp { Role::Gate } else { tensor.role };
         let has_unit = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
@@ -414,8 +421,10 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             }
             let experts = config.mixture.filter(|_| is_mlp(kind));
             let unit = Unit::new(kind, layer, unit_tensors, |tensors, encoding| match experts {
-                Some(mixture) => experts_us(mixture, tensors, encoding, batch),
-                None => product_us(kind, tensors, encoding, batch, tied),
+                Some(mixture) if has_experts(config, layer) => experts_us(mixture, tensors, encoding, batch),
+                // A mixture has no stored MLPs.
+                Some(_) if encoding == EncodingId::HUFFMAN => None,
+                _ => product_us(kind, tensors, encoding, batch, tied),
             });
             units.push(unit);
         }
@@ -444,7 +453,7 @@ impl<'a> Contexts<'a> {
         // cuBLAS multiplies weights that cannot be packed, except experts. An untied embedding is only looked up.
         let multiplied = |unit: &&Unit<'_>| match KINDS[unit.kind].0 {
             "embed" => config.tied,
-            _ => config.mixture.is_none() || !is_mlp(unit.kind),
+            _ => !is_mlp(unit.kind) || !has_experts(config, unit.layer),
         };
         let whole = units.iter().filter(multiplied).any(|unit| !unit.encodings.contains(&EncodingId::PACKED));
         let with = |ctx: ContextSize| if whole { ctx.with_cublas() } else { ctx };

@@ -21,7 +21,7 @@ fn request(memory: impl Into<Option<u64>>) -> BudgetRequest {
 /// The tensors of a configuration: packed at 12.03 bits, Huffman-coded at 10.9, norms raw.
 fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-    let (d, ff) = (config.hidden, config.intermediate);
+    let d = config.hidden;
     let matrix = |role: Role, layer: Option<u32>, rows: u32, cols: u32| {
         let elements = u64::from(rows) * u64::from(cols);
         let tiles = elements / 4096;
@@ -42,7 +42,9 @@ fn tensors(config: &ModelConfig) -> Vec<Tensor> {
     for layer in 0..config.layers {
         let of = [(Role::Q, q, d), (Role::K, kv, d), (Role::V, kv, d), (Role::O, d, q)];
         all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
-        for _ in 0..config.mixture.map_or(1, |mixture| mixture.all_experts()) {
+        let experts = config.mixture.filter(|mixture| mixture.has_experts(layer));
+        let ff = if experts.is_some() { config.intermediate } else { config.dense_intermediate() };
+        for _ in 0..experts.map_or(1, |mixture| mixture.all_experts()) {
             let of = [(Role::Gate, ff, d), (Role::Up, ff, d), (Role::Down, d, ff)];
             all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
         }
@@ -235,6 +237,36 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
             assert!(fit.total() <= have && !(has(&fit, EncodingId::COMPACT) && has(&fit, EncodingId::HUFFMAN)));
         }
     }
+}
+
+/// The first layer has an MLP, which is never Huffman-coded next to experts, and tensors after the last layer are not
+/// counted.
+#[test]
+fn dense_layers_of_a_mixture_and_layers_that_are_not_run() {
+    let json = r#"{"model_type": "glm4_moe", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1536,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 256,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 1024}"#;
+    let config = ModelConfig::parse(json, None).unwrap();
+    let all = with_compact(&tensors(&config));
+    let plain = fit(&config, &all, &request(GB)).unwrap();
+    let mlp = |plan: &BudgetPlan| -> u32 {
+        plan.groups.iter().filter(|group| group.name == "gate_up").map(|group| group.units).sum()
+    };
+    assert_eq!(mlp(&plain), 3);
+    let (units, _) = units(&config, &all, 1).unwrap();
+    for unit in units.iter().filter(|unit| is_mlp(unit.kind)) {
+        let has = |encoding| unit.encodings.contains(&encoding);
+        let encodings = [EncodingId::PACKED, EncodingId::COMPACT, EncodingId::HUFFMAN].map(has);
+        assert_eq!(encodings, [true, unit.layer == Some(0), false], "{:?}", unit.layer);
+    }
+    let mut with_prediction = all.clone();
+    with_prediction.extend(all.iter().filter(|tensor| tensor.layer == Some(2)).cloned().map(|tensor| Tensor {
+        name: format!("3{}", &tensor.name[1..]),
+        layer: Some(3),
+        ..tensor
+    }));
+    let same = fit(&config, &with_prediction, &request(GB)).unwrap();
+    assert_eq!((same.weights, same.total()), (plain.weights, plain.total()));
 }
 
 /// Experts are packed, or BF16 if one of the product's tensors cannot be packed. Other linear layers may have any

@@ -224,7 +224,8 @@ fn random(
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
     let plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), None, &compiled)?;
     let builder = LayerBuilder::new(kernels, &plan.stream, plan.load_options(&config))?;
-    let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
+    let shapes = config.linears().into_iter().chain(config.dense_linears().into_iter().flatten());
+    let shapes = shapes.chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
     let mut source = Random::new(builder, largest)?;
     imitate(&mut source, &names);
@@ -248,6 +249,9 @@ fn no_memory(draft: u64) -> impl Fn(NoMemory) -> EngineError {
 }
 
 fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), EngineError> {
+    if placement.has_pipelines() && config.mixture.is_some() {
+        return Err(EngineError::StoredExperts(placement));
+    }
     if !placement.has_pipelines() || runs_pipelines(config) {
         return Ok(());
     }
@@ -314,7 +318,7 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
     if resident >= mixture.all_experts() {
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
-    let all = u64::from(mixture.all_experts()) * u64::from(config.layers);
+    let all = u64::from(mixture.all_experts()) * u64::from(config.mixture_layers());
     let in_host_memory = match options.placement {
         Some(Placement::Bf16) => Placement::Bf16,
         _ if options.compact_experts => Placement::Compact,
@@ -328,14 +332,14 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
 /// Bytes that a step of 1 row reads of `weights` bytes: of the experts, it reads the chosen ones.
 fn read_bytes(config: &ModelConfig, weights: u64) -> u64 {
     let others = config.mixture.map_or(0, |mixture| mixture.experts.saturating_sub(mixture.top_k));
-    let others = u64::from(others) * u64::from(config.layers);
+    let others = u64::from(others) * u64::from(config.mixture_layers());
     weights.saturating_sub(others.saturating_mul(config.expert_bytes(Placement::Packed)))
 }
 
 /// Bytes that the experts without room on the device would take there.
 fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
-    let others = u64::from(mixture.all_experts().saturating_sub(resident)) * u64::from(config.layers);
+    let others = u64::from(mixture.all_experts().saturating_sub(resident)) * u64::from(config.mixture_layers());
     others.saturating_mul(config.expert_bytes(placement))
 }
 
@@ -455,7 +459,7 @@ impl LoadPlan {
         let Self { options, stream, have, draft_model, draft_bytes } = self;
         let products = if options.placement.unwrap_or_default().has_pipelines() {
             Products::Stored
-        } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
+        } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_none_or(|(_, gated)| gated)) {
             Products::Activated
         } else {
             Products::SeparateActivation
@@ -471,7 +475,7 @@ impl LoadPlan {
             ctx.reserve(ContextSize::default().with_cublas())?;
         }
         let slot = ctx.size().slot_bytes;
-        let mut shared = ctx.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
+        let mut shared = ctx.size().bytes() + products.bytes(config.dense_intermediate(), memory::rows(&options));
         let rows = memory::rows(&options);
         let (mut stepper, stepper_bytes) =
             stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;

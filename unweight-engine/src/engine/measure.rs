@@ -62,8 +62,7 @@ impl Measure<'_> {
     /// used. Experts are not prefetched unless the routing is that of the model.
     pub fn set_routing(&mut self, routing: Routing) {
         let config = &self.engine.config;
-        let decisions =
-            config.mixture.and_then(|mixture| routing.decisions(config.layers, mixture.experts, mixture.top_k));
+        let decisions = config.mixture.and_then(|of| routing.decisions(config.mixture_layers(), of.experts, of.top_k));
         self.engine.forward.replace_routing(decisions);
     }
 

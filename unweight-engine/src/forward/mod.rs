@@ -47,7 +47,7 @@ use crate::{
 struct Shape {
     /// Elements of a row of the residual stream.
     hidden: u32,
-    /// Elements of a row between the products of an MLP.
+    /// Elements of a row between the products of an MLP without experts; 0 if every layer has experts.
     intermediate: u32,
     /// Elements of the queries, keys and values of a row together.
     qkv_cols: u32,
@@ -164,9 +164,9 @@ fn router_pitch(mixture: Mixture) -> u32 {
 
 /// How experts and weights follow from the router's logits. What experts add is multiplied by `scale`.
 fn router_config(mixture: Mixture, scale: f32) -> RouterConfig {
-    let Mixture { top_k, normalized, rounded, shared, .. } = mixture;
+    let Mixture { top_k, normalized, rounded, shared, factor: routed_scale, .. } = mixture;
     let (shared, gated) = shared.map_or((0, false), |shared| (shared.parts, shared.gated));
-    RouterConfig { top_k, normalized, rounded, shared, gated, scale }
+    RouterConfig { top_k, normalized, rounded, shared, gated, scale, routed_scale }
 }
 
 impl Forward {
@@ -186,7 +186,7 @@ impl Forward {
         let (rows, batch) = (memory::rows(options), options.step_rows());
         let shape = Shape {
             hidden: config.hidden,
-            intermediate: config.intermediate,
+            intermediate: config.dense_intermediate(),
             qkv_cols: config.qkv_rows(),
             attended_cols: config.heads * config.head_dim,
             kv_cols: config.kv_heads * config.head_dim,

@@ -60,7 +60,7 @@ pub struct Layer {
 }
 
 /// The gate, up and down projections of a layer, or its experts.
-#[expect(clippy::large_enum_variant, reason = "one per layer; all layers of a model have the same variant")]
+#[expect(clippy::large_enum_variant, reason = "one per layer, and most layers of a model have the same variant")]
 #[derive(Debug)]
 pub enum Mlp {
     /// Linear layers of the loader.
@@ -92,6 +92,14 @@ impl MixtureExperts {
         match self {
             Self::OnDevice(experts) => experts.context_size(tokens, top_k),
             Self::Offloaded(experts) => experts.context_size(tokens, top_k),
+        }
+    }
+
+    /// Sets the correction bias of the router's scores.
+    fn set_correction(&mut self, bias: DeviceBuffer<f32>) {
+        match self {
+            Self::OnDevice(experts) => experts.set_correction(bias),
+            Self::Offloaded(experts) => experts.set_correction(bias),
         }
     }
 
@@ -322,9 +330,9 @@ pub fn chain_mlp(
     names: &LayerWeights,
 ) -> Result<Mlp, EngineError> {
     match (&names.mlp, config.mixture) {
-        (MlpWeights::Mixture { router, experts, shared }, Some(mixture)) => {
+        (MlpWeights::Mixture { router, correction, experts, shared }, Some(mixture)) => {
             let shared = shared.as_ref().zip(mixture.shared.map(|shared| shared.parts));
-            mixture_mlp(source, config, (mixture, resident), router, (experts, shared))
+            mixture_mlp(source, config, (mixture, resident), (router, correction.as_deref()), (experts, shared))
         }
         _ => linear_mlp(source, config, names),
     }
@@ -332,8 +340,8 @@ pub fn chain_mlp(
 
 /// Loads an MLP as linear layers.
 fn linear_mlp(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
-    let (hidden, intermediate) = (config.hidden, config.intermediate);
-    // The caller handles experts: a layer has them if its configuration does.
+    let (hidden, intermediate) = (config.hidden, config.dense_intermediate());
+    // The caller handles experts.
     let names = dense(source.placement(), names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
     let (gate_up, gated) = match (names.gate == names.up, config.act) {
@@ -352,7 +360,7 @@ fn mixture_mlp(
     source: &mut impl Source,
     config: &ModelConfig,
     (mixture, resident): (Mixture, Option<u32>),
-    router: &str,
+    (router, correction): (&str, Option<&str>),
     names: ExpertNames<'_>,
 ) -> Result<Mlp, EngineError> {
     let hidden = config.hidden;
@@ -366,7 +374,12 @@ fn mixture_mlp(
     let gate = names.1.and_then(|(shared, _)| shared.gate.as_deref());
     let rows = [(router, [mixture.experts, hidden]), (gate.unwrap_or_default(), [1, hidden])];
     let rows = if gate.is_some() { &rows[..] } else { &rows[..1] };
-    Ok(Mlp::Mixture { router: source.linear(rows, Merge::Rows)?, experts: source.experts(names, shape, resident)? })
+    let router = source.linear(rows, Merge::Rows)?;
+    let mut experts = source.experts(names, shape, resident)?;
+    if let Some(name) = correction {
+        experts.set_correction(source.f32_vector(name, mixture.experts)?);
+    }
+    Ok(Mlp::Mixture { router, experts })
 }
 
 /// Returns the dense MLP of a layer, whose weights are to be held by `placement`.
@@ -388,7 +401,7 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
 
 /// [`gate_up`] for a single tensor.
 fn merged_gate_up(source: &mut impl Source, config: &ModelConfig, name: &str) -> Result<(Linear, bool), LoadError> {
-    let shape = [2 * config.intermediate, config.hidden];
+    let shape = [2 * config.dense_intermediate(), config.hidden];
     match activated(source.gate_up(name, shape))? {
         Some(layer) => Ok(layer),
         None => Ok((source.linear(&[(name, shape)], Merge::Rows)?, false)),
@@ -435,6 +448,8 @@ pub trait Source {
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Loads vectors, concatenated.
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
+    /// Loads a vector as f32.
+    fn f32_vector(&mut self, name: &str, len: u32) -> Result<DeviceBuffer<f32>, LoadError>;
     /// Loads a weight as BF16.
     fn matrix(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceMatrix, LoadError>;
 }
@@ -511,6 +526,10 @@ impl Source for Loader<'_> {
         }
         let first = parts.first().map_or("", |(name, _)| name);
         DeviceBuffer::from_host(&stream, &whole).map_err(in_tensor(first))
+    }
+
+    fn f32_vector(&mut self, name: &str, _: u32) -> Result<DeviceBuffer<f32>, LoadError> {
+        Loader::f32_vector(self, name)
     }
 
     fn matrix(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceMatrix, LoadError> {

@@ -62,6 +62,7 @@ const TABLE: &[(&str, Role)] = {
         ("block_sparse_moe.gate", Router), ("mlp.gate", Router), ("mlp.gate.wg", Router), ("feed_forward.router", Router), ("moe.gate", Router),
         ("mlp.router", Router), ("router.layer", Router), ("router.classifier", Router), ("router", Router), ("shared_expert_gate", Router),
         ("block_sparse_moe.router.layer", Router), ("ffn.router.layer", Router), ("ffn.gate", Router),
+        ("gate.e_score_correction_bias", Router),
         // Embeddings.
         ("embed_tokens", Embedding), ("embed_tokens_per_layer", Embedding), ("tok_embeddings", Embedding), ("word_embeddings", Embedding),
         ("position_embeddings", Embedding), ("token_type_embeddings", Embedding), ("embed_positions", Embedding), ("embed_in", Embedding),
@@ -175,6 +176,10 @@ mod tests {
             ("model.layers.4.mlp.experts.63.gate_proj.weight", Role::Gate, Some(4)),
             ("model.layers.4.mlp.gate.weight", Role::Router, Some(4)),
             ("model.layers.4.mlp.shared_expert.up_proj.weight", Role::Up, Some(4)),
+            ("model.layers.4.mlp.shared_experts.down_proj.weight", Role::Down, Some(4)),
+            ("model.layers.4.mlp.gate.e_score_correction_bias", Role::Router, Some(4)),
+            ("model.layers.46.shared_head.norm.weight", Role::Norm, Some(46)),
+            ("model.layers.46.eh_proj.weight", Role::Other, Some(46)),
             ("model.layers.4.mlp.shared_expert_gate.weight", Role::Router, Some(4)),
             ("model.layers.4.mlp.experts.gate_up_proj", Role::GateUp, Some(4)),
             ("model.layers.4.feed_forward.experts.down_proj", Role::Down, Some(4)),

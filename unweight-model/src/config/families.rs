@@ -1,6 +1,6 @@
 //! The table of families: what each computes, and the defaults of its configuration.
 
-use super::{Family, NormKind, QkNorm};
+use super::{Family, NormKind, QkNorm, Scoring};
 use crate::rope::RopePairs;
 
 /// What a family computes: a row of [`FAMILIES`].
@@ -16,6 +16,8 @@ pub(crate) struct Features {
     /// Whether attention and MLP read the same normed rows, and both are added to the residual stream.
     pub parallel: bool,
     pub qk_norm: QkNorm,
+    /// The key that decides if there is this norm, false by default; `None` if there always is.
+    pub qk_norm_key: Option<&'static str>,
     pub bias: BiasKeys,
     pub windows: Windows,
     pub rope: RopeKeys,
@@ -26,6 +28,8 @@ pub(crate) struct Features {
     pub factors: FactorKeys,
     pub soft_caps: CapKeys,
     pub experts: Option<ExpertKeys>,
+    /// The default of `num_nextn_predict_layers`: layers after the last that are not run; `None` without such a key.
+    pub mtp_layers: Option<u32>,
     /// The `model_type` of models whose `text_config` is of this family.
     pub part_of: Option<&'static str>,
     pub defaults: Defaults,
@@ -118,16 +122,23 @@ pub(crate) enum CapKeys {
 /// The keys and defaults of experts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ExpertKeys {
+    /// The keys with the number of experts; the first that is present counts.
+    pub count: [&'static str; 2],
     /// The default number of experts.
     pub experts: u32,
     /// The default number of experts per token.
     pub top_k: u32,
-    /// Whether `norm_topk_prob` decides if the weights of a token add up to 1; otherwise they always do.
-    pub normalized_key: bool,
+    /// The default of `norm_topk_prob`, which decides if the weights of a token add up to 1; `None` if they always do.
+    pub normalized_key: Option<bool>,
+    pub scoring: Scoring,
     /// Whether weights are rounded to the type of the activations.
     pub rounded: bool,
     /// The key of the experts' width.
     pub intermediate: &'static str,
+    /// Which layers have experts.
+    pub layers: ExpertLayers,
+    /// Whether `routed_scaling_factor` is the factor of weights, 1 by default.
+    pub factor_key: bool,
     /// The prefix of the block's names, if each expert has its own tensors.
     pub block: &'static str,
     /// The names of an expert's gate, up and down.
@@ -135,6 +146,20 @@ pub(crate) struct ExpertKeys {
     /// The names of the tensors of all experts: router, gates and ups, downs.
     pub stacked: [&'static str; 3],
     pub shared: SharedKeys,
+}
+
+/// The keys of the layers that have experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ExpertLayers {
+    /// All; `mlp_only_layers` and `decoder_sparse_step` must not name others.
+    All,
+    /// All but the first `first_k_dense_replace`, whose MLP has the width `intermediate_size`; `moe_layer_freq` is 1.
+    AfterDense {
+        /// The default of `first_k_dense_replace`.
+        first: u32,
+        /// The default width of an expert; that of the other MLPs is [`Defaults::intermediate`].
+        intermediate: u32,
+    },
 }
 
 /// The keys and names of a shared expert, which every token has in addition to those of the router.
@@ -146,6 +171,8 @@ pub(crate) enum SharedKeys {
     Gated(u32),
     /// `shared_intermediate_size`; no shared expert by default. Gate and up are one tensor.
     Merged,
+    /// `n_shared_experts`, whose default is the value: the number of experts that it is as wide as.
+    Parts(u32),
 }
 
 /// The defaults of a family's configuration (transformers 5.17).
@@ -181,6 +208,7 @@ impl Family {
     }
 }
 
+const COUNT: [&str; 2] = ["num_local_experts", "num_experts"];
 /// As transformers 5 holds experts in memory.
 const STACKED: [&str; 3] = ["mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"];
 const PRE_NORMS: NormNames = NormNames {
@@ -204,6 +232,7 @@ const LLAMA: Features = Features {
     norms: PRE_NORMS,
     parallel: false,
     qk_norm: QkNorm::None,
+    qk_norm_key: None,
     bias: BiasKeys::WithOutputAndMlp,
     windows: Windows::Never,
     rope: ROPE,
@@ -212,6 +241,7 @@ const LLAMA: Features = Features {
     factors: FactorKeys::None,
     soft_caps: CapKeys::None,
     experts: None,
+    mtp_layers: None,
     part_of: None,
     defaults: Defaults {
         vocab: 32_000,
@@ -265,12 +295,16 @@ const QWEN3: Features = Features {
     ..QWEN2
 };
 const QWEN3_EXPERTS: ExpertKeys = ExpertKeys {
+    count: COUNT,
     experts: 128,
     top_k: 8,
-    normalized_key: true,
+    normalized_key: Some(false),
+    scoring: Scoring::Softmax,
     rounded: true,
     // `intermediate_size` is that of layers without experts, which are rejected.
     intermediate: "moe_intermediate_size",
+    layers: ExpertLayers::All,
+    factor_key: false,
     block: "mlp.",
     names: ["gate_proj", "up_proj", "down_proj"],
     stacked: STACKED,
@@ -284,18 +318,16 @@ const GRANITE_MOE: Features = Features {
     experts: Some(ExpertKeys {
         experts: 8,
         top_k: 2,
-        normalized_key: false,
-        rounded: true,
+        normalized_key: None,
         intermediate: "intermediate_size",
         // Checkpoints hold all experts in one tensor.
         block: "block_sparse_moe.",
-        names: ["gate_proj", "up_proj", "down_proj"],
         stacked: [
             "block_sparse_moe.router.layer.weight",
             "block_sparse_moe.input_linear.weight",
             "block_sparse_moe.output_linear.weight",
         ],
-        shared: SharedKeys::None,
+        ..QWEN3_EXPERTS
     }),
     ..LLAMA
 };
@@ -328,7 +360,7 @@ const GEMMA2: Features = Features {
 };
 
 /// All families, in the order of [`Family::ALL`].
-pub(crate) const FAMILIES: [Features; 18] = [
+pub(crate) const FAMILIES: [Features; 20] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -340,13 +372,12 @@ pub(crate) const FAMILIES: [Features; 18] = [
         experts: Some(ExpertKeys {
             experts: 8,
             top_k: 2,
-            normalized_key: false,
+            normalized_key: None,
             rounded: false,
             intermediate: "intermediate_size",
             block: "block_sparse_moe.",
             names: ["w1", "w3", "w2"],
-            stacked: STACKED,
-            shared: SharedKeys::None,
+            ..QWEN3_EXPERTS
         }),
         defaults: Defaults { eps: 1e-5, theta: 1e6, ..MISTRAL.defaults },
         ..MISTRAL
@@ -530,6 +561,55 @@ pub(crate) const FAMILIES: [Features; 18] = [
             None => None,
         },
         ..GRANITE_MOE
+    },
+    // Not in transformers: the keys, defaults and computation are those of the code that its checkpoints contain
+    // (deepseek-ai/deepseek-moe-16b-base). It has no defaults for the numbers of experts; those here are that model's.
+    Features {
+        family: Family::Deepseek,
+        name: "deepseek",
+        bias: BiasKeys::WithOutput,
+        experts: Some(ExpertKeys {
+            count: ["n_routed_experts"; 2],
+            experts: 64,
+            top_k: 6,
+            layers: ExpertLayers::AfterDense { first: 0, intermediate: 1407 },
+            shared: SharedKeys::Parts(0),
+            ..QWEN3_EXPERTS
+        }),
+        defaults: Defaults { vocab: 102_400, layers: 30, bos: Some(100_000), eos: &[100_001], ..LLAMA.defaults },
+        ..LLAMA
+    },
+    Features {
+        family: Family::Glm4Moe,
+        name: "glm4_moe",
+        qk_norm: QkNorm::Head,
+        qk_norm_key: Some("use_qk_norm"),
+        bias: BiasKeys::Qkv("attention_bias", false),
+        rope: RopeKeys { partial: Some(0.5), ..ROPE },
+        experts: Some(ExpertKeys {
+            count: ["n_routed_experts", "num_local_experts"],
+            normalized_key: Some(true),
+            scoring: Scoring::Sigmoid,
+            rounded: false,
+            layers: ExpertLayers::AfterDense { first: 1, intermediate: 1408 },
+            factor_key: true,
+            shared: SharedKeys::Parts(1),
+            ..QWEN3_EXPERTS
+        }),
+        mtp_layers: Some(1),
+        defaults: Defaults {
+            vocab: 151_552,
+            layers: 46,
+            intermediate: 10_944,
+            heads: 96,
+            kv_heads: Some(8),
+            max_positions: 131_072,
+            eps: 1e-5,
+            bos: None,
+            eos: &[],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
     },
 ];
 

@@ -63,6 +63,10 @@ pub enum Family {
     GraniteMoe,
     /// Granite mixtures with a shared expert.
     GraniteMoeShared,
+    /// DeepSeek-MoE (`deepseek`): a mixture of experts with shared experts; the first layers have none.
+    Deepseek,
+    /// GLM-4.5 and GLM-4.6 (`glm4_moe`): mixtures whose routers score by sigmoids; the first layers have no experts.
+    Glm4Moe,
 }
 
 impl Family {
@@ -86,6 +90,8 @@ impl Family {
         Self::Olmoe,
         Self::GraniteMoe,
         Self::GraniteMoeShared,
+        Self::Deepseek,
+        Self::Glm4Moe,
     ];
 
     /// `model_type` in the configuration.
@@ -179,17 +185,37 @@ pub enum Activation {
     GeluTanh,
 }
 
-/// The experts of a mixture, the same in every layer: each is a gated MLP of width [`ModelConfig::intermediate`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// How a router's logits become the scores of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Scoring {
+    /// Shares of the softmax over all experts.
+    Softmax,
+    /// The sigmoid of each logit. Experts are chosen by the sum of score and a correction bias of each expert, which
+    /// the weights do not contain.
+    Sigmoid,
+}
+
+/// The experts of a mixture, the same in every layer that has some: each is a gated MLP of width
+/// [`ModelConfig::intermediate`].
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Mixture {
     /// The number of experts.
     pub experts: u32,
-    /// The number of experts per token: those with the largest router logits, of equal ones the lower indices.
+    /// The number of experts per token: those with the largest scores, of equal ones the lower indices.
     pub top_k: u32,
-    /// Whether a token's weights add up to 1; otherwise they are shares of the softmax over all experts.
+    /// How logits become scores, which are the weights of experts.
+    pub scoring: Scoring,
+    /// Whether a token's weights are divided by their sum.
     pub normalized: bool,
     /// Whether weights are rounded to the type of the activations.
     pub rounded: bool,
+    /// The factor of the weights, except that of a shared expert.
+    pub factor: f32,
+    /// The number of first layers without experts.
+    pub dense_layers: u32,
+    /// The width of the MLP of these layers; 0 if there are none.
+    pub dense_intermediate: u32,
     /// The expert that every token has in addition, if the model has one.
     pub shared: Option<SharedExpert>,
 }
@@ -207,6 +233,11 @@ pub struct SharedExpert {
 }
 
 impl Mixture {
+    /// Whether a layer has experts.
+    pub fn has_experts(self, layer: u32) -> bool {
+        layer >= self.dense_layers
+    }
+
     /// The number of experts of a layer, the parts of a shared expert included; these come last.
     pub fn all_experts(self) -> u32 {
         // At most 2^24, because the rows of all are.
@@ -265,6 +296,8 @@ pub struct ModelConfig {
     pub hidden: u32,
     /// The number of transformer layers.
     pub layers: u32,
+    /// The number of layers after these that predict further tokens. They are not run, and their weights not loaded.
+    pub mtp_layers: u32,
     /// The number of query heads.
     pub heads: u32,
     /// The number of key and value heads.
@@ -273,7 +306,7 @@ pub struct ModelConfig {
     pub head_dim: u32,
     /// The width of the MLP, or of an expert of a mixture.
     pub intermediate: u32,
-    /// The experts that replace the MLP, if the model is a mixture.
+    /// The experts that replace the MLP of all layers, or of all but the first ones, if the model is a mixture.
     pub mixture: Option<Mixture>,
     /// How rows are normed.
     pub norm: NormKind,
@@ -367,6 +400,16 @@ impl ModelConfig {
     /// Whether gate and up of an MLP are one tensor.
     pub fn merges_gate_up(&self) -> bool {
         self.family.features().merged_gate_up
+    }
+
+    /// The width of the MLP of layers without experts; 0 if all layers have experts.
+    pub fn dense_intermediate(&self) -> u32 {
+        self.mixture.map_or(self.intermediate, |mixture| mixture.dense_intermediate)
+    }
+
+    /// The number of layers with experts; 0 if the model is not a mixture.
+    pub fn mixture_layers(&self) -> u32 {
+        self.mixture.map_or(0, |mixture| self.layers.saturating_sub(mixture.dense_layers))
     }
 
     /// The width of the shared expert of a mixture; 0 without one.

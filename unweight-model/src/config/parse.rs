@@ -7,8 +7,10 @@ use serde_json::Value;
 
 use super::{
     Activation, Bias, CONFIG_FILE, ConfigError, Factors, Family, GENERATION_FILE, GenerationDefaults, Mixture,
-    ModelConfig, SharedExpert, SoftCaps,
-    families::{BiasKeys, CapKeys, ExpertKeys, FAMILIES, FactorKeys, Features, RopeKeys, SharedKeys, Windows},
+    ModelConfig, QkNorm, Scoring, SharedExpert, SoftCaps,
+    families::{
+        BiasKeys, CapKeys, ExpertKeys, ExpertLayers, FAMILIES, FactorKeys, Features, RopeKeys, SharedKeys, Windows,
+    },
     fields::{EXTENT_MAX, Fields, excerpt},
 };
 use crate::rope::{Rope, RopeKind};
@@ -68,8 +70,15 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         None if fields.get("bos_token_id").is_some() => bos_of(fields)?,
         None => defaults.bos.filter(|&token| token < vocab),
     };
-    let intermediate = features.experts.map_or("intermediate_size", |experts| experts.intermediate);
-    let intermediate = fields.extent(intermediate, defaults.intermediate)?;
+    let intermediate = match features.experts {
+        None => fields.extent("intermediate_size", defaults.intermediate)?,
+        Some(ExpertKeys { intermediate: key, layers: ExpertLayers::All, .. }) => {
+            fields.extent(key, defaults.intermediate)?
+        }
+        Some(ExpertKeys { intermediate: key, layers: ExpertLayers::AfterDense { intermediate, .. }, .. }) => {
+            fields.extent(key, intermediate)?
+        }
+    };
     let rotated = rotated(fields, features, layers)?;
     let (rope, local_rope) = ropes(fields, features, head_dim, max_positions)?;
     Ok(ModelConfig {
@@ -77,11 +86,15 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         vocab,
         hidden,
         layers,
+        mtp_layers: match features.mtp_layers {
+            Some(default) => count(fields, "num_nextn_predict_layers", default)?,
+            None => 0,
+        },
         heads,
         kv_heads,
         head_dim,
         intermediate,
-        mixture: mixture(fields, family, hidden, intermediate)?,
+        mixture: mixture(fields, features, (layers, hidden), intermediate)?,
         norm: features.norm,
         eps,
         parallel: features.parallel,
@@ -94,7 +107,10 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         max_positions,
         tied: fields.flag("tie_word_embeddings", defaults.tied)?,
         bias: bias(fields, features.bias)?,
-        qk_norm: features.qk_norm,
+        qk_norm: match features.qk_norm_key {
+            Some(key) if !fields.flag(key, false)? => QkNorm::None,
+            _ => features.qk_norm,
+        },
         act: act(fields, features)?,
         eos,
         bos,
@@ -150,11 +166,24 @@ fn reject_unsupported(fields: Fields, family: Family) -> Result<(), ConfigError>
     Ok(())
 }
 
-/// Returns the experts of families that have some.
-fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Result<Option<Mixture>, ConfigError> {
-    let Some(keys) = &family.features().experts else { return Ok(None) };
-    // transformers accepts either key for either family.
-    let key = if fields.get("num_local_experts").is_some() { "num_local_experts" } else { "num_experts" };
+/// Returns a number that may be 0. A null means 0.
+fn count(fields: Fields, key: &'static str, default: u32) -> Result<u32, ConfigError> {
+    let Some(value) = fields.get(key) else { return Ok(default) };
+    let number = if value.is_null() { Some(0) } else { value.as_u64() };
+    let number = number.and_then(|number| u32::try_from(number).ok()).filter(|number| *number <= EXTENT_MAX);
+    number.ok_or_else(|| fields.wrong_type(key, "an integer of at least 0"))
+}
+
+/// Returns the experts of families that have some, next to this number of layers and this width of the residual stream.
+fn mixture(
+    fields: Fields,
+    features: &Features,
+    (layers, hidden): (u32, u32),
+    intermediate: u32,
+) -> Result<Option<Mixture>, ConfigError> {
+    let Some(keys) = &features.experts else { return Ok(None) };
+    let [first, other] = keys.count;
+    let key = if fields.get(first).is_some() { first } else { other };
     let experts = fields.extent(key, keys.experts)?;
     let shared = shared_expert(fields, keys, intermediate)?;
     // The matrices of all experts are concatenated by rows.
@@ -169,15 +198,48 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
     if top_k > experts {
         return Err(fields.out_of_range("num_experts_per_tok", format!("at most {key} ({experts})")));
     }
-    let reason = "every layer must have experts";
-    if fields.non_null("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
-        return Err(fields.unsupported("mlp_only_layers", reason));
+    let dense_layers = dense_layers(fields, keys, layers)?;
+    let dense_intermediate =
+        if dense_layers > 0 { fields.extent("intermediate_size", features.defaults.intermediate)? } else { 0 };
+    let normalized = keys.normalized_key.map_or(Ok(true), |default| fields.flag("norm_topk_prob", default))?;
+    let factor = if keys.factor_key { fields.ratio("routed_scaling_factor")?.unwrap_or(1.0) as f32 } else { 1.0 };
+    let (scoring, rounded) = (keys.scoring, keys.rounded);
+    Ok(Some(Mixture { experts, top_k, scoring, normalized, rounded, factor, dense_layers, dense_intermediate, shared }))
+}
+
+/// Returns the number of first layers without experts. Rejects other layers without, and groups of experts.
+fn dense_layers(fields: Fields, keys: &ExpertKeys, layers: u32) -> Result<u32, ConfigError> {
+    let ExpertLayers::AfterDense { first, .. } = keys.layers else {
+        let reason = "every layer must have experts";
+        if fields.non_null("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
+            return Err(fields.unsupported("mlp_only_layers", reason));
+        }
+        if fields.extent("decoder_sparse_step", 1)? != 1 {
+            return Err(fields.unsupported("decoder_sparse_step", reason));
+        }
+        return Ok(0);
+    };
+    if fields.extent("moe_layer_freq", 1)? != 1 {
+        return Err(fields.unsupported("moe_layer_freq", "every layer after the dense ones must have experts (1)"));
     }
-    if fields.extent("decoder_sparse_step", 1)? != 1 {
-        return Err(fields.unsupported("decoder_sparse_step", reason));
+    for key in ["n_group", "topk_group"] {
+        if count(fields, key, 1)? > 1 {
+            return Err(fields.unsupported(key, "experts must be chosen among all (1)"));
+        }
     }
-    let normalized = !keys.normalized_key || fields.flag("norm_topk_prob", false)?;
-    Ok(Some(Mixture { experts, top_k, normalized, rounded: keys.rounded, shared }))
+    let scoring = match keys.scoring {
+        Scoring::Softmax => "softmax",
+        Scoring::Sigmoid => "sigmoid",
+    };
+    if fields.text("scoring_func")?.is_some_and(|name| name != scoring) {
+        return Err(fields.unsupported("scoring_func", format!("the only supported value is {scoring}")));
+    }
+    let dense = count(fields, "first_k_dense_replace", first)?;
+    if dense >= layers {
+        let limit = format!("below num_hidden_layers ({layers})");
+        return Err(fields.out_of_range("first_k_dense_replace", limit));
+    }
+    Ok(dense)
 }
 
 /// Returns the shared expert of a mixture whose experts have this width.
@@ -186,6 +248,14 @@ fn shared_expert(fields: Fields, keys: &ExpertKeys, width: u32) -> Result<Option
         SharedKeys::None => return Ok(None),
         SharedKeys::Gated(default) => ("shared_expert_intermediate_size", default),
         SharedKeys::Merged => ("shared_intermediate_size", 0),
+        SharedKeys::Parts(default) => {
+            let (key, limit) = ("n_shared_experts", EXTENT_MAX / width);
+            return match count(fields, key, default)? {
+                0 => Ok(None),
+                parts if parts > limit => Err(fields.out_of_range(key, format!("at most {limit}"))),
+                parts => Ok(Some(SharedExpert { parts, gated: false })),
+            };
+        }
     };
     // A width of 0 means that there is none.
     if default == 0 && fields.get(key).is_none_or(|value| value.as_u64() == Some(0)) {

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use unweight_model::{
-    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, SharedExpert, SoftCaps,
+    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, Scoring, SharedExpert,
+    SoftCaps,
 };
 
 /// Parses a configuration with one change.
@@ -22,12 +23,19 @@ fn accepted(family: &str, change: Value) -> ModelConfig {
 fn defaults_match_transformers() {
     let defaults: Value = serde_json::from_str(include_str!("../fixtures/defaults.json")).unwrap();
     let defaults = defaults.as_object().unwrap();
-    assert_eq!(defaults.len(), Family::ALL.len());
+    // transformers has no deepseek.
+    assert_eq!(defaults.len() + 1, Family::ALL.len());
     for (family, spelled_out) in defaults {
-        let config = ModelConfig::parse(&format!(r#"{{"model_type": "{family}"}}"#), None).unwrap();
-        assert_eq!(config, ModelConfig::from_json(spelled_out, None).unwrap(), "{family}");
+        let (mut spelled_out, mut short) = (spelled_out.clone(), json!({"model_type": family}));
+        if family == "glm4_moe" {
+            // The default number of heads does not divide the default width, so every checkpoint has this key.
+            spelled_out["head_dim"] = json!(128);
+            short["head_dim"] = json!(128);
+        }
+        let config = ModelConfig::from_json(&short, None).unwrap();
+        assert_eq!(config, ModelConfig::from_json(&spelled_out, None).unwrap(), "{family}");
         // The script's keys are read: each of these changes the result.
-        let has_own_key = ["qwen2_moe", "qwen3_moe"].contains(&family.as_str());
+        let has_own_key = ["qwen2_moe", "qwen3_moe", "glm4_moe"].contains(&family.as_str());
         let intermediate = if has_own_key { "moe_intermediate_size" } else { "intermediate_size" };
         for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
@@ -231,7 +239,17 @@ fn keys_without_effect_are_accepted() {
 #[test]
 fn expert_keys_in_both_spellings() {
     let mixture = |family, change| accepted(family, change).mixture.unwrap();
-    let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded, shared: None };
+    let of = |experts, top_k, normalized, rounded| Mixture {
+        experts,
+        top_k,
+        scoring: Scoring::Softmax,
+        normalized,
+        rounded,
+        factor: 1.0,
+        dense_layers: 0,
+        dense_intermediate: 0,
+        shared: None,
+    };
     assert_eq!(mixture("mixtral", json!({})), of(8, 2, true, false));
     assert_eq!(mixture("mixtral", json!({"num_local_experts": 4, "num_experts_per_tok": 1})), of(4, 1, true, false));
     assert_eq!(mixture("qwen3_moe", json!({})), of(128, 8, false, true));
@@ -262,8 +280,33 @@ fn expert_keys_in_both_spellings() {
         ("qwen2_moe", json!({"mlp_only_layers": [0]}), "config.json: mlp_only_layers is [0]"),
         ("olmoe", json!({"clip_qkv": 8.0}), "config.json: clip_qkv is 8.0"),
         ("olmoe", json!({"attention_bias": true}), "config.json: attention_bias is true"),
-        ("glm4_moe", json!({}), "config.json: model_type is \"glm4_moe\""),
+        ("phimoe", json!({}), "config.json: model_type is \"phimoe\""),
         ("llama", json!({"num_experts": 4}), "config.json: num_experts is 4"),
+    ] {
+        let error = parse(family, change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{family} {change}: {error}");
+    }
+    let glm = accepted("glm4_moe", json!({"first_k_dense_replace": 3, "routed_scaling_factor": 2.5}));
+    let of_glm = Mixture {
+        scoring: Scoring::Sigmoid,
+        factor: 2.5,
+        dense_layers: 3,
+        dense_intermediate: 96,
+        shared: shared(1, false),
+        ..of(128, 8, true, false)
+    };
+    assert_eq!((glm.mixture, glm.mtp_layers, glm.mixture_layers()), (Some(of_glm), 1, 1));
+    assert_eq!((glm.intermediate, glm.dense_intermediate()), (1408, 96));
+    let null = json!({"n_shared_experts": null, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0});
+    let bare = accepted("glm4_moe", null);
+    assert_eq!((bare.mixture.unwrap().shared, bare.dense_intermediate(), bare.mtp_layers), (None, 0, 0));
+    for (family, change, expected) in [
+        ("glm4_moe", json!({"n_group": 8}), "config.json: n_group is 8, which is not supported; experts"),
+        ("glm4_moe", json!({"first_k_dense_replace": 4}), "config.json: first_k_dense_replace is 4; it must be below"),
+        ("glm4_moe", json!({"n_shared_experts": -1}), "config.json: n_shared_experts is -1"),
+        ("deepseek", json!({"scoring_func": "sigmoid"}), "config.json: scoring_func is \"sigmoid\""),
+        ("deepseek", json!({"moe_layer_freq": 2}), "config.json: moe_layer_freq is 2"),
+        ("deepseek", json!({"attention_bias": true}), "config.json: attention_bias is true"),
     ] {
         let error = parse(family, change.clone()).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{family} {change}: {error}");
@@ -586,6 +629,28 @@ fn published_configurations_of_mixtures() {
         "rope_theta": 1500000, "tie_word_embeddings": true, "vocab_size": 49155}"#,
     );
     assert_eq!((granite.parameters(), granite.factors.residual, granite.head_dim), (1_334_628_352, 0.22, 64));
+    let deepseek = read(
+        r#"{"model_type": "deepseek", "attention_bias": false, "aux_loss_alpha": 0.001, "bos_token_id": 100000,
+        "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 10944, "max_position_embeddings": 4096, "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": false,
+        "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 28, "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 10000, "scoring_func": "softmax",
+        "tie_word_embeddings": false, "vocab_size": 102400}"#,
+    );
+    assert_eq!((deepseek.parameters(), deepseek.mixture_layers()), (16_375_728_128, 27));
+    // Without the correction biases, 128 elements in each of 45 layers.
+    let air = read(
+        r#"{"model_type": "glm4_moe", "attention_bias": true, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "partial_rotary_factor": 0.5, "intermediate_size": 10944,
+        "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "norm_topk_prob": true,
+        "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+        "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46,
+        "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05, "rope_scaling": null,
+        "rope_theta": 1000000, "tie_word_embeddings": false, "use_qk_norm": false, "vocab_size": 151552}"#,
+    );
+    assert_eq!((air.parameters(), air.bias.qkv, air.qk_norm), (106_852_245_504, true, QkNorm::None));
+    assert_eq!((air.rope.dim, air.mtp_layers, air.dense_intermediate()), (64, 1, 10_944));
 }
 
 #[test]

@@ -9,12 +9,12 @@ use unweight_format::{
 };
 use unweight_model::{
     Activation, ExpertWeights, Family, LayerWeights, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind,
-    RopePairs, SharedWeights,
+    RopePairs, Scoring, SharedWeights,
     bind::{BindError, TensorHeader, bind},
-    reference::{Reference, ReferenceError, bundle_values, widen_bf16},
+    reference::{Reference, ReferenceError, bundle_values, widen},
 };
 
-const MODELS: [&str; 22] = [
+const MODELS: [&str; 24] = [
     "llama",
     "mistral",
     "qwen2",
@@ -37,6 +37,8 @@ const MODELS: [&str; 22] = [
     "olmoe",
     "granitemoe",
     "granitemoeshared",
+    "deepseek",
+    "glm4_moe",
 ];
 
 fn folder(model: &str) -> std::path::PathBuf {
@@ -73,7 +75,12 @@ impl Fixture {
         let (_, expected) = tensors(&folder.join("expected.safetensors"));
         let tokens = expected["tokens"].chunks(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect();
         let logits = expected["logits"].chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
-        let values = data.into_iter().map(|(name, bytes)| (name, widen_bf16(&bytes))).collect();
+        let dtypes: BTreeMap<_, _> = header.tensors.iter().map(|tensor| (&tensor.name, tensor.dtype)).collect();
+        let values = data.into_iter().map(|(name, bytes)| {
+            let values = widen(dtypes[&name], &bytes);
+            (name, values)
+        });
+        let values = values.collect();
         Self { config, weights, values, tokens, expected: logits }
     }
 
@@ -132,6 +139,8 @@ fn logits_from_a_bundle_are_equal() {
         ("gemma3", Profile::Packed),
         ("qwen2_moe", Profile::Packed),
         ("granitemoeshared", Profile::Distribution),
+        ("deepseek", Profile::Compact),
+        ("glm4_moe", Profile::Packed),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
@@ -220,7 +229,7 @@ fn shared(layer: &mut LayerWeights) -> &mut Option<SharedWeights> {
 #[test]
 fn another_model_has_other_logits() {
     type Fault = fn(&mut ModelConfig, &mut ModelWeights);
-    let faults: [(&str, &str, Fault); 51] = [
+    let faults: [(&str, &str, Fault); 60] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -297,6 +306,18 @@ fn another_model_has_other_logits() {
         ("granitemoeshared", "no shared expert", |_, weights| {
             weights.layers.iter_mut().for_each(|layer| *shared(layer) = None);
         }),
+        ("deepseek", "no shared expert", |_, weights| *shared(&mut weights.layers[1]) = None),
+        ("deepseek", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
+        ("glm4_moe", "no correction of scores", |_, weights| {
+            let MlpWeights::Mixture { correction, .. } = &mut weights.layers[1].mlp else { panic!("a mixture") };
+            *correction = None;
+        }),
+        ("glm4_moe", "no factor of experts", |config, _| config.mixture.as_mut().unwrap().factor = 1.0),
+        ("glm4_moe", "scores of a softmax", |config, _| config.mixture.as_mut().unwrap().scoring = Scoring::Softmax),
+        ("glm4_moe", "weights of any sum", |config, _| config.mixture.as_mut().unwrap().normalized = false),
+        ("glm4_moe", "no shared expert", |_, weights| *shared(&mut weights.layers[1]) = None),
+        ("glm4_moe", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
+        ("glm4_moe", "adjacent pairs", |config, _| config.rope.pairs = RopePairs::Adjacent),
     ];
     for (model, what, inject) in faults {
         let fixture = Fixture::load(model);

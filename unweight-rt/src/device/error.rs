@@ -302,6 +302,9 @@ pub enum LaunchError {
         /// Experts per token.
         top_k: u32,
     },
+    /// A factor of chosen experts for a router without a correction bias.
+    #[error("the factor of chosen experts is {0}, which needs a router with a correction bias; use 1")]
+    RoutedScale(f32),
     /// A kernel does not support this number of columns.
     #[error("{operand} has {cols} columns; the kernel supports multiples of {of} up to {max}; pad {operand}")]
     Columns {

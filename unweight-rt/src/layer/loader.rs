@@ -478,6 +478,27 @@ impl<'k> Loader<'k> {
             .map_err(in_tensor(name))
     }
 
+    /// Loads a tensor of one dimension as f32, which a BF16 one is widened to.
+    ///
+    /// # Errors
+    /// [`LoadError`].
+    pub fn f32_vector(&mut self, name: &str) -> Result<DeviceBuffer<f32>, LoadError> {
+        let entry = self.bundle.tensor(name)?.entry();
+        if !matches!(entry.dtype, Dtype::Bf16 | Dtype::F32) || entry.shape.len() != 1 {
+            let shape = entry.shape.iter().map(|extent| *extent as u64).collect();
+            return Err(unsuitable(name, Unsuitable::NotAVector { dtype: entry.dtype, shape }));
+        }
+        let bytes = self.bundle.tensor(name)?.decode()?;
+        let values: Vec<f32> = match entry.dtype {
+            Dtype::F32 => bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word)).collect(),
+            _ => {
+                let halves = bytes.as_chunks().0.iter();
+                halves.map(|half| f32::from_bits(u32::from(u16::from_le_bytes(*half)) << 16)).collect()
+            }
+        };
+        DeviceBuffer::from_host(self.builder.stream(), &values).map_err(in_tensor(name))
+    }
+
     /// Returns the builder of layers from matrices on the device, for weights that are not in the bundle.
     pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
         &mut self.builder

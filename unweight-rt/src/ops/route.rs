@@ -12,7 +12,9 @@ use unweight_codegen::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixRef, Stream, module::LoadedKernel},
+    device::{
+        DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixRef, Stream, module::LoadedKernel, view::check_device,
+    },
     weight::check_capacity,
 };
 
@@ -31,6 +33,8 @@ pub struct RouterConfig {
     pub gated: bool,
     /// The factor of all weights, after rounding.
     pub scale: f32,
+    /// The factor of the weights of chosen experts, before rounding; 1 unless the router has a correction bias.
+    pub routed_scale: f32,
 }
 
 impl RouterConfig {
@@ -43,7 +47,7 @@ impl RouterConfig {
 /// One expert per token, whose weight is its share of the softmax over all experts.
 impl Default for RouterConfig {
     fn default() -> Self {
-        Self { top_k: 1, normalized: false, rounded: false, shared: 0, gated: false, scale: 1.0 }
+        Self { top_k: 1, normalized: false, rounded: false, shared: 0, gated: false, scale: 1.0, routed_scale: 1.0 }
     }
 }
 
@@ -51,8 +55,11 @@ impl Default for RouterConfig {
 #[derive(Clone, Debug)]
 pub struct Router {
     topk: Arc<LoadedKernel>,
+    topk_sigmoid: Arc<LoadedKernel>,
     sort: Arc<LoadedKernel>,
     combine: Arc<LoadedKernel>,
+    /// The bias that is added to scores before experts are chosen.
+    correction: Option<Arc<DeviceBuffer<f32>>>,
 }
 
 /// Returns the variant of a stage on an architecture.
@@ -76,9 +83,22 @@ impl Router {
         };
         Ok(Self {
             topk: stage(RouteStage::Topk)?,
+            topk_sigmoid: stage(RouteStage::TopkSigmoid)?,
             sort: stage(RouteStage::Sort)?,
             combine: stage(RouteStage::Combine)?,
+            correction: None,
         })
+    }
+
+    /// Sets the correction bias, an element per expert without shared ones. Scores are then the sigmoids of logits
+    /// instead of shares of the softmax, and the experts with the largest sums of score and bias are chosen.
+    pub(crate) fn set_correction(&mut self, bias: DeviceBuffer<f32>) {
+        self.correction = Some(Arc::new(bias));
+    }
+
+    /// Returns the bytes of the correction bias; 0 without one.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.correction.as_ref().map_or(0, |bias| bias.bytes() as u64)
     }
 
     /// Returns a routing error that names the sorting kernel.
@@ -89,7 +109,7 @@ impl Router {
     /// Enqueues the choice among `experts` experts, the last of which may be shared: the `top_k` largest of each row of
     /// `logits`, of equal logits the lower expert first, and then the shared ones. Logits are `[tokens, experts without
     /// shared ones]`, and one column more if these are gated. `ids` and `weights` have at least `tokens` times
-    /// [`RouterConfig::places`] elements.
+    /// [`RouterConfig::places`] elements. With a correction bias, scores decide instead of logits.
     ///
     /// # Errors
     /// Operands of other sizes or on another device, or a driver error.
@@ -101,6 +121,8 @@ impl Router {
         choice: RouterConfig,
         (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
     ) -> Result<(), DeviceError> {
+        let correction = self.correction.as_deref();
+        let kernel = if correction.is_some() { &self.topk_sigmoid } else { &self.topk };
         let (desc, routed) = (logits.desc(), experts.saturating_sub(choice.shared));
         let check = || {
             check(experts, choice.places())?;
@@ -108,12 +130,20 @@ impl Router {
             if desc.cols != cols || choice.top_k == 0 || choice.top_k > routed {
                 return Err(LaunchError::Experts { experts: desc.cols, top_k: choice.top_k });
             }
-            desc.check_device("logits", self.topk.device().ordinal())?;
+            match correction {
+                Some(bias) => {
+                    check_device("the correction bias", bias.device().ordinal(), kernel.device().ordinal())?;
+                    check_capacity("correction bias", bias.len(), routed as usize)?;
+                }
+                None if choice.routed_scale != 1.0 => return Err(LaunchError::RoutedScale(choice.routed_scale)),
+                None => {}
+            }
+            desc.check_device("logits", kernel.device().ordinal())?;
             let pairs = desc.rows as usize * choice.places() as usize;
             check_capacity("ids", ids.len(), pairs)?;
             check_capacity("weights of experts", weights.len(), pairs)
         };
-        check().or_else(|refusal| self.topk.refuse(refusal))?;
+        check().or_else(|refusal| kernel.refuse(refusal))?;
         let args = RouteArgs {
             logits: desc.address,
             ids: ids.address(),
@@ -127,10 +157,12 @@ impl Router {
             scale: choice.scale,
             normalized: choice.normalized.into(),
             rounded: choice.rounded.into(),
+            products: correction.map_or(0, DeviceBuffer::address),
+            routed_scale: choice.routed_scale,
             ..RouteArgs::default()
         };
         // SAFETY: sizes were checked above; dropping a buffer waits for the kernel.
-        unsafe { self.topk.launch(stream, GemmShape::rows(desc.rows), &args) }
+        unsafe { kernel.launch(stream, GemmShape::rows(desc.rows), &args) }
     }
 
     /// Enqueues the lists of pairs by expert.

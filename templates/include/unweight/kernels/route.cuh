@@ -3,6 +3,7 @@
 //
 // stage    threads  blocks/SM  grid                                  dynamic smem  what
 // topk     256      4*         ceil(tokens / 8)                      0             logits -> ids and weights of pairs
+// topk_sigmoid: as topk
 // sort     1024     1          1                                     67840         ids -> pairs by expert, items
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
 // * 3 from sm_100 on: with 64 registers it spills there.
@@ -14,6 +15,9 @@
 //          `rounded` then rounds to bf16. A NaN counts as less than all numbers. The order of each sum is fixed: a
 //          token's ids and weights depend only on its row. Places of shared experts follow, with the ids from `experts`
 //          on and weight 1 or, if `gated`, 1 / (1 + e^-logit), rounded likewise. `scale` multiplies all weights.
+// topk_sigmoid
+//          As topk, but weight = 1 / (1 + e^-logit), and the largest sums of weight and correction bias are chosen.
+//          `normalized` divides by the sum of the chosen weights + 1e-20; `routed_scale` then multiplies them.
 // sort     One block, without atomics, so the pairs of an expert keep their order. Each warp counts a range of pairs,
 //          32 at a time; thread e sums the counts of expert e over the warps; a scan over experts gives first entries
 //          and first items; each warp goes through its range again and places its pairs. An id that is not below
@@ -50,9 +54,9 @@ constexpr u32 kFirsts = kSortWarps * kCountPitch;
 constexpr u32 kWarpSums = kFirsts + kExpertsMax * 4;
 
 template <class Config>
-constexpr u32 kThreads = Config::kStage == RouteStage::kTopk   ? kTopkThreads
-                         : Config::kStage == RouteStage::kSort ? kSortThreads
-                                                               : kCombineThreads;
+constexpr u32 kThreads = Config::kStage == RouteStage::kSort      ? kSortThreads
+                         : Config::kStage == RouteStage::kCombine ? kCombineThreads
+                                                                  : kTopkThreads;
 
 // Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
@@ -74,13 +78,21 @@ UW_DEVICE void start() {
 // ---- topk ----------------------------------------------------------------------------------------------------------
 constexpr u32 kPerLane = kExpertsMax / 32;  // experts lane, lane + 32, ...
 
-template <bool kPdl>
+// The sigmoid of a bf16 logit; 0 for a NaN.
+UW_DEVICE float score_of(const u16* logit) {
+    const float x = ptx::float_from_bits(ptx::ld_global_u16(logit) << 16);
+    // max(NaN, 0) is 0.
+    return ptx::max(ptx::div(1.0f, ptx::add(1.0f, ptx::ex2_approx(x * -1.44269504f))), 0.0f);
+}
+
+template <bool kPdl, bool kSigmoid>
 UW_DEVICE void topk(const RouteArgs& args) {
     start<kPdl>();
     const u32 lane = ptx::laneid(), token = ptx::ctaid() * (kTopkThreads / 32) + ptx::uniform_warp_index();
     if (token >= args.tokens) return;
     const float none = ptx::float_from_bits(0xff800000u);  // -inf
     const u16* const logits = args.logits + token * args.logits_pitch;
+    [[maybe_unused]] const float* const correction = reinterpret_cast<const float*>(args.products);
     float values[kPerLane];
     u32 left = 0;  // bit i: value i exists and is not chosen yet
     float largest = none;
@@ -91,22 +103,29 @@ UW_DEVICE void topk(const RouteArgs& args) {
         if (expert < args.experts) {
             // max(NaN, -inf) is -inf.
             values[i] = ptx::max(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
+            if constexpr (kSigmoid) {
+                const float bias = ptx::float_from_bits(ptx::ld_global(correction + expert));
+                const bool is_number = (ptx::ld_global_u16(logits + expert) & 0x7fff) <= 0x7f80;
+                values[i] = is_number ? ptx::max(ptx::add(score_of(logits + expert), bias), none) : none;
+            }
             left |= 1u << i;
         }
         largest = ptx::max(largest, values[i]);
     }
+    float offset = 0.0f, sum = 0.0f;
+    if constexpr (!kSigmoid) {
 #pragma unroll
-    for (u32 distance = 16; distance > 0; distance /= 2) {
-        const u32 other = ptx::shfl_sync_bfly(ptx::bits_from_float(largest), distance);
-        largest = ptx::max(largest, ptx::float_from_bits(other));
-    }
-    const float offset = largest == none ? 0.0f : largest;
-    float sum = 0.0f;
+        for (u32 distance = 16; distance > 0; distance /= 2) {
+            const u32 other = ptx::shfl_sync_bfly(ptx::bits_from_float(largest), distance);
+            largest = ptx::max(largest, ptx::float_from_bits(other));
+        }
+        offset = largest == none ? 0.0f : largest;
 #pragma unroll
-    for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::ex2_approx((values[i] - offset) * 1.44269504f));
+        for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::ex2_approx((values[i] - offset) * 1.44269504f));
 #pragma unroll
-    for (u32 distance = 16; distance > 0; distance /= 2) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
+        for (u32 distance = 16; distance > 0; distance /= 2) {
+            sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
+        }
     }
 
     // Lane j keeps place j.
@@ -134,7 +153,12 @@ UW_DEVICE void topk(const RouteArgs& args) {
             }
         }
         if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);
-        const float share = ptx::div(ptx::ex2_approx((best - offset) * 1.44269504f), sum);
+        float share = 0.0f;
+        if constexpr (kSigmoid) {
+            share = score_of(logits + expert);
+        } else {
+            share = ptx::div(ptx::ex2_approx((best - offset) * 1.44269504f), sum);
+        }
         chosen = ptx::add(chosen, share);
         if (place == lane) {
             id = expert;
@@ -143,7 +167,9 @@ UW_DEVICE void topk(const RouteArgs& args) {
     }
     const u32 places = args.top_k + args.shared;
     if (lane >= places) return;
+    if constexpr (kSigmoid) chosen = ptx::add(chosen, 1e-20f);
     if (args.normalized != 0) weight = ptx::div(weight, chosen);
+    if constexpr (kSigmoid) weight = ptx::mul(weight, args.routed_scale);
     if (lane >= args.top_k) {
         id = args.experts + lane - args.top_k;
         weight = 1.0f;
@@ -290,7 +316,9 @@ UW_DEVICE void combine(const RouteArgs& args) {
 template <class Config>
 UW_DEVICE void run(const RouteArgs& args) {
     if constexpr (Config::kStage == RouteStage::kTopk) {
-        topk<Config::kPdl>(args);
+        topk<Config::kPdl, false>(args);
+    } else if constexpr (Config::kStage == RouteStage::kTopkSigmoid) {
+        topk<Config::kPdl, true>(args);
     } else if constexpr (Config::kStage == RouteStage::kSort) {
         sort<Config::kPdl>(args);
     } else {

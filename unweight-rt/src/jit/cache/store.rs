@@ -49,7 +49,7 @@ const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
 /// new directory that is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
 /// The file that marks a directory as a kernel cache. It follows the Cache Directory Tagging Specification, so that
-/// backups skip the directory, and has one more line.
+/// backups skip the directory, and has one more line, which never changes.
 const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
     # unweight kernel cache. Everything in this folder may be removed at any time.\n";

@@ -92,7 +92,7 @@ pub struct Experts {
 /// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r3w4p2_pdl_silu_mul".to_owned()));
-/// assert_eq!(names.len(), 3 + 2 * 2 * 4);
+/// assert_eq!(names.len(), 4 + 2 * 2 * 4);
 /// ```
 pub fn variants(arch: Arch) -> Vec<VariantSpec> {
     let routes = RouteStage::ALL.iter().map(|stage| route::variant(arch, *stage));
@@ -241,9 +241,9 @@ impl Experts {
         self.down.fill(stream, byte)
     }
 
-    /// Returns the size of the weights on the device in bytes.
+    /// Returns the size of the weights, and of a correction bias, on the device in bytes.
     pub fn bytes(&self) -> u64 {
-        self.gate_up.bytes() + self.down.bytes()
+        self.gate_up.bytes() + self.down.bytes() + self.router.bytes()
     }
 
     /// Returns why gate and up, and down, are BF16; `None` if they are packed, or if BF16 was requested.
@@ -270,6 +270,14 @@ impl Experts {
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
         self.router.choose(stream, logits, self.shape.experts, choice, (ids, weights))
+    }
+
+    /// Sets the correction bias of the router, an element per expert without shared ones. Scores are then the sigmoids
+    /// of logits instead of shares of the softmax, and [`Experts::choose`] takes the experts with the largest sums of
+    /// score and bias.
+    #[doc(hidden)]
+    pub fn set_correction(&mut self, bias: DeviceBuffer<f32>) {
+        self.router.set_correction(bias);
     }
 
     /// Returns the routing kernels.

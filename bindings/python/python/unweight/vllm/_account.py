@@ -65,9 +65,16 @@ def wrap_loaders(layer: nn.Module) -> None:
     """Wraps the weight loaders of a layer so that they count. vLLM itself ignores tensors for a layer that is already
     packed, and would pack uninitialized memory if a tensor is missing.
     """
-    for name, parameter in layer.named_parameters(recurse=False):
+    for name, parameter in _parameters_to_pack(layer):
         if not hasattr(parameter.weight_loader, "unweight_counts"):
             parameter.weight_loader = _counting_loader(weakref.ref(layer), name, parameter.weight_loader)
+
+
+def _parameters_to_pack(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters with a loader of their own. Experts also hold the correction bias of their router, which
+    arrives with the router.
+    """
+    return [(name, one) for name, one in layer.named_parameters(recurse=False) if hasattr(one, "weight_loader")]
 
 
 def _counting_loader(
@@ -112,7 +119,7 @@ def missing_tensors(layer: nn.Module) -> list[str]:
     if not info.can_load() or info.load_numel >= info.load_numel_total:
         return []
     missing = []
-    for name, parameter in layer.named_parameters(recurse=False):
+    for name, parameter in _parameters_to_pack(layer):
         expected = parameter.numel()
         if isinstance(layer, VocabParallelEmbedding):
             # The remaining rows are padding.

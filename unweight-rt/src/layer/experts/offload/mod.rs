@@ -219,6 +219,12 @@ impl OffloadedExperts {
         self.shape.context_size(tokens, top_k)
     }
 
+    /// Sets the correction bias of the router, as [`Experts::set_correction`] does.
+    #[doc(hidden)]
+    pub fn set_correction(&mut self, bias: DeviceBuffer<f32>) {
+        self.resident.set_correction(bias);
+    }
+
     /// Enqueues the routing decision, as [`Experts::choose`] does.
     ///
     /// # Errors
