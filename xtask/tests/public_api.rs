@@ -53,7 +53,7 @@ struct Limits {
 const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [307, 516, 329]),
-    limits("unweight-rt", "unweight-rt", [300, 362, 755]),
+    limits("unweight-rt", "unweight-rt", [300, 363, 755]),
     limits("unweight-engine", "unweight-engine", [150, 170, 300]),
     limits("unweight-model", "unweight-model", [115, 220, 0]),
     limits("unweight-codegen", "unweight-codegen", [500, 1016, 0]),
