@@ -687,11 +687,12 @@ fn offloaded_experts_give_the_same_tokens() {
             let traffic = engine.expert_traffic().unwrap().expect("experts were fetched");
             println!("{name}, {resident} of {experts}: {traffic}");
             let copied = traffic.misses + traffic.prefetched;
-            assert_eq!(engine.memory().host_compact, engine.memory().host, "{name}: {}", engine.memory());
-            assert_eq!(engine.packed_in_host_memory(), None);
-            // Experts have about the same size.
-            let each = engine.memory().host / u64::from(experts * engine.config().layers);
-            assert!((copied * each / 20 * 19..copied * each / 20 * 21).contains(&traffic.bytes), "{each}: {traffic}");
+            // Of the bundle's matrices, one is not smaller as compact. Experts have about the same size.
+            let (host, compact) = (engine.memory().host, engine.memory().host_compact);
+            assert!(compact > host / 2 && compact <= host, "{name}: {}", engine.memory());
+            assert!(name == "mixtral" || compact == host, "{name}: {}", engine.memory());
+            let each = host / u64::from(experts * engine.config().layers);
+            assert!((copied * each / 10 * 9..copied * each / 10 * 11).contains(&traffic.bytes), "{each}: {traffic}");
             assert!(each < engine.config().expert_bytes(Placement::Packed), "{name}: {each}");
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
             assert!(traffic.prefetched > 0 && traffic.prefetch_hits <= traffic.prefetched, "{traffic}");
