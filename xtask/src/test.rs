@@ -6,8 +6,7 @@ use crate::{
     setup, wheel,
 };
 
-/// Prepares the environment and runs the tests. Arguments replace `--workspace --all-targets`, for example to run one
-/// test.
+/// Prepares the environment and runs the tests. Arguments replace `--workspace`, for example to run one test.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     let environment = setup::prepare()?;
     let test = |arguments: &[&str]| {
@@ -23,9 +22,8 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     if !arguments.is_empty() {
         return test(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     }
-    test(&["--workspace", "--all-targets"])?;
-    // --all-targets excludes doc tests.
-    test(&["--workspace", "--doc"])?;
+    // Doc tests included: alone, they would build half of the crates again, without the features of other tests.
+    test(&["--workspace"])?;
     wheel::test(&environment)
 }
 

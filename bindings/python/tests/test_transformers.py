@@ -149,7 +149,7 @@ class Models(unittest.TestCase):
         got = AutoModelForCausalLM.from_pretrained(bundle)
         with self.assertLogs("unweight.transformers", "WARNING") as logs, self.assertRaises(ValueError):
             got.save_pretrained(self.home / "saved")
-        self.assertIn("copy that directory", logs.output[0])
+        self.assertIn("copy its directory", logs.output[0])
         self.assertFalse((self.home / "saved" / "model.safetensors").exists())
 
     def test_another_dtype_is_refused(self):
