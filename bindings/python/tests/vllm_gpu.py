@@ -306,6 +306,23 @@ def engines_of(arguments: argparse.Namespace, home: pathlib.Path) -> dict[str, t
     return engines
 
 
+def provenance() -> dict[str, Any]:
+    """Returns what a record says of its run: machine, date, command and versions."""
+    import torch
+    import vllm
+
+    import unweight
+
+    return {
+        "machine": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
+        "date": datetime.date.today().isoformat(),
+        "command": sys.argv,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "unweight": unweight.__version__,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("vllm.json"))
@@ -364,7 +381,6 @@ def main() -> None:
         return
 
     import torch
-    import vllm
 
     import unweight
 
@@ -379,12 +395,7 @@ def main() -> None:
             total = torch.cuda.get_device_properties(0).total_memory * arguments.tp * arguments.pp
             llm["gpu_memory_utilization"] = arguments.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
         report: dict[str, Any] = {
-            "machine": torch.cuda.get_device_name(0) if is_cuda else platform.processor(),
-            "date": datetime.date.today().isoformat(),
-            "command": sys.argv,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-            "unweight": unweight.__version__,
+            **provenance(),
             "weight_bytes": weight_bytes,
             "llm": llm,
             "engines": {},

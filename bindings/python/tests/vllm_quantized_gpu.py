@@ -15,10 +15,8 @@ limits the whole run; the result names what was left out.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
-import platform
 import re
 import shutil
 import signal
@@ -29,7 +27,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from models import GEOMETRIES, MIXTURES, of_geometry
-from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, apart, compared, faults, numbers, over_bf16, run
+from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, apart, compared, faults, numbers, over_bf16, provenance, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,11 +248,11 @@ def say(kind: str, record: dict[str, Any]) -> None:
     for name, result in record["engines"].items():
         rates = {of: round(statistics.median(values), 1) for of, values in result["tokens_per_second"].items()}
         print(f"  {name}: load {result['load_seconds']:.1f} s, {result['kernels']}, tokens/s {rates}")
-        beside = record.get(f"{name}_to_stock")
-        if beside is not None:
-            ratios = {of: round(value, 3) for of, value in beside["tokens_per_second"].items()}
-            print(f"    to stock {ratios}, KV tokens x {beside['kv_tokens']:.3f}, equal {beside['tokens_agreed']}")
-            print(f"    forced logprobs differ by {beside['forced_logprob_difference']}")
+        to_stock = record.get(f"{name}_to_stock")
+        if to_stock is not None:
+            ratios = {of: round(value, 3) for of, value in to_stock["tokens_per_second"].items()}
+            print(f"    to stock {ratios}, KV tokens x {to_stock['kv_tokens']:.3f}, equal {to_stock['tokens_agreed']}")
+            print(f"    forced logprobs differ by {to_stock['forced_logprob_difference']}")
             print(f"    those of stock in other batches by {record['stock_in_other_batches']}")
     sys.stdout.flush()
 
@@ -282,8 +280,14 @@ def main() -> None:
         llm["compilation_config"] = {"cudagraph_capture_sizes": batches}
         if arguments.no_compile:
             llm["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    options = {"batches": batches, "first": [], "prompt": arguments.prompt, "tokens": arguments.tokens, "llm": llm}
-    options["alone"] = True
+    options = {
+        "batches": batches,
+        "first": [],
+        "prompt": arguments.prompt,
+        "tokens": arguments.tokens,
+        "alone": True,
+        "llm": llm,
+    }
     if arguments.plan:
         for kind in kinds:
             bundle = pathlib.Path(f"SCRATCH/{kind}-bundle") if arguments.bundle else None
@@ -295,19 +299,11 @@ def main() -> None:
     end = time.monotonic() + arguments.seconds
 
     import torch
-    import unweight
-    import vllm
 
-    is_cuda = torch.cuda.is_available()
-    if is_cuda:
+    if torch.cuda.is_available():
         llm["gpu_memory_utilization"] = arguments.memory
     report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(0) if is_cuda else platform.processor(),
-        "date": datetime.date.today().isoformat(),
-        "command": sys.argv,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "unweight": unweight.__version__,
+        **provenance(),
         "options": options,
         "formats": {},
         "left_out": [],
