@@ -658,15 +658,31 @@ fn routers() -> Vec<Router> {
     ]
 }
 
-#[test]
-fn tokens_choose_their_largest_logits() {
-    let specs = [spec("route_topk"), spec("route_topk_pdl")];
+/// Checks the choices of all routers by kernels with these names.
+fn check_routers(names: [&str; 2], routers: &[Router]) {
+    let specs = names.map(spec);
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in &specs {
-        for (i, router) in routers().iter().enumerate() {
+        for (i, router) in routers.iter().enumerate() {
             router.check(&mut kernel, spec).unwrap_or_else(|wrong| panic!("{spec}, router {i}: {wrong}"));
         }
     }
+}
+
+/// Plants each bug, a text of the header and its replacement, and expects that a router catches it.
+fn check_planted_bugs(name: &str, bugs: &[(&'static str, &'static str)], routers: &[Router]) {
+    let spec = spec(name);
+    for (from, to) in bugs {
+        let Some(edit) = Edit::planted("unweight/kernels/route.cuh", from, to) else { continue };
+        let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let caught = routers.iter().any(|router| router.check(&mut kernel, &spec).is_err());
+        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
+    }
+}
+
+#[test]
+fn tokens_choose_their_largest_logits() {
+    check_routers(["route_topk", "route_topk_pdl"], &routers());
 }
 
 fn sigmoid_routers() -> Vec<Router> {
@@ -681,19 +697,12 @@ fn sigmoid_routers() -> Vec<Router> {
 
 #[test]
 fn sigmoids_with_a_correction_choose_experts() {
-    let specs = [spec("route_topk_sigmoid"), spec("route_topk_sigmoid_pdl")];
-    let mut kernel = CpuKernel::all(&specs, &[]);
-    for spec in &specs {
-        for (i, router) in sigmoid_routers().iter().enumerate() {
-            router.check(&mut kernel, spec).unwrap_or_else(|wrong| panic!("{spec}, router {i}: {wrong}"));
-        }
-    }
+    check_routers(["route_topk_sigmoid", "route_topk_sigmoid_pdl"], &sigmoid_routers());
 }
 
 #[test]
 fn planted_bugs_of_sigmoid_choices_are_caught() {
-    let header = "unweight/kernels/route.cuh";
-    for (from, to) in [
+    let bugs = [
         ("ptx::add(score_of(logits + expert), bias)", "score_of(logits + expert)"),
         ("ptx::ld_global(correction + expert)", "ptx::ld_global(correction)"),
         ("share = score_of(logits + expert);", "share = best;"),
@@ -701,19 +710,13 @@ fn planted_bugs_of_sigmoid_choices_are_caught() {
         ("values[i] = is_number ?", "values[i] = true ?"),
         ("if constexpr (kSigmoid) weight = ptx::mul(weight, args.routed_scale);", ""),
         ("if constexpr (kSigmoid) chosen = ptx::add(chosen, 1e-20f);", ""),
-    ] {
-        let spec = spec("route_topk_sigmoid_pdl");
-        let Some(edit) = Edit::planted(header, from, to) else { continue };
-        let mut kernel = CpuKernel::of(&spec, &[edit]);
-        let caught = sigmoid_routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
-        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
-    }
+    ];
+    check_planted_bugs("route_topk_sigmoid_pdl", &bugs, &sigmoid_routers());
 }
 
 #[test]
 fn planted_bugs_of_choices_are_caught() {
-    let header = "unweight/kernels/route.cuh";
-    for (from, to) in [
+    let bugs = [
         ("(expert == ~0u || values[i] > best)", "(expert == ~0u || values[i] >= best)"),
         ("(other == best && other_expert < expert)", "(other == best && other_expert > expert)"),
         ("if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);", "if (expert % 32 == lane) left &= ~1u;"),
@@ -729,13 +732,8 @@ fn planted_bugs_of_choices_are_caught() {
         ("gate * -1.44269504f", "gate * 1.44269504f"),
         ("if (args.gated != 0) {", "if (args.gated == 0) {"),
         ("ptx::mul(weight, args.scale);", "weight;"),
-    ] {
-        let spec = spec("route_topk_pdl");
-        let Some(edit) = Edit::planted(header, from, to) else { continue };
-        let mut kernel = CpuKernel::of(&spec, &[edit]);
-        let caught = routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
-        assert!(caught, "the planted bug was not caught: `{to}` for `{from}`");
-    }
+    ];
+    check_planted_bugs("route_topk_pdl", &bugs, &routers());
 }
 
 // ---- rows of tokens ----
