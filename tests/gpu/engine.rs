@@ -690,9 +690,12 @@ fn offloaded_experts_give_the_same_tokens() {
             // Of the bundle's matrices, one is not smaller as compact. Experts have about the same size.
             let (host, compact) = (engine.memory().host, engine.memory().host_compact);
             assert!(compact > host / 2 && compact <= host, "{name}: {}", engine.memory());
-            assert!(name == "mixtral" || compact == host, "{name}: {}", engine.memory());
+            let is_all = compact == host && engine.packed_in_host_memory().is_none();
+            assert!(name == "mixtral" || is_all, "{name}: {}", engine.memory());
             let each = host / u64::from(experts * engine.config().layers);
-            assert!((copied * each / 10 * 9..copied * each / 10 * 11).contains(&traffic.bytes), "{each}: {traffic}");
+            let parts = if is_all { 20 } else { 10 };
+            let about = copied * each / parts * (parts - 1)..copied * each / parts * (parts + 1);
+            assert!(about.contains(&traffic.bytes), "{each}: {traffic}");
             assert!(each < engine.config().expert_bytes(Placement::Packed), "{name}: {each}");
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
             assert!(traffic.prefetched > 0 && traffic.prefetch_hits <= traffic.prefetched, "{traffic}");
