@@ -21,9 +21,9 @@ fn main() -> Result<()> {
         PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").ok_or_else(|| Error::other("CARGO_MANIFEST_DIR is not set"))?);
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or_else(|| Error::other("OUT_DIR is not set"))?);
     let mut text = String::new();
-    for (constant, folder, extension, doc) in LISTS {
-        println!("cargo:rerun-if-changed={folder}");
-        let base = root.join(folder);
+    for (constant, directory, extension, doc) in LISTS {
+        println!("cargo:rerun-if-changed={directory}");
+        let base = root.join(directory);
         let mut files = Vec::new();
         collect(&base, extension, &mut files)?;
         let mut named: Vec<(String, PathBuf)> = files.into_iter().map(|path| (name_of(&base, &path), path)).collect();
@@ -38,8 +38,8 @@ fn main() -> Result<()> {
 }
 
 /// Every file under `directory` that ends in `.extension`.
-fn collect(folder: &Path, extension: &str, files: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(folder)? {
+fn collect(directory: &Path, extension: &str, files: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(directory)? {
         let path = entry?.path();
         if path.is_dir() {
             // A directory must be watched by itself: a file that is added to it does not change its parent.

@@ -25,8 +25,8 @@ pub fn unweight(arguments: &[&str]) -> Command {
 }
 
 /// Runs in `directory` and expects `status`.
-pub fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
-    let output = unweight(arguments).current_dir(folder).output().unwrap();
+pub fn run(directory: &Path, arguments: &[&str], status: i32) -> Output {
+    let output = unweight(arguments).current_dir(directory).output().unwrap();
     assert_eq!(
         output.status.code(),
         Some(status),
@@ -38,8 +38,8 @@ pub fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
 }
 
 /// Runs in `directory`, expects `status` and an error with this code, and returns stderr.
-pub fn fails(folder: &Path, arguments: &[&str], status: i32, code: &str) -> String {
-    let output = run(folder, arguments, status);
+pub fn fails(directory: &Path, arguments: &[&str], status: i32, code: &str) -> String {
+    let output = run(directory, arguments, status);
     assert_eq!(error_code(&output), code, "unweight {arguments:?}\n{}", stderr(&output));
     stderr(&output)
 }
@@ -127,16 +127,17 @@ pub fn damaged(home: &Path) -> String {
     shard.file_name().unwrap().to_str().unwrap().to_owned()
 }
 
-pub fn shards(folder: &Path) -> Vec<PathBuf> {
-    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+pub fn shards(directory: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
     let mut shards: Vec<_> = files.filter(|file| file.extension().is_some_and(|e| e == "safetensors")).collect();
     shards.sort();
     shards
 }
 
 pub fn same(a: &Path, b: &Path) {
-    let names =
-        |folder: &Path| -> BTreeSet<_> { fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name()).collect() };
+    let names = |directory: &Path| -> BTreeSet<_> {
+        fs::read_dir(directory).unwrap().map(|e| e.unwrap().file_name()).collect()
+    };
     assert_eq!(names(a), names(b));
     for name in names(a) {
         assert!(fs::read(a.join(&name)).unwrap() == fs::read(b.join(&name)).unwrap(), "{name:?} differs");

@@ -225,9 +225,9 @@ fn remove_old_simulators(home: &Path) {
         simulators.filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path()))).collect();
     simulators.sort();
     let old = simulators.len().saturating_sub(MAX_SIMULATORS);
-    for (_, folder) in simulators.drain(..old) {
+    for (_, directory) in simulators.drain(..old) {
         // Another process may remove the directory at the same time.
-        _ = std::fs::remove_dir_all(folder);
+        _ = std::fs::remove_dir_all(directory);
     }
 }
 

@@ -31,19 +31,19 @@ pub fn library() -> Result<String, String> {
 pub fn run(root: &OsStr, arguments: &[OsString]) -> Result<i32, String> {
     let (rustc, arguments) = arguments.split_first().ok_or("no compiler to run")?;
     let is_workspace_package =
-        env::var_os("CARGO_MANIFEST_DIR").is_some_and(|folder| Path::new(&folder).starts_with(root));
+        env::var_os("CARGO_MANIFEST_DIR").is_some_and(|directory| Path::new(&directory).starts_with(root));
     let variable = |name| env::var(name).unwrap_or_default();
     let package =
         is_workspace_package.then(|| format!("{}-{}", variable("CARGO_PKG_NAME"), variable("CARGO_PKG_VERSION")));
     let library = variable(LIBRARY);
     let (sources, name) = library.split_once('=').unwrap_or_default();
-    let folders = [
+    let directories = [
         (sources.into(), name),
         (cargo_home(), "/cargo"),
         (env::var_os("CARGO_TARGET_DIR").unwrap_or_default(), "/target"),
         (root.to_owned(), ROOT_NAME),
     ];
-    let status = Command::new(rustc).args(remap_folders(arguments, package.as_deref(), &folders)).status();
+    let status = Command::new(rustc).args(remap_directories(arguments, package.as_deref(), &directories)).status();
     let status = status.map_err(|error| format!("{}: {error}", rustc.display()))?;
     Ok(status.code().unwrap_or(1))
 }
@@ -56,7 +56,7 @@ fn cargo_home() -> OsString {
 /// Returns the arguments without the paths of `directories`. Cargo identifies packages outside a workspace by their
 /// directory, such as the workspace's crates in the build of the Python extension. The name of `package` replaces this
 /// directory.
-fn remap_folders(arguments: &[OsString], package: Option<&str>, folders: &[(OsString, &str)]) -> Vec<OsString> {
+fn remap_directories(arguments: &[OsString], package: Option<&str>, directories: &[(OsString, &str)]) -> Vec<OsString> {
     let mut remapped = arguments.to_vec();
     if !arguments.iter().any(|argument| argument == "--crate-name") {
         return remapped;
@@ -71,9 +71,9 @@ fn remap_folders(arguments: &[OsString], package: Option<&str>, folders: &[(OsSt
         }
     }
     // rustc uses the last match.
-    for (folder, name) in folders.iter().filter(|(folder, _)| !folder.is_empty()) {
+    for (directory, name) in directories.iter().filter(|(directory, _)| !directory.is_empty()) {
         let mut remap = OsString::from("--remap-path-prefix=");
-        remap.push(folder);
+        remap.push(directory);
         remap.push(format!("={name}"));
         remapped.push(remap);
     }
@@ -88,7 +88,7 @@ mod tests {
     fn build_folders_are_not_compiled_in() {
         let remapped = |root: &str, hash: &str| {
             let arguments = ["--crate-name", "a", "--crate-type", "lib", "-C", hash].map(OsString::from);
-            remap_folders(&arguments, Some("a-1.0.0"), &[(root.into(), ROOT_NAME), (OsString::new(), "/cargo")])
+            remap_directories(&arguments, Some("a-1.0.0"), &[(root.into(), ROOT_NAME), (OsString::new(), "/cargo")])
         };
         let (one, other) = (remapped("/one", "metadata=1f"), remapped("/other", "metadata=2f"));
         assert_eq!(one[..6], other[..6]);
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn registry_packages_and_version_queries_are_unchanged() {
         let arguments = ["--crate-name", "a", "-C", "metadata=1f"].map(OsString::from);
-        assert_eq!(remap_folders(&arguments, None, &[]), arguments);
-        assert_eq!(remap_folders(&["-vV".into()], Some("a"), &[("/one".into(), "/")]), ["-vV"]);
+        assert_eq!(remap_directories(&arguments, None, &[]), arguments);
+        assert_eq!(remap_directories(&["-vV".into()], Some("a"), &[("/one".into(), "/")]), ["-vV"]);
     }
 }

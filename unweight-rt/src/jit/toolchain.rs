@@ -286,8 +286,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
         return first_usable(library, files, &Origin::Variable(name), &mut tried).ok_or_else(|| missing(tried));
     }
     for site in site_packages(env) {
-        for folder in library.wheel_folders() {
-            let files = files_in(&site.join(folder), library.stem());
+        for directory in library.wheel_folders() {
+            let files = files_in(&site.join(directory), library.stem());
             if let Some(found) = first_usable(library, files, &Origin::Wheel(site.clone()), &mut tried) {
                 return Ok(found);
             }
@@ -296,8 +296,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     // The driver belongs to the machine; a toolkit contains only a stub.
     if library != Library::Driver {
         for root in &env.search.toolkits {
-            for folder in ["lib64", "lib", "targets/x86_64-linux/lib"] {
-                let files = files_in(&root.join(folder), library.stem());
+            for directory in ["lib64", "lib", "targets/x86_64-linux/lib"] {
+                let files = files_in(&root.join(directory), library.stem());
                 if let Some(found) = first_usable(library, files, &Origin::Toolkit(root.clone()), &mut tried) {
                     return Ok(found);
                 }
@@ -306,8 +306,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     }
     // Search by directory first, because the loader only tries the requested SONAMEs. Not for the driver: a directory
     // may contain a toolkit's stub.
-    for folder in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
-        if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
+    for directory in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
+        if let Some(found) = first_usable(library, files_in(directory, library.stem()), &Origin::Loader, &mut tried) {
             return Ok(found);
         }
     }
@@ -376,13 +376,13 @@ fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return if path.exists() { vec![path.to_owned()] } else { Vec::new() };
     }
-    let below = ["", "lib64", "lib"].iter().chain(library.wheel_folders()).map(|folder| path.join(folder));
-    below.flat_map(|folder| files_in(&folder, library.stem())).collect()
+    let below = ["", "lib64", "lib"].iter().chain(library.wheel_folders()).map(|directory| path.join(directory));
+    below.flat_map(|directory| files_in(&directory, library.stem())).collect()
 }
 
 /// Returns `stem.so`, `stem.so.13`, ... in `directory`, highest version first.
-fn files_in(folder: &Path, stem: &str) -> Vec<PathBuf> {
-    let mut files: Vec<PathBuf> = list(folder)
+fn files_in(directory: &Path, stem: &str) -> Vec<PathBuf> {
+    let mut files: Vec<PathBuf> = list(directory)
         .into_iter()
         .filter(|path| {
             let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
@@ -415,8 +415,8 @@ fn numbers(text: &str) -> Vec<u64> {
     text.split(|character: char| !character.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }
 
-fn list(folder: &Path) -> Vec<PathBuf> {
-    std::fs::read_dir(folder)
+fn list(directory: &Path) -> Vec<PathBuf> {
+    std::fs::read_dir(directory)
         .map_or_else(|_| Vec::new(), |entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
 }
 
@@ -461,10 +461,10 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
 
 /// Loads NVRTC's builtins. NVRTC opens them by SONAME at the first compile, which fails outside the loader's path.
 fn preload_builtins(nvrtc: &Path, version: Version) {
-    let Some(folder) = nvrtc.canonicalize().ok().and_then(|path| path.parent().map(Path::to_owned)) else {
+    let Some(directory) = nvrtc.canonicalize().ok().and_then(|path| path.parent().map(Path::to_owned)) else {
         return;
     };
-    let builtins = folder.join(format!("libnvrtc-builtins.so.{version}"));
+    let builtins = directory.join(format!("libnvrtc-builtins.so.{version}"));
     // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them; if not, its log
     // reports it.
     if let Ok(handle) = unsafe { Handle::open(Some(&builtins), RTLD_NOW | RTLD_LOCAL) } {
@@ -557,7 +557,7 @@ mod tests {
 
     #[test]
     fn file_names_are_chosen_by_version_and_not_by_prefix() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         for name in [
             "libnvrtc.so",
             "libnvrtc.so.9",
@@ -569,9 +569,9 @@ mod tests {
             "libnvrtc.sox",
             "libnvrtc_static.a",
         ] {
-            std::fs::write(folder.path().join(name), name).unwrap();
+            std::fs::write(directory.path().join(name), name).unwrap();
         }
-        let names: Vec<String> = files_in(folder.path(), "libnvrtc")
+        let names: Vec<String> = files_in(directory.path(), "libnvrtc")
             .iter()
             .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
             .collect();
@@ -582,10 +582,10 @@ mod tests {
     fn wheels_are_found_under_a_prefix_of_any_python_version() {
         let prefix = tempfile::tempdir().unwrap();
         for version in ["python3.9", "python3.12"] {
-            let folder = prefix.path().join("lib").join(version).join("site-packages/nvidia/cu13/lib");
-            std::fs::create_dir_all(&folder).unwrap();
+            let directory = prefix.path().join("lib").join(version).join("site-packages/nvidia/cu13/lib");
+            std::fs::create_dir_all(&directory).unwrap();
             // Not a library: the loader rejects it, and the reason must be reported.
-            std::fs::write(folder.join("libnvrtc.so.13"), "not an ELF file").unwrap();
+            std::fs::write(directory.join("libnvrtc.so.13"), "not an ELF file").unwrap();
         }
         let mut env = Env::parse(|_| None).unwrap();
         env.search.python_prefixes = vec![prefix.path().to_owned()];
@@ -601,20 +601,20 @@ mod tests {
 
     #[test]
     fn wrong_library_variable_is_final() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let mut env = Env::parse(|name| std::env::var_os(name)).unwrap();
-        env.nvrtc = Some(folder.path().join("absent.so"));
+        env.nvrtc = Some(directory.path().join("absent.so"));
         let missing = find(Library::Nvrtc, &env).unwrap_err();
         assert_eq!(missing.tried.len(), 1);
         assert!(missing.to_string().contains("UNWEIGHT_NVRTC="), "{missing}");
-        env.nvrtc = Some(folder.path().to_owned());
+        env.nvrtc = Some(directory.path().to_owned());
         let missing = find(Library::Nvrtc, &env).unwrap_err();
         assert!(missing.to_string().contains("no libnvrtc.so* found"), "{missing}");
     }
 
     #[test]
     fn another_library_under_the_name_is_refused() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         // Every Linux has libc, which has none of the symbols.
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let libc = maps
@@ -622,9 +622,9 @@ mod tests {
             .filter_map(|line| line.find('/').map(|start| &line[start..]))
             .find(|path| path.contains("libc.so") || path.contains("libc-"))
             .expect("libc is mapped");
-        std::os::unix::fs::symlink(libc, folder.path().join("libnvrtc.so.13")).unwrap();
+        std::os::unix::fs::symlink(libc, directory.path().join("libnvrtc.so.13")).unwrap();
         let mut env = Env::parse(|_| None).unwrap();
-        env.nvrtc = Some(folder.path().to_owned());
+        env.nvrtc = Some(directory.path().to_owned());
         let missing = find(Library::Nvrtc, &env).unwrap_err();
         assert!(missing.tried[0].why.contains("has no nvrtcVersion"), "{missing}");
     }

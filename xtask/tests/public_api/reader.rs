@@ -134,10 +134,10 @@ impl Crate {
     /// Reads the crate in `directory`.
     ///
     /// `exported` is the result of [`exported`].
-    pub fn read(folder: &str, exported: &BTreeMap<String, Rules>) -> Self {
-        let source = root().join(folder).join("src");
+    pub fn read(directory: &str, exported: &BTreeMap<String, Rules>) -> Self {
+        let source = root().join(directory).join("src");
         let mut read = Self { rules: exported.clone(), ..Self::default() };
-        read.rules.extend(rules_of(&format!("{folder}/src"), false));
+        read.rules.extend(rules_of(&format!("{directory}/src"), false));
         read.file(&source.join("lib.rs"), &source, Vec::new());
         read.assign();
         read
@@ -164,11 +164,11 @@ impl Crate {
     }
 
     /// Reads a file. `directory` is where its modules are.
-    fn file(&mut self, path: &Path, folder: &Path, module_path: ModulePath) {
-        self.items(&parsed(path).items, folder, module_path);
+    fn file(&mut self, path: &Path, directory: &Path, module_path: ModulePath) {
+        self.items(&parsed(path).items, directory, module_path);
     }
 
-    fn items(&mut self, items: &[Item], folder: &Path, module_path: ModulePath) {
+    fn items(&mut self, items: &[Item], directory: &Path, module_path: ModulePath) {
         // A macro of the module itself hides one with the same name elsewhere.
         let mut local_rules = BTreeMap::new();
         add_rules(items, false, &mut local_rules);
@@ -176,13 +176,13 @@ impl Crate {
             local_rules.into_iter().map(|(name, rules)| (name.clone(), self.rules.insert(name, rules))).collect();
         let mut module = Module::default();
         for item in items {
-            self.item(item, folder, &module_path, &mut module);
+            self.item(item, directory, &module_path, &mut module);
         }
         self.modules.insert(module_path, module);
         self.rules.extend(hidden.into_iter().filter_map(|(name, rules)| Some((name, rules?))));
     }
 
-    fn item(&mut self, item: &Item, folder: &Path, module_path: &ModulePath, module: &mut Module) {
+    fn item(&mut self, item: &Item, directory: &Path, module_path: &ModulePath, module: &mut Module) {
         let mut define = |name: &syn::Ident, text: String, visibility: &Visibility, attributes: &[Attribute]| {
             if !is_hidden(attributes) {
                 module.items.insert(name.to_string(), (text, is_pub(visibility)));
@@ -230,11 +230,11 @@ impl Crate {
                 module.items.insert(name.clone(), ("mod".to_owned(), public));
                 let inner = [module_path.as_slice(), std::slice::from_ref(&name)].concat();
                 match &item.content {
-                    Some((_, items)) => self.items(items, &folder.join(&name), inner),
+                    Some((_, items)) => self.items(items, &directory.join(&name), inner),
                     None => {
-                        let flat = folder.join(format!("{name}.rs"));
-                        let path: PathBuf = if flat.is_file() { flat } else { folder.join(&name).join("mod.rs") };
-                        self.file(&path, &folder.join(&name), inner);
+                        let flat = directory.join(format!("{name}.rs"));
+                        let path: PathBuf = if flat.is_file() { flat } else { directory.join(&name).join("mod.rs") };
+                        self.file(&path, &directory.join(&name), inner);
                     }
                 }
             }
@@ -249,7 +249,7 @@ impl Crate {
             Item::Macro(item) if !is_hidden(&item.attrs) => {
                 let Some(written) = self.expand(&item.mac) else { return };
                 let file: syn::File = syn::parse2(written).expect("the macro expands to items");
-                file.items.iter().for_each(|item| self.item(item, folder, module_path, module));
+                file.items.iter().for_each(|item| self.item(item, directory, module_path, module));
             }
             _ => {}
         }
@@ -461,13 +461,13 @@ fn parsed(path: &Path) -> syn::File {
 
 /// Returns the macros that published crates export.
 pub fn exported() -> BTreeMap<String, Rules> {
-    published().keys().flat_map(|folder| rules_of(&format!("{folder}/src"), true)).collect()
+    published().keys().flat_map(|directory| rules_of(&format!("{directory}/src"), true)).collect()
 }
 
 /// Returns the `macro_rules!` of all files in a directory.
-fn rules_of(folder: &str, exported: bool) -> BTreeMap<String, Rules> {
+fn rules_of(directory: &str, exported: bool) -> BTreeMap<String, Rules> {
     let mut found = BTreeMap::new();
-    for path in files(&[folder], &["rs"], &[]) {
+    for path in files(&[directory], &["rs"], &[]) {
         if read(&path).contains(if exported { "#[macro_export]" } else { "macro_rules!" }) {
             add_rules(&parsed(&path).items, exported, &mut found);
         }

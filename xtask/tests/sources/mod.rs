@@ -16,15 +16,15 @@ pub struct Module {
 }
 
 /// Returns all modules below a directory of sources: of its library, its program, or both.
-pub fn modules(folder: &str) -> Vec<Module> {
-    let source = root().join(folder);
+pub fn modules(directory: &str) -> Vec<Module> {
+    let source = root().join(directory);
     let mut found = Vec::new();
     for file in ["lib.rs", "main.rs"].map(|name| source.join(name)) {
         if file.is_file() {
             file_modules(&file, &source, Vec::new(), &mut found);
         }
     }
-    assert!(!found.is_empty(), "{folder} has neither lib.rs nor main.rs");
+    assert!(!found.is_empty(), "{directory} has neither lib.rs nor main.rs");
     found
 }
 
@@ -36,13 +36,13 @@ pub fn modules_of(text: &str) -> Vec<Module> {
     found
 }
 
-fn file_modules(file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
+fn file_modules(file: &Path, directory: &Path, path: Vec<String>, found: &mut Vec<Module>) {
     let parsed = syn::parse_file(&read(file)).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-    item_modules(parsed.items, file, folder, path, found);
+    item_modules(parsed.items, file, directory, path, found);
 }
 
 /// Collects modules. `directory` contains the files of the modules that the items declare.
-fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
+fn item_modules(items: Vec<Item>, file: &Path, directory: &Path, path: Vec<String>, found: &mut Vec<Module>) {
     let mut own_items = Vec::new();
     for item in items.into_iter().filter(|item| !of_tests(item_attributes(item))) {
         let Item::Mod(module) = item else {
@@ -50,11 +50,11 @@ fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>,
             continue;
         };
         let name = module.ident.to_string();
-        let (inner, deeper) = ([path.as_slice(), std::slice::from_ref(&name)].concat(), folder.join(&name));
+        let (inner, deeper) = ([path.as_slice(), std::slice::from_ref(&name)].concat(), directory.join(&name));
         match module.content {
             Some((_, items)) => item_modules(items, file, &deeper, inner, found),
             None => {
-                let flat = folder.join(format!("{name}.rs"));
+                let flat = directory.join(format!("{name}.rs"));
                 let file = if flat.is_file() { flat } else { deeper.join("mod.rs") };
                 file_modules(&file, &deeper, inner, found);
             }
