@@ -205,7 +205,11 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         done += read as u64;
     }
     if done != entry.size() {
-        return reject("the archive ends in this file");
+        return Err(Failure::new(
+            "archive-invalid",
+            format!("archive on stdin: '{name}': it is truncated"),
+            "fetch or make the archive again",
+        ));
     }
     // Times and modes are kept where the file system allows it; failures are ignored.
     let modified = entry.header().mtime().ok().map(Duration::from_secs);

@@ -43,7 +43,7 @@ pub struct Budget {
     /// GPU memory, as for `generate --memory`, such as 21G (GiB) [default: the least that --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
-    /// Largest predicted slowdown of products against the fastest plan, such as 5%
+    /// Largest predicted slowdown of matmuls against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
     /// Concurrent sequences, 1 to 1024
@@ -329,7 +329,7 @@ fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn 
     )?;
     writeln!(
         out,
-        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; encodings that {} runs, times \
+        "matmuls of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; encodings that {} runs, times \
          modelled on measurements of an H200, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;

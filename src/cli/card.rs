@@ -146,7 +146,7 @@ impl Card {
         }
         console.summary("card", &report, |out| {
             let file = target.as_deref().unwrap_or(Path::new(CARD)).display();
-            writeln!(out, "{file}: the card of a sound bundle, {:.1} % of its source", facts.ratio * 100.0)
+            writeln!(out, "{file}: written; the bundle is sound, {:.1} % of its source", facts.ratio * 100.0)
         })
     }
 

@@ -146,7 +146,10 @@ impl Compress {
         }
         if report.resumed_tensors > 0 {
             let tensors = report.resumed_tensors;
-            console.note(format_args!("reused from an unfinished file of the interrupted run: {tensors} tensors"));
+            console.note(format_args!(
+                "reused from an unfinished file of the interrupted run: {}",
+                output::count(tensors, "tensor")
+            ));
         }
         // A part without weights has nothing to compress.
         let empty = report.part.is_some() && report.tensors.is_empty();
@@ -165,8 +168,8 @@ impl Compress {
         if let Some(stdout) = &mut stdout {
             archive::pack_bundle(&bundle, stdout).map_err(Failure::of_stream)?;
             console.note(format_args!(
-                "{} files, {} of {}",
-                report.files,
+                "{}, {} of {}",
+                output::count(report.files, "file"),
                 output::bytes(report.stored_bytes),
                 output::bytes(report.original_bytes)
             ));
@@ -176,12 +179,12 @@ impl Compress {
             report::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
-                "{}: {} files, {} ({}), {} tensors checked again",
+                "{}: {}, {} ({}), {} checked again",
                 self.output.display(),
-                report.files,
+                output::count(report.files, "file"),
                 output::seconds(report.seconds),
                 output::rate(report.original_bytes, report.seconds),
-                report.verified_tensors,
+                output::count(report.verified_tensors, "tensor"),
             )?;
             match (&self.base, report.base_tensors) {
                 (Some(base), count) => writeln!(out, "{count} tensors are differences from {}", base.display()),

@@ -21,7 +21,7 @@ use super::{
 /// Arguments of `decompress`.
 #[derive(Args)]
 pub struct Decompress {
-    /// Bundle directory; - reads a tar archive from stdin
+    /// Bundle directory, or org/name on the Hugging Face Hub; - reads a tar archive from stdin
     bundle: PathBuf,
     /// Directory for the original files; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
@@ -71,7 +71,7 @@ impl Decompress {
         if let Some(stdout) = &mut stdout {
             let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;
             bar.finish();
-            console.note(format_args!("{files} files, {}, all digests match", output::bytes(bytes)));
+            console.note(format_args!("{}, {}, all digests match", output::count(files, "file"), output::bytes(bytes)));
             return Ok(());
         }
         let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
@@ -92,9 +92,9 @@ impl Decompress {
             table.write(out)?;
             writeln!(
                 out,
-                "{}: {} files, {}, all digests match, {} ({})",
+                "{}: {}, {}, all digests match, {} ({})",
                 self.output.display(),
-                report.files.len(),
+                output::count(report.files.len(), "file"),
                 output::bytes(report.bytes),
                 output::seconds(report.seconds),
                 output::rate(report.bytes, report.seconds),

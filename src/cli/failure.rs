@@ -181,7 +181,7 @@ impl Failure {
         Self {
             code: error.code(),
             message,
-            help: help.or_else(source_help),
+            help: help.or_else(|| code_help(error.code()).map(str::to_owned)).or_else(source_help),
             cause: error.source().map(|cause| Box::new(CauseChain::of(cause)) as _),
             class,
             reported: false,
@@ -398,7 +398,11 @@ fn code_help(code: &str) -> Option<&'static str> {
         "safetensors-header-too-large" => {
             "give a safetensors file; the first 8 bytes of this one do not start a header"
         }
+        code if code.starts_with("safetensors-") => "download the file again, or write it again",
+        "index-invalid" => "download the file again",
+        "unknown-dtype" => "update unweight, or convert the tensor",
         "dfloat11-config-invalid" => "give a DFloat11 directory; `unweight decompress` restores a bundle",
+        "option-out-of-range" | "sampling-option-out-of-range" => "`--help` lists the ranges",
         "file-size-limit" => {
             "raise the limit on file sizes (ulimit -f) or choose another file system; \
              --resume continues an interrupted run"

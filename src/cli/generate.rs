@@ -216,16 +216,12 @@ impl Generate {
         };
         let prompts = self.prompts(&texts, text.as_ref())?;
         let params = self.params(&config, console);
-        params.check().map_err(|error| {
-            Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
-        })?;
+        params.check().map_err(Failure::other)?;
         let mut options = self.options(prompts.len());
         if self.engine.placement_args.placement.has_pipelines() {
             options = options.plan(saved_plan(&bundle, console));
         }
-        options.check().map_err(|error| {
-            Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
-        })?;
+        options.check().map_err(Failure::other)?;
         self.check(&config, &prompts)?;
         if let Some(file) = &self.dump_logits {
             check_replaceable(file)?;

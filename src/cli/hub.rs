@@ -74,8 +74,8 @@ fn fetch(cache: &Path, (id, revision): (&str, &str), wanted: Wanted, console: Co
         let listing = repository.list(&client, usage)?;
         let bytes = listing.files.iter().map(|file| file.size).sum();
         console.note(format_args!(
-            "{id}: {} files, {} of commit {} from {}",
-            listing.files.len(),
+            "{id}: {}, {} of commit {} from {}",
+            output::count(listing.files.len(), "file"),
             output::bytes(bytes),
             listing.commit,
             client.host(),

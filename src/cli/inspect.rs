@@ -160,9 +160,12 @@ impl Report<'_> {
             writeln!(out, "`planes` are differences from {}, digest {}\n", one_line(&base.name), base.digest)?;
         }
         report::tensors(&self.tensors).write(out)?;
-        let totals =
-            format!("\n{} tensors: {}", self.tensors.len(), report::percent(self.stored_bytes, self.original_bytes));
-        writeln!(out, "{totals} of {} bytes", self.original_bytes)?;
+        let totals = format!(
+            "\n{}: {}",
+            output::count(self.tensors.len(), "tensor"),
+            report::percent(self.stored_bytes, self.original_bytes)
+        );
+        writeln!(out, "{totals} of {}", output::bytes(self.original_bytes))?;
         if self.attached_plan {
             writeln!(out, "a plan of `tune` is attached")?;
         }

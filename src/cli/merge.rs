@@ -57,13 +57,13 @@ impl Merge {
             report::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
-                "{}: {} files of {} parts, {} ({}), {} tensors checked again",
+                "{}: {} of {}, {} ({}), {} checked again",
                 self.output.display(),
-                report.files,
-                self.parts.len(),
+                output::count(report.files, "file"),
+                output::count(self.parts.len(), "part"),
                 output::seconds(report.seconds),
                 output::rate(report.original_bytes, report.seconds),
-                report.verified_tensors,
+                output::count(report.verified_tensors, "tensor"),
             )
         })
     }

@@ -125,6 +125,14 @@ pub fn rate(count: u64, seconds: f64) -> String {
     if seconds > 0.0 { format!("{}/s", bytes((count as f64 / seconds) as u64)) } else { "-".to_owned() }
 }
 
+/// Formats a number of things, such as `1 file` or `2 files`.
+pub fn count(things: impl TryInto<u64>, thing: &str) -> String {
+    match things.try_into().unwrap_or(u64::MAX) {
+        1 => format!("1 {thing}"),
+        things => format!("{things} {thing}s"),
+    }
+}
+
 /// Formats a shape as `[n, k]`.
 pub fn shape(shape: &[usize]) -> String {
     format!("[{}]", shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))

@@ -101,8 +101,10 @@ impl Push {
             let (sent, same) = (output::bytes(report.uploaded_bytes), report.unchanged_files);
             writeln!(
                 out,
-                "{}: {} files, {same} unchanged, {sent} uploaded, commit {}",
-                report.url, report.files, report.commit
+                "{}: {}, {same} unchanged, {sent} uploaded, commit {}",
+                report.url,
+                output::count(report.files, "file"),
+                report.commit
             )
         })
     }

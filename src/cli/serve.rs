@@ -105,7 +105,11 @@ impl Serve {
         // Fail before the model is loaded if the port is in use.
         let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
             let message = format!("cannot listen on {}:{}: {error}", self.host, self.port);
-            Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
+            Failure::new(
+                "address-unavailable",
+                message,
+                "choose another --port, or 0 for a free one, or another --host",
+            )
         })?;
         let start = Instant::now();
         let draft = match &self.engine.draft_model {

@@ -65,10 +65,10 @@ impl Verify {
             }
             writeln!(
                 out,
-                "{}: {} files, {} tensors, {} in {} ({}): {}",
+                "{}: {}, {}, {} in {} ({}): {}",
                 self.bundle.display(),
-                report.files,
-                report.tensors,
+                output::count(report.files, "file"),
+                output::count(report.tensors, "tensor"),
                 output::bytes(report.stored_bytes),
                 output::seconds(report.seconds),
                 output::rate(report.original_bytes, report.seconds),
@@ -76,8 +76,10 @@ impl Verify {
                     0 if report.signature.is_some() && !report.quick => "sound, and signed with this key".to_owned(),
                     0 if report.quick => "names, sizes and headers match; weights were not read".to_owned(),
                     0 => "sound".to_owned(),
-                    problems if only_source => format!("sound; the source differs: {}", count(problems)),
-                    problems => count(problems),
+                    problems if only_source => {
+                        format!("sound; the source differs: {}", output::count(problems, "problem"))
+                    }
+                    problems => output::count(problems, "problem"),
                 },
             )
         })?;
@@ -85,13 +87,17 @@ impl Verify {
             0 => Ok(()),
             problems if only_source => Err(Failure::mismatch(
                 "source-differs",
-                format!("{}: sound, but its source differs: {}", self.bundle.display(), count(problems)),
+                format!(
+                    "{}: sound, but its source differs: {}",
+                    self.bundle.display(),
+                    output::count(problems, "problem")
+                ),
                 "give --against the model that the bundle was made from; --skip leaves out other files",
             )
             .reported()),
             problems => Err(Failure::mismatch(
                 "bundle-damaged",
-                format!("{}: {}", self.bundle.display(), count(problems)),
+                format!("{}: {}", self.bundle.display(), output::count(problems, "problem")),
                 next_step(&report.problems, self.quick),
             )
             .reported()),
@@ -115,8 +121,4 @@ fn next_step(problems: &[Problem], is_quick: bool) -> &'static str {
     } else {
         "fetch the files named above again, or make the bundle again from its source"
     }
-}
-
-fn count(problems: usize) -> String {
-    if problems == 1 { "1 problem".to_owned() } else { format!("{problems} problems") }
 }

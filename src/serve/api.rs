@@ -280,7 +280,9 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
         "developer" => "system",
         "system" | "user" | "assistant" | "tool" => role.as_str(),
         other => {
-            return Err(wrong(&format!("the role '{other}' is not supported; use system, user, assistant or tool")));
+            return Err(wrong(&format!(
+                "the role '{other}' is not supported; use system, developer, user, assistant or tool"
+            )));
         }
     };
     if !fields.is_neutral("function_call", empty) {

@@ -112,6 +112,7 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
                 }
                 let compiled = match &grammars {
                     Some(Ok(grammars)) => grammars.compile(grammar).map(|_| ()),
+                    Some(Err(TextError::Grammar(why))) => Err(TextError::Grammar(why.clone())),
                     Some(Err(error)) => Err(TextError::Grammar(error.to_string())),
                     None => Ok(()),
                 };

@@ -7,7 +7,7 @@ use super::{CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
 #[non_exhaustive]
 pub enum TextError {
     /// A file is invalid.
-    #[error("{file}: {why}")]
+    #[error("{file}: {why}; download the file again")]
     File {
         /// The name of the file.
         file: &'static str,
@@ -16,11 +16,11 @@ pub enum TextError {
     },
     /// The model has no chat template.
     #[error(
-        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); leave out --chat, or use an instruction-tuned model"
+        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); send plain text, or use an instruction-tuned model"
     )]
     NoTemplate,
     /// The template rejected the messages.
-    #[error("the chat template rejects these messages: {0}")]
+    #[error("the chat template rejects these messages: {0}; change the messages")]
     Template(String),
     /// The text cannot be encoded, or the tokens cannot be decoded.
     #[error("{TOKENIZER}: the tokenizer failed: {0}")]
@@ -45,7 +45,7 @@ pub enum TextError {
         limit: u64,
     },
     /// The grammar cannot be used.
-    #[error("the grammar cannot be used: {0}; simplify it")]
+    #[error("the grammar cannot be used: {0}")]
     Grammar(String),
     /// The text process could not be started, or has ended.
     #[error("the text process failed: {0}")]

@@ -58,7 +58,8 @@ impl Grammars {
     /// # Errors
     /// [`TextError::Grammar`] for a vocabulary whose tokens cannot be decoded separately.
     pub fn new(vocabulary: &Vocabulary, sampled: &Sampled) -> Result<Self, TextError> {
-        let tokens = vocabulary.token_bytes(sampled.vocab).map_err(TextError::Grammar)?;
+        let unusable = |why: String| TextError::Grammar(format!("{why}; this model cannot give structured answers"));
+        let tokens = vocabulary.token_bytes(sampled.vocab).map_err(unusable)?;
         let eos: Vec<u32> = sampled.eos.iter().copied().filter(|id| *id < sampled.vocab).collect();
         let build = || {
             let first = eos.first().copied().unwrap_or(INVALID_TOKEN);
@@ -75,7 +76,7 @@ impl Grammars {
             Ok(factory)
         };
         let built = catch_panic(build).unwrap_or_else(Err);
-        built.map(|factory| Self { factory }).map_err(|why| TextError::Grammar(short(&why)))
+        built.map(|factory| Self { factory }).map_err(|why| unusable(short(&why)))
     }
 
     /// Compiles a grammar, and computes its first mask.
@@ -92,7 +93,8 @@ impl Grammars {
         };
         let compiled = catch_panic(compile).unwrap_or_else(Err);
         let extra_time = Duration::ZERO;
-        compiled.map(|matcher| Answer { matcher, items: 0, extra_time }).map_err(|why| TextError::Grammar(short(&why)))
+        let too_complex = |why: String| TextError::Grammar(format!("{}; simplify it", short(&why)));
+        compiled.map(|matcher| Answer { matcher, items: 0, extra_time }).map_err(too_complex)
     }
 
     /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.

@@ -144,7 +144,7 @@ impl Pool {
         let checked = self.call(payload, bytes_max, COMPILING, |answer| frame::read_reply(answer, 0));
         checked.map(|_| ()).map_err(|error| match error {
             TextError::Limit { work: COMPILING, limit } => {
-                TextError::Grammar(format!("{COMPILING} takes more than {limit}"))
+                TextError::Grammar(format!("{COMPILING} takes more than {limit}; simplify it"))
             }
             error => error,
         })

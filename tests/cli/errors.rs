@@ -55,14 +55,20 @@ fn name_the_argument_and_the_next_step() {
     fs::create_dir(home.path().join("empty")).unwrap();
     fs::create_dir(home.path().join("exists")).unwrap();
     fs::create_dir(home.path().join("short")).unwrap();
+    copy(&fixture().join("bundle"), &home.path().join("bundle"));
     fs::write(home.path().join("short/model.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']).unwrap();
     fs::write(home.path().join("rules.json"), "{").unwrap();
-    let cases: [(&[&str], &str, &[&str]); 12] = [
+    let cases: [(&[&str], &str, &[&str]); 13] = [
         (&["compress", "nowhere", "-o", "out"], "source-not-found", &["nowhere"]),
         (&["compress", "empty", "-o", "out"], "no-weights", &["empty", "no *.safetensors"]),
         (&["compress", "model", "-o", "exists"], "output-exists", &["exists", "--force"]),
         (&["compress", "model", "-o", "model/inside"], "output-overlaps-source", &["model", "elsewhere"]),
-        (&["compress", "short", "-o", "out"], "safetensors-header-truncated", &["short/model.safetensors", "cause: "]),
+        (&["compress", "model", "-o", "bundle/inside"], "output-overlaps-source", &["inside the bundle", "elsewhere"]),
+        (
+            &["compress", "short", "-o", "out"],
+            "safetensors-header-truncated",
+            &["short/model.safetensors", "cause: ", "help: download the file again"],
+        ),
         (&["compress", "model", "-o", "out", "--plan", "rules.json"], "plan-file-invalid", &["rules.json"]),
         (&["compress", "model", "-o", "out", "--ram", "lots"], "usage", &["lots", "4G"]),
         (&["compress", "model", "-o", "out", "--code-limit", "16"], "usage", &["16"]),

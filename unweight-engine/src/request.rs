@@ -118,7 +118,7 @@ pub enum AdmissionError {
     /// Prompt and new tokens exceed the context length of the engine.
     #[error(
         "{prompt} prompt tokens and {max_new_tokens} new tokens exceed the context of {context} tokens; lower \
-         the number of new tokens, shorten the prompt, or load the model with a longer context"
+         the number of new tokens, shorten the prompt, or restart with a longer context"
     )]
     TooLong {
         /// The number of prompt tokens.

@@ -257,7 +257,7 @@ fn print(report: &Report, console: Console) -> Result<()> {
     console.summary("prove", report, |out| {
         let compared = match (report.bundle_compared, report.source_compared) {
             (_, true) => "source and bundle have the same bits",
-            (true, false) => "the bundle is the one of the certificate",
+            (true, false) => "the bundle matches the certificate",
             _ => "the certificate is undamaged; no bundle was compared",
         };
         writeln!(

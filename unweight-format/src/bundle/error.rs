@@ -125,6 +125,14 @@ pub enum BundleError {
         /// Path of the source.
         input: PathBuf,
     },
+    /// The output is inside a bundle, which has no other files than its own.
+    #[error("{}: the output is inside the bundle {}; choose an output elsewhere", output.display(), bundle.display())]
+    OutputInBundle {
+        /// Path of the output.
+        output: PathBuf,
+        /// Path of the bundle.
+        bundle: PathBuf,
+    },
     /// `<output>.partial` was not created by an interrupted run of this user.
     #[error("{}: not left by an interrupted run of this user ({reason}); move it away", path.display())]
     ForeignPartial {
@@ -329,7 +337,7 @@ pub enum BundleError {
         reason: String,
     },
     /// The directory is not a bundle.
-    #[error("{}: no unweight.json inside; this is not a bundle (compress makes one)", path.display())]
+    #[error("{}: no unweight.json inside, so this is not a bundle; make one: unweight compress MODEL -o BUNDLE", path.display())]
     NotABundle {
         /// Path of the directory.
         path: PathBuf,
@@ -636,7 +644,7 @@ impl BundleError {
             Self::NotADirectory { .. } => "not-a-directory",
             Self::NoWeights { .. } => "no-weights",
             Self::OutputExists { .. } => "output-exists",
-            Self::OutputOverlaps { .. } => "output-overlaps-source",
+            Self::OutputOverlaps { .. } | Self::OutputInBundle { .. } => "output-overlaps-source",
             Self::ForeignPartial { .. } => "partial-output-foreign",
             Self::OtherOutput { .. } | Self::NotReplaceable { .. } => "output-not-replaceable",
             Self::SetAside { .. } => "output-not-renamed",

@@ -14,7 +14,7 @@ use sha2::{Digest as _, Sha256};
 use super::{
     BundleError, Selection,
     manifest::{CopiedFile, FileEntry},
-    names::{CARD_NAME, CARD_SOURCE_NAME, is_weights},
+    names::{CARD_NAME, CARD_SOURCE_NAME, DOWNLOAD_RECORDS, is_weights},
 };
 use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
@@ -323,7 +323,8 @@ pub(crate) fn sync_dir(path: &Path) -> Result<(), BundleError> {
     File::open(path).and_then(|dir| dir.sync_all()).map_err(BundleError::io("sync the directory", path))
 }
 
-/// Lists all files below `root` with relative names with `/`, sorted. Symbolic links are followed.
+/// Lists all files below `root` with relative names with `/`, sorted, without the records of a download. Symbolic links
+/// are followed.
 pub(crate) fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
     walk_selected(root, &Selection::default())
 }
@@ -373,7 +374,7 @@ fn walk_into(
         let name =
             path.file_name().and_then(|name| name.to_str()).ok_or_else(|| unstorable("its name is not UTF-8"))?;
         let name = format!("{prefix}{name}");
-        if selection.skips(&name) {
+        if selection.skips(&name) || name == DOWNLOAD_RECORDS {
             continue;
         }
         manifest::check_name(&name).map_err(unstorable)?;

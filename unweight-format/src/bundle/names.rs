@@ -8,6 +8,10 @@ pub const CARD_NAME: &str = "README.md";
 pub const CARD_SOURCE_NAME: &str = "README.md.source";
 /// Files that repositories have, and bundles need not list.
 pub(crate) const OF_REPOSITORY: [&str; 2] = [CARD_NAME, ".gitattributes"];
+/// The history in a clone of a repository, which bundles need not list either.
+pub(crate) const CLONE_PREFIX: &str = ".git/";
+/// What `hf download --local-dir` records about a download; never part of a model or bundle.
+pub(crate) const DOWNLOAD_RECORDS: &str = ".cache/huggingface";
 /// The file of attached kernels while it is written.
 pub(crate) const PARTIAL_NAME: &str = "unweight.kernels.partial";
 

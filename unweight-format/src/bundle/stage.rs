@@ -158,7 +158,7 @@ impl Stage {
     /// Reports that the files of an interrupted run were removed, if there were any.
     pub(crate) fn report_discarded(&self, progress: &dyn Progress) {
         if self.discarded {
-            progress.starts_over("an interrupted run is discarded; the resume option would continue it");
+            progress.starts_over("an interrupted run is discarded; with the resume option it would have continued");
         }
     }
 
@@ -476,6 +476,9 @@ fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
         .ancestors()
         .find_map(|ancestor| Some(ancestor.canonicalize().ok()?.join(output.strip_prefix(ancestor).ok()?)))
         .unwrap_or_else(|| output.into());
+    if let Some(bundle) = real.ancestors().skip(1).find(|dir| dir.join(manifest::FILE_NAME).is_file()) {
+        return Err(BundleError::OutputInBundle { output: output.into(), bundle: bundle.into() });
+    }
     inputs.iter().try_for_each(|input| {
         let input = input.canonicalize().map_err(BundleError::io("open", input))?;
         if real.starts_with(&input) || input.starts_with(&real) {

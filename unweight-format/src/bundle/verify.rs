@@ -10,7 +10,7 @@ use super::{
     decompress::{check_contents, check_sha256, compare_original},
     files::{self, Input, check_sizes},
     manifest_file::read_manifest_bytes,
-    names::{ATTACHED_NAME, OF_REPOSITORY, PARTIAL_NAME},
+    names::{ATTACHED_NAME, CLONE_PREFIX, OF_REPOSITORY, PARTIAL_NAME},
     pipeline::{ReadUnit, on_threads},
     report::peak_rss_bytes,
     shard::Shard,
@@ -171,7 +171,7 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
         if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
             report.stored_bytes +=
                 path.metadata().map_err(BundleError::io("read the metadata of the file", &path))?.len();
-        } else if !listed.contains(&file) && file != ATTACHED_NAME {
+        } else if !listed.contains(&file) && file != ATTACHED_NAME && !file.starts_with(CLONE_PREFIX) {
             let error = match file.as_str() {
                 PARTIAL_NAME => BundleError::HalfAttached { file: file.clone() },
                 _ => BundleError::ExtraFile { file: file.clone() },

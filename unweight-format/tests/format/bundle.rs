@@ -866,7 +866,7 @@ fn a_run_says_that_it_starts_over() {
         let cases = [
             (options.clone().resume(true), None),
             (other, Some("had other options")),
-            (options.clone(), Some("resume option would continue it")),
+            (options.clone(), Some("with the resume option it would have continued")),
         ];
         for (options, expected) in cases {
             let messages = StartsOver::default();

@@ -113,6 +113,31 @@ fn truncated_missing_extra_and_swapped_files_are_detected() {
     assert!(text.contains("model-00001-of") && text.contains("model-00002-of"), "{text}");
 }
 
+/// As `hf download --local-dir` and `git clone` leave them.
+#[test]
+fn records_of_a_download_belong_to_no_model_and_no_bundle() {
+    let scratch = Scratch::new();
+    let bundle = bundle(&scratch, Profile::Distribution);
+    let record = ".cache/huggingface/download/config.json.metadata";
+    let put = |dir: &Path, name: &str| {
+        fs::create_dir_all(dir.join(name).parent().unwrap()).unwrap();
+        fs::write(dir.join(name), "commit").unwrap();
+    };
+    let source = scratch.path("model");
+    put(&source, record);
+    let again = scratch.path("again");
+    compress(&source, &again, &CompressOptions::new(Profile::Distribution), &Silent).unwrap();
+    assert_eq!(read_tree(&again), read_tree(&bundle));
+    assert!(verify(&bundle, Some(&source), &Silent).unwrap().is_ok());
+
+    for name in [record, ".git/HEAD", ".git/objects/pack/a"] {
+        put(&bundle, name);
+    }
+    assert!(verify(&bundle, None, &Silent).unwrap().is_ok());
+    fs::write(bundle.join(".cache/stray"), "").unwrap();
+    assert!(faults(&bundle).contains(".cache/stray: not listed"));
+}
+
 #[test]
 fn verify_against_another_source_finds_differences() {
     let scratch = Scratch::new();
