@@ -8,7 +8,7 @@ use unweight::format::bundle::{self, BundleError, CompressOptions, CpuEncoder, E
 use unweight::rt::{
     KernelSet,
     env::Env,
-    raw::{device, ops::encode_huffman::BundleEncoder},
+    raw::{device, ops::bundle_encoder::BundleEncoder},
 };
 
 use super::{

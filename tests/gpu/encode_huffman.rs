@@ -9,7 +9,10 @@ use unweight_format::{
 };
 use unweight_rt::{
     KernelSet,
-    raw::ops::encode_huffman::{BundleEncoder, EncodeBuffers, GpuEncoder},
+    raw::ops::{
+        bundle_encoder::BundleEncoder,
+        encode_huffman::{EncodeBuffers, EncodeWorkspace, GpuEncoder},
+    },
 };
 
 fn same_bytes(
@@ -102,6 +105,27 @@ fn a_matrix_of_many_scan_blocks() {
     let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
     assert_eq!(encoder.encode(&stream, matrix).unwrap(), huffman::encode(matrix, limit).unwrap());
     assert_eq!(encoder.encode_palette(&stream, matrix).unwrap(), palette::encode(matrix, limit).unwrap());
+}
+
+/// Bytes of an earlier tensor would show. The large shapes are copied in many pieces, by several threads.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_workspace_encodes_shape_after_shape() {
+    let kernels = gpu();
+    let limit = CodeLimit::DEFAULT;
+    let encoder = GpuEncoder::new(kernels, limit).unwrap();
+    let mut workspace = EncodeWorkspace::new(&stream(kernels));
+    for (seed, shape) in [(2048, 4096), (65, 130), (4097, 4031), (1, 1), (2048, 4096)].into_iter().enumerate() {
+        let bytes = unweight_bench::normal_bf16(shape.0 * shape.1, 0.02, seed as u64);
+        let matrix = Matrix::new(&bytes, shape.0, shape.1).unwrap();
+        let got = encoder.encode_in(&mut workspace, matrix).unwrap();
+        assert!(got == huffman::encode(matrix, limit).unwrap(), "{shape:?}");
+        let got = encoder.encode_palette_in(&mut workspace, matrix).unwrap();
+        assert!(got == palette::encode(matrix, limit).unwrap(), "{shape:?}, palette");
+    }
+    let stages = workspace.stages();
+    let names: Vec<&str> = stages.iter().map(|stage| stage.stage.as_str()).collect();
+    assert_eq!(names, ["allocate", "upload", "kernels", "download"]);
 }
 
 #[test]

@@ -35,6 +35,6 @@ pub use matmul::{LLAMA_8B_LAYER, MatmulOptions, bench_matmul};
 pub use rivals::{RivalsOptions, bench_rivals};
 pub use speculate::{SpeculateReport, bench_speculate};
 pub use stress::{Plant, StressOptions, StressReport, StressRow, stress};
-pub use tables::{BATCHES, Figure, Tables, bench_tables};
+pub use tables::{BATCHES, Figure, Tables, bench_encoders, bench_tables};
 pub use timing::{Report, Row, Timing};
 pub use tuned::TunedRow;

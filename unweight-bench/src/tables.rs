@@ -11,7 +11,10 @@ use serde::Serialize;
 use unweight_engine::Placement;
 use unweight_format::{CodeLimit, Matrix, bundle::Profile};
 use unweight_model::ModelConfig;
-use unweight_rt::{DeviceInfo, KernelSet, raw::ops::encode_huffman::GpuEncoder};
+use unweight_rt::{
+    DeviceInfo, KernelSet,
+    raw::ops::encode_huffman::{EncodeWorkspace, GpuEncoder},
+};
 
 use crate::{
     BenchError, BenchOptions, DecodeModel, DecodeOptions, bench_decode, bench_kernels, data::normal_bf16,
@@ -135,6 +138,17 @@ pub fn bench_tables(
     Ok(Tables { device: kernels.device().info().clone(), context, rounds, tuned, figures })
 }
 
+/// Measures table 12 alone.
+///
+/// # Errors
+/// A measurement fails.
+pub fn bench_encoders(kernels: &KernelSet, timing: &Timing) -> Result<Tables, BenchError> {
+    let mut figures = Vec::new();
+    encoders(kernels, timing, &mut figures)?;
+    let (device, rounds) = (kernels.device().info().clone(), timing.rounds.max(1));
+    Ok(Tables { device, context: 0, rounds, tuned: Vec::new(), figures })
+}
+
 /// Measures tables 8 and 9. Returns the tuned settings of HHR-PPR.
 fn steps(
     kernels: &KernelSet,
@@ -208,21 +222,22 @@ fn steps(
     Ok(tuned)
 }
 
-/// Measures table 12: encodes one tensor from host memory to host memory, including allocations and copies.
+/// Measures table 12: encodes one tensor from host memory to new host memory, including copies. Device memory is kept
+/// from round to round, as by PyTorch's allocator.
 fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> Result<(), BenchError> {
     let (n, k) = (GATE.0 as usize, GATE.1 as usize);
     let bytes = normal_bf16(n * k, 0.02, 1);
     let matrix = Matrix::new(&bytes, n, k)?;
-    let stream = kernels.device().stream()?;
     let encoder = GpuEncoder::new(kernels, CodeLimit::DEFAULT)?;
+    let mut workspace = EncodeWorkspace::new(&kernels.device().stream()?);
     for (theirs, name) in TABLE_12.into_iter().zip(["Huffman", "palette"]) {
         let mut times = Vec::new();
         for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
             let start = Instant::now();
             if name == "Huffman" {
-                encoder.encode(&stream, matrix)?;
+                encoder.encode_in(&mut workspace, matrix)?;
             } else {
-                encoder.encode_palette(&stream, matrix)?;
+                encoder.encode_palette_in(&mut workspace, matrix)?;
             }
             if round >= timing.warmup_rounds {
                 times.push(start.elapsed().as_secs_f64() * 1e3);

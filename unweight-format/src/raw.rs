@@ -9,6 +9,7 @@
 //!   is
 //!   complete. [`discard_partial`] removes what a failed run left.
 //! - [`RawReason`]: why a tensor is raw, as a type. [`encoding_totals`]: sums by encoding, for reports.
+//! - [`Trace`], [`StageTime`]: where the time of a run goes.
 //! - [`CARD_NAME`], [`CARD_SOURCE_NAME`]: the model cards of a bundle and of its source.
 
 #[cfg(feature = "failpoints")]
@@ -19,6 +20,7 @@ pub use crate::{
         digest::{Digester, LEAF_BYTES},
         keep_freed_memory, layout, return_freed_memory,
         tile::TileMetadata,
+        zeroed,
     },
     bundle::{
         files::Input,
@@ -27,6 +29,7 @@ pub use crate::{
         plan::RawReason,
         report::encoding_totals,
         stage::discard_partial,
+        trace::{StageTime, Trace},
     },
     encoding::{
         Section, Sections,

@@ -104,7 +104,7 @@ class Work(Case):
                 printed = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
                 report = call()
                 self.assertEqual(set(printed) - {"command", "unweight_version"}, set(report))
-                varying = {"command", "unweight_version", "seconds", "peak_rss_bytes", "creator"}
+                varying = {"command", "unweight_version", "seconds", "stages", "peak_rss_bytes", "creator"}
                 for key in set(report) - varying:
                     self.assertEqual(report[key], printed[key], key)
 

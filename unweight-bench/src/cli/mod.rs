@@ -284,6 +284,9 @@ struct ReportBench {
     /// Also measure HHR-PPR with settings searched as by `tune`
     #[arg(long)]
     tune: bool,
+    /// Only table 12: encoders
+    #[arg(long, conflicts_with = "tune")]
+    encoders: bool,
     #[command(flatten)]
     gpu: Gpu,
 }
@@ -451,7 +454,11 @@ impl Bench {
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
                 let selection = (arguments.batch.as_slice(), arguments.context, arguments.tune);
-                let tables = bench::bench_tables(&kernels, &config, selection, &timing, &note).map_err(failed)?;
+                let tables = match arguments.encoders {
+                    true => bench::bench_encoders(&kernels, &timing),
+                    false => bench::bench_tables(&kernels, &config, selection, &timing, &note),
+                };
+                let tables = tables.map_err(failed)?;
                 console.result(self.name(), &tables, |out| write!(out, "{tables}"))
             }
             Self::Stress(arguments) => {

@@ -5,7 +5,7 @@ const HUGE_FROM: usize = 4 << 20;
 
 /// Returns `len` zero bytes. Large buffers request huge pages before their first access: faulting in fresh 4 KiB pages
 /// costs more than encoding does (measured: 46 of 90 ms for 117 MB on a virtual machine).
-pub(crate) fn zeroed(len: usize) -> Vec<u8> {
+pub fn zeroed(len: usize) -> Vec<u8> {
     let mut bytes = vec![0u8; len];
     advise(&mut bytes);
     bytes

@@ -13,5 +13,6 @@ pub mod layout;
 pub mod named;
 pub mod tile;
 
+pub use buffer::zeroed;
 pub use buffer::{keep_freed_memory, return_freed_memory};
-pub(crate) use buffer::{memory_bytes, try_zeroed, with_capacity, zeroed};
+pub(crate) use buffer::{memory_bytes, try_zeroed, with_capacity};

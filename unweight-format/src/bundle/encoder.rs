@@ -3,8 +3,8 @@
 use std::error::Error;
 
 use crate::{
-    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, StoredTensor, Survey, encoding::NotEncodable,
-    packed::Unpackable,
+    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, StoredTensor, Survey, bundle::StageTime,
+    encoding::NotEncodable, packed::Unpackable,
 };
 
 /// Encodes matrices. All encoders produce the same bytes, so a bundle does not depend on the encoder.
@@ -20,6 +20,11 @@ pub trait Encoder: Sync {
         encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError>;
+
+    /// The encoder's own stages so far, as parts of the stage `encode`.
+    fn stages(&self) -> Vec<StageTime> {
+        Vec::new()
+    }
 }
 
 /// Why a matrix was not encoded.

@@ -15,7 +15,7 @@ use std::{
 };
 
 use super::{
-    BundleError, CompressReport, MergeOptions, Progress, VerifyAfter,
+    BundleError, CompressReport, MergeOptions, Progress, Trace, VerifyAfter,
     compress::{SealContext, seal, tensor_reports},
     config,
     decompress::check_contents,
@@ -43,6 +43,7 @@ pub fn merge(
     progress: &dyn Progress,
 ) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
+    let trace = Trace::default();
     fn read(dir: &Path) -> Result<(&Path, PartFile), BundleError> {
         if !dir.metadata().map_err(BundleError::io("open the part", dir))?.is_dir() {
             return Err(BundleError::NotADirectory { path: dir.into() });
@@ -99,6 +100,7 @@ pub fn merge(
             sign: options.sign.as_ref(),
             base: None,
             progress,
+            trace: &trace,
         };
         seal(&context, kinds.iter().map(Option::as_ref), files, first.options.clone())
     });
@@ -128,6 +130,7 @@ pub fn merge(
         verified_tensors: sealed.verified_tensors,
         base_tensors: 0,
         seconds: started.elapsed().as_secs_f64(),
+        stages: trace.stages(),
         peak_rss_bytes: peak_rss_bytes(),
         manifest_digest: sealed.manifest.manifest_digest,
     })

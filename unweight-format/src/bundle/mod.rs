@@ -46,6 +46,7 @@ mod signer;
 mod source;
 pub(crate) mod stage;
 mod stream;
+pub(crate) mod trace;
 mod verify;
 mod version;
 
@@ -75,4 +76,5 @@ pub use report::{
 };
 pub use shard::TensorPart;
 pub use signer::Signer;
+pub(crate) use trace::{StageTime, Trace};
 pub use verify::{verify, verify_with};

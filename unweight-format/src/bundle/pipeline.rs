@@ -115,20 +115,27 @@ pub(crate) fn read_units_from(
     read_units(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
 }
 
-/// Bounds the bytes in flight between threads.
+/// Bounds the bytes in flight between threads, and keeps buffers for reuse within that bound.
 #[derive(Debug)]
 pub(crate) struct ByteBudget {
     limit: u64,
-    used: Mutex<u64>,
+    held: Mutex<Held>,
     changed: Condvar,
     released_all: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    /// Bytes in flight, those of idle buffers included.
+    bytes: u64,
+    idle: Vec<Vec<u8>>,
 }
 
 impl ByteBudget {
     pub(crate) fn new(ram_bytes: Option<u64>) -> Self {
         Self {
             limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES),
-            used: Mutex::new(0),
+            held: Mutex::default(),
             changed: Condvar::new(),
             released_all: AtomicBool::new(false),
         }
@@ -139,13 +146,49 @@ impl ByteBudget {
         self.limit
     }
 
+    /// Whether `bytes` more fit if `own` of the bytes in flight are those of the caller. More than the limit fits only
+    /// alone.
+    fn fits(&self, held: &Held, own: u64, bytes: u64) -> bool {
+        held.bytes <= own || held.bytes.saturating_add(bytes) <= self.limit || self.released_all.load(Ordering::Relaxed)
+    }
+
     /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight.
     pub(crate) fn acquire(&self, bytes: u64) {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        while *used > 0 && used.saturating_add(bytes) > self.limit && !self.released_all.load(Ordering::Relaxed) {
-            used = self.changed.wait(used).unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        while !self.fits(&held, 0, bytes) {
+            held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
         }
-        *used = used.saturating_add(bytes);
+        held.bytes = held.bytes.saturating_add(bytes);
+    }
+
+    /// Waits until a buffer of `bytes` bytes and `more` bytes fit. Returns a buffer that was given back, or an empty
+    /// one, which the caller replaces by one of `bytes` bytes.
+    pub(crate) fn acquire_buffer(&self, bytes: u64, more: u64) -> Vec<u8> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let fitting = held.idle.iter().enumerate().filter(|(_, buffer)| buffer.len() as u64 >= bytes);
+            let found = fitting.min_by_key(|(_, buffer)| buffer.len()).map(|(at, buffer)| (at, buffer.len() as u64));
+            let (own, needed) = found.map_or((0, bytes.saturating_add(more)), |(_, own)| (own, more));
+            if self.fits(&held, own, needed) {
+                held.bytes = held.bytes.saturating_add(needed);
+                return found.map_or_else(Vec::new, |(at, _)| held.idle.swap_remove(at));
+            }
+            // Another idle buffer takes up room that is needed now.
+            match (0..held.idle.len()).find(|at| found.is_none_or(|(found, _)| found != *at)) {
+                Some(at) => {
+                    let buffer = held.idle.swap_remove(at);
+                    held.bytes = held.bytes.saturating_sub(buffer.len() as u64);
+                }
+                None => held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Gives a buffer back, whose bytes stay counted until it is reused or dropped.
+    pub(crate) fn give_back(&self, buffer: Vec<u8>) {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        held.idle.push(buffer);
+        self.changed.notify_all();
     }
 
     /// Returns a guard that admits all waiting and future threads when it is dropped. The thread that releases bytes
@@ -156,8 +199,8 @@ impl ByteBudget {
 
     /// Releases bytes.
     pub(crate) fn release(&self, bytes: u64) {
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        *used = used.saturating_sub(bytes);
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        held.bytes = held.bytes.saturating_sub(bytes);
         self.changed.notify_all();
     }
 }
@@ -167,8 +210,8 @@ pub(crate) struct ReleaseAllOnDrop<'a>(&'a ByteBudget);
 
 impl Drop for ReleaseAllOnDrop<'_> {
     fn drop(&mut self) {
-        let ByteBudget { used, changed, released_all, .. } = self.0;
-        *used.lock().unwrap_or_else(PoisonError::into_inner) = 0;
+        let ByteBudget { held, changed, released_all, .. } = self.0;
+        *held.lock().unwrap_or_else(PoisonError::into_inner) = Held::default();
         released_all.store(true, Ordering::Relaxed);
         changed.notify_all();
     }
@@ -203,10 +246,48 @@ mod tests {
             let waiting = scope.spawn(|| {
                 budget.acquire(4);
                 budget.acquire(6);
-                *budget.used.lock().unwrap()
+                budget.held.lock().unwrap().bytes
             });
             budget.release(100);
             assert_eq!(waiting.join().unwrap(), 10);
         });
+    }
+
+    #[test]
+    fn idle_buffers_count_and_make_room() {
+        let budget = ByteBudget::new(Some(100));
+        let held = || budget.held.lock().unwrap().bytes;
+        assert!(budget.acquire_buffer(30, 20).is_empty());
+        budget.give_back(vec![0; 30]);
+        budget.release(20);
+        assert_eq!(held(), 30);
+        // Reused, also for less.
+        assert_eq!(budget.acquire_buffer(25, 25).len(), 30);
+        assert_eq!(held(), 55);
+        budget.give_back(vec![0; 30]);
+        // Too small, but there is room for both.
+        assert!(budget.acquire_buffer(40, 5).is_empty());
+        assert_eq!((held(), budget.held.lock().unwrap().idle.len()), (100, 1));
+        // Too small and in the way.
+        budget.release(45);
+        assert!(budget.acquire_buffer(40, 20).is_empty());
+        assert_eq!((held(), budget.held.lock().unwrap().idle.len()), (85, 0));
+        // More than the limit: alone with its own idle buffer.
+        budget.give_back(vec![0; 40]);
+        budget.release(45);
+        assert_eq!(budget.acquire_buffer(40, 1000).len(), 40);
+    }
+
+    /// A buffer that is given back while a thread waits makes room for it.
+    #[test]
+    fn a_returned_buffer_wakes_the_waiting_thread() {
+        let budget = ByteBudget::new(Some(100));
+        assert!(budget.acquire_buffer(60, 0).is_empty());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| budget.acquire_buffer(80, 10).len());
+            budget.give_back(vec![0; 60]);
+            assert_eq!(waiting.join().unwrap(), 0);
+        });
+        assert_eq!(budget.held.lock().unwrap().bytes, 90);
     }
 }

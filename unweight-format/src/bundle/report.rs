@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{BundleError, Profile, Scope, manifest::TensorEntry};
+use super::{BundleError, Profile, Scope, StageTime, manifest::TensorEntry};
 use crate::{Digest, EncodingId, encoding::ENCODINGS, roles::Role, safetensors};
 
 /// One tensor of a plan or a bundle.
@@ -216,6 +216,8 @@ pub struct CompressReport {
     pub base_tensors: u64,
     /// Duration in seconds.
     pub seconds: f64,
+    /// Time of each stage.
+    pub stages: Vec<StageTime>,
     /// Peak resident memory in bytes, if known.
     pub peak_rss_bytes: Option<u64>,
     /// Digest of the manifest, or of a part's `unweight.part`.

@@ -15,8 +15,8 @@ use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
 use unweight_format::{
     CodeLimit, Digest, EncodingId, FloatMatrix, StoredTensor,
     bundle::{
-        BundleError, CompressOptions, DecompressOptions, Encoder, EncoderError, ErrorClass, Profile, Progress, Silent,
-        VerifyAfter, compress, compress_with, decompress, verify,
+        BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass, Profile,
+        Progress, Silent, VerifyAfter, compress, compress_with, decompress, verify,
     },
     testing::demo_model::{self, DemoOptions},
 };
@@ -206,6 +206,61 @@ fn a_panic_ends_all_threads() {
     }
     let what = "panic in the encoder";
     Child::new(scratch.dir(), what).panics(what);
+}
+
+/// Fails for matrices of 64 rows after a while, for those of 192 rows at once.
+struct FailingEncoder;
+
+impl Encoder for FailingEncoder {
+    fn encode(
+        &self,
+        matrix: FloatMatrix<'_>,
+        encoding: EncodingId,
+        limit: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
+        match matrix.grid().rows() {
+            64 => thread::sleep(Duration::from_millis(300)),
+            192 => {}
+            _ => return CpuEncoder.encode(matrix, encoding, limit),
+        }
+        Err(EncoderError::Failed("it always fails".into()))
+    }
+}
+
+/// Several units are encoded at a time: the error is that of the first tensor in the file, and nothing waits for the
+/// units after it.
+#[test]
+fn the_first_failed_tensor_of_the_file_is_reported() {
+    let scratch = Scratch::new();
+    let model = scratch.path("model");
+    fs::create_dir(&model).unwrap();
+    let rows = [64, 128, 192, 256, 320, 384, 448, 512];
+    let tensors = rows.map(|rows| {
+        tensor(&format!("model.layers.0.r{rows}.weight"), "BF16", &[rows, 64], &common::weights(rows * 64, rows as u64))
+    });
+    fs::write(model.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
+    // The first two tensors are one unit, and two units fit.
+    let options = CompressOptions::default().threads(4).ram_bytes(96u64 << 10);
+    let result = compress_with(&model, &scratch.path("out"), &options, &FailingEncoder, &Silent);
+    match result {
+        Err(BundleError::Encoder { tensor, .. }) => assert_eq!(tensor, "model.layers.0.r64.weight"),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The report states where the time went.
+#[test]
+fn stages_cover_every_tensor() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    let report =
+        compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
+    let bytes: u64 = report.tensors.iter().map(|tensor| tensor.original_bytes).sum();
+    let of = |name: &str| report.stages.iter().find(|stage| stage.stage == name).map(|stage| stage.bytes);
+    for stage in ["read", "encode", "verify"] {
+        assert_eq!(of(stage), Some(bytes), "{stage}");
+    }
+    assert!(of("write").unwrap() < bytes && of("sync").unwrap() > of("write").unwrap(), "{:?}", report.stages);
 }
 
 // ---- modes ----

@@ -7,6 +7,7 @@
 //! module   a cubin loaded by the driver        launch  one launch              kernels   all of a device, by variant
 //! tma      tensor maps of the copy engine      context_size   the memory that launches of one stream share
 //! pinned   host memory for copies that run while the host continues          staging   uploads through it
+//! copies   copies of pageable memory through it, by several threads
 //! ```
 //! Nothing uses the driver before [`Device::open`], which searches for it first: cudarc panics if libcuda is missing,
 //! while this crate returns an error.
@@ -17,6 +18,7 @@
 
 pub mod buffer;
 pub mod context_size;
+pub(crate) mod copies;
 #[expect(clippy::module_inception, reason = "the module is named after its type")]
 pub mod device;
 pub mod error;
@@ -45,6 +47,8 @@ pub use self::{
     stream::{Event, LaunchMode, Mark, Stream},
     view::{MatrixMut, MatrixRef},
 };
+
+pub(crate) use self::copies::Copier;
 
 use cudarc::driver::DriverError;
 

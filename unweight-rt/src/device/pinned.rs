@@ -86,6 +86,28 @@ impl Pinned<u8> {
         }
         DeviceBuffer::<u8>::begin_transfer(stream, self)
     }
+
+    /// Enqueues a copy of `len` bytes from the device to the start of the memory.
+    ///
+    /// # Safety
+    /// `from` is the address of `len` bytes on the stream's device, which are not freed before the copy is done.
+    pub(super) unsafe fn receive(
+        mut self,
+        stream: &Stream,
+        from: u64,
+        len: usize,
+    ) -> Result<Transfer<u8>, DeviceError> {
+        let have = self.len as u64;
+        let Some(host) = self.get_mut(..len) else {
+            return Err(LaunchError::Range { at: 0, len: len as u64, have }.into());
+        };
+        stream.device().bind()?;
+        if len > 0 {
+            // SAFETY: the caller's promise; the transfer keeps the host's memory until the copy is done.
+            unsafe { result::memcpy_dtoh_async(host, from, stream.raw()) }.call("copying from the device")?;
+        }
+        DeviceBuffer::<u8>::begin_transfer(stream, self)
+    }
 }
 
 impl<T> Deref for Pinned<T> {

@@ -24,7 +24,7 @@ use unweight_format::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, module::LoadedKernel},
+    device::{Copier, DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, copies::Part, module::LoadedKernel},
     ops::pack::Packer,
     weight::{self, DeviceCompact},
 };
@@ -75,9 +75,17 @@ impl EncodedCompact {
     /// # Errors
     /// A driver error, or the data on the device are not a compact tensor.
     pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
-        let words = |words| weight::stored_words(stream, words);
-        let (tiles, escapes) = (words(self.tensor.tiles())?, words(self.tensor.escapes())?);
-        let (streams, dense) = (words(self.tensor.streams())?, self.tensor.dense().to_host(stream)?);
+        self.download_by(&mut Copier::new(stream))
+    }
+
+    /// Like [`EncodedCompact::download`], through pinned memory that is kept.
+    pub(crate) fn download_by(&self, copier: &mut Copier) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
+        let tensor = &self.tensor;
+        let (tiles, escapes) = (Part::all(tensor.tiles())?, Part::all(tensor.escapes())?);
+        let parts = [tiles, escapes, Part::all(tensor.streams())?, Part::all(tensor.dense())?];
+        let mut read = copier.download(&parts)?.into_iter();
+        let mut next = || read.next().unwrap_or_default();
+        let (tiles, escapes, streams, dense) = (next(), next(), next(), next());
         let mut sections = vec![
             (Section::CLASS_WINDOW, self.tensor.window().stored().to_vec()),
             (Section::CLASS_BOOK, self.book.stored()),

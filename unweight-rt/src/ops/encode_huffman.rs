@@ -33,7 +33,9 @@
 //! }
 //! ```
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::Arc;
+
+use bytemuck::Pod;
 
 use unweight_codegen::{
     abi::EncodeHuffmanArgs,
@@ -41,19 +43,17 @@ use unweight_codegen::{
     spec::{EncodeHuffmanStage, VariantSpec},
 };
 use unweight_format::{
-    CodeLimit, Digest, EncodingId, FloatMatrix, Matrix, NotEncodable, StoredTensor, TileGrid,
-    bundle::{CpuEncoder, Encoder, EncoderError},
+    CodeLimit, Matrix, TileGrid,
     raw::{
-        HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, compact,
+        HuffmanTensor, PaletteTensor, Section, StageTime, TileMetadata, Trace,
         layout::{TILE_WORDS_MAX, WORDS_ALIGN},
     },
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, module::LoadedKernel, view::check_device},
-    ops::{
-        encode_compact::{EncodeCompact, EncodeCompactError},
-        pack::{PackError, Packer},
+    device::{
+        Copier, DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, copies::Part, module::LoadedKernel,
+        view::check_device,
     },
     weight::{self, DeviceMatrix},
 };
@@ -88,115 +88,78 @@ pub struct GpuEncoder {
     limit: CodeLimit,
 }
 
-/// The GPU encoder for [`bundle::compress_with`](unweight_format::bundle::compress_with): computes digests on the CPU
-/// and the rest on the GPU. It processes a few tensors at a time, so that one is copied while another is encoded.
+/// Totals that the encoder counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeTotals {
+    /// The number of words of coded bits, before padding.
+    pub words: u64,
+    /// The number of verbatim rows.
+    pub verbatim_rows: u64,
+    /// The maximum number of verbatim rows in a tile.
+    pub max_verbatim_rows: u64,
+}
+
+/// Memory on host and device for encoding one tensor at a time. It grows with the largest tensor and is kept, because
+/// allocating takes longer than encoding.
 #[derive(Debug)]
-pub struct BundleEncoder {
-    encoder: GpuEncoder,
-    compressor: EncodeCompact,
-    /// Idle packers, each with its own stream.
-    idle: Mutex<Vec<Packer>>,
-    packer_returned: Condvar,
+pub struct EncodeWorkspace {
+    stream: Stream,
+    copier: Copier,
+    buffers: Option<EncodeBuffers>,
+    trace: Arc<Trace>,
 }
 
-/// The number of tensors on the device at once: one is uploaded, one encoded, one downloaded. Each needs three times
-/// its size in BF16.
-const IN_FLIGHT: usize = 3;
-
-impl BundleEncoder {
-    /// Compiles or finds the encoder's kernels.
-    ///
-    /// # Errors
-    /// The device or the compiler is missing, or failed.
-    pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
-        let packers = (0..IN_FLIGHT).map(|_| Packer::new(&kernels.device().stream()?, kernels));
-        let packers = packers.collect::<Result<_, DeviceError>>()?;
-        let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, EncodeCompact::of(kernels)?);
-        Ok(Self { encoder, compressor, idle: Mutex::new(packers), packer_returned: Condvar::new() })
+impl EncodeWorkspace {
+    /// Creates a workspace whose work runs on `stream`; allocates nothing yet.
+    pub fn new(stream: &Stream) -> Self {
+        Self::traced(stream, Arc::default())
     }
 
-    /// Returns a packer for exclusive use; waits until one is idle.
-    fn packer(&self) -> PackerGuard<'_> {
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut idle =
-            self.packer_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
-        PackerGuard { encoder: self, packer: idle.pop() }
+    /// Like [`EncodeWorkspace::new`], with a trace that several workspaces share.
+    pub(crate) fn traced(stream: &Stream, trace: Arc<Trace>) -> Self {
+        Self { stream: stream.clone(), copier: Copier::new(stream), buffers: None, trace }
     }
-}
 
-/// A packer that is returned when the tensor is done. After a panic its stream is still usable, and its memory is
-/// written before it is read.
-struct PackerGuard<'a> {
-    encoder: &'a BundleEncoder,
-    /// `None` only during drop.
-    packer: Option<Packer>,
-}
-
-impl Drop for PackerGuard<'_> {
-    fn drop(&mut self) {
-        self.encoder.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(self.packer.take());
-        self.encoder.packer_returned.notify_one();
+    /// Returns the times of allocating, of copies and of kernels so far.
+    pub fn stages(&self) -> Vec<StageTime> {
+        self.trace.stages()
     }
-}
 
-impl Encoder for BundleEncoder {
-    fn encode(
-        &self,
-        matrix: FloatMatrix<'_>,
-        encoding: EncodingId,
-        limit: CodeLimit,
-    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
-        encoding.encoding().fits(matrix.grid())?;
-        if limit != self.encoder.limit {
-            let reason = format!(
-                "the encoder was created for code limit {}, but {} was requested",
-                self.encoder.limit.bits(),
-                limit.bits()
-            );
-            return Err(EncoderError::Failed(reason.into()));
-        }
-        let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
-        // The CPU handles encodings without a kernel. It must not hold a packer: its rayon may run the encoding of
-        // another tensor on this thread, which would wait for that packer.
-        if !matches!(encoding, EncodingId::HUFFMAN | EncodingId::PALETTE | EncodingId::PACKED | EncodingId::COMPACT) {
-            return CpuEncoder.encode(matrix, encoding, limit);
-        }
-        let digest = Digest::of(matrix.bytes());
-        let matrix = matrix.bf16().map_err(NotEncodable::from)?;
-        let mut guard = self.packer();
-        let packer = guard.packer.as_mut().expect("the packer is present until the guard is dropped");
-        let tensor = match encoding {
-            EncodingId::HUFFMAN => self.encoder.encode(packer.stream(), matrix).map_err(failed)?.into(),
-            EncodingId::PALETTE => self.encoder.encode_palette(packer.stream(), matrix).map_err(failed)?.into(),
-            EncodingId::PACKED => {
-                let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
-                    let weights = DeviceMatrix::upload(packer.stream(), matrix)?;
-                    Ok(packer.pack(weights.view())?.download(packer.stream())?)
-                };
-                match packed() {
-                    Ok(tensor) => tensor.into(),
-                    Err(PackError::Unpackable(why)) => return Err(why.into()),
-                    Err(PackError::Device(error)) => return Err(failed(error)),
-                }
-            }
-            EncodingId::COMPACT => {
-                let stream = packer.stream().clone();
-                let mut encoded = || -> Result<_, EncodeCompactError> {
-                    let weights = DeviceMatrix::upload(&stream, matrix)?;
-                    let compressed = self.compressor.encode(packer, weights.view())?;
-                    let tensor = compressed.download(&stream)?;
-                    compact::worth_it(matrix.grid(), &compressed.histogram, limit, tensor.stored_bytes())?;
-                    Ok(tensor)
-                };
-                match encoded() {
-                    Ok(tensor) => tensor.into(),
-                    Err(EncodeCompactError::Uncompact(why)) => return Err(NotEncodable::from(why).into()),
-                    Err(EncodeCompactError::Device(error)) => return Err(failed(error)),
-                }
-            }
-            _ => return Err(EncoderError::Failed("a encoding without a kernel is the CPU's".into())),
-        };
-        Ok((digest, tensor))
+    /// Returns the copier of the workspace's stream.
+    pub(crate) fn copier(&mut self) -> &mut Copier {
+        &mut self.copier
+    }
+
+    /// Copies a matrix to new device memory.
+    pub(crate) fn matrix(&mut self, matrix: Matrix<'_>) -> Result<DeviceMatrix, DeviceError> {
+        let grid = matrix.grid();
+        let (bytes, copier) = (matrix.bytes().len() as u64, &mut self.copier);
+        // A grid's dimensions fit 32 bits.
+        let new = || DeviceMatrix::zeroed(&self.stream, grid.rows() as u32, grid.cols() as u32);
+        let mut weights = self.trace.time("allocate", bytes, new)?;
+        self.trace.time("upload", bytes, || weights.overwrite_by(copier, matrix.bytes()))?;
+        Ok(weights)
+    }
+
+    /// Encodes a matrix by `enqueue` and reads the tensor by `read`.
+    fn encode<T>(
+        &mut self,
+        matrix: Matrix<'_>,
+        enqueue: impl FnOnce(&mut EncodeBuffers) -> Result<(), DeviceError>,
+        read: impl FnOnce(&EncodeBuffers, EncodeTotals, &mut Copier) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
+        let Self { stream, copier, buffers, trace } = self;
+        let bytes = matrix.bytes().len() as u64;
+        let kept = buffers.take();
+        let fitted = trace.time("allocate", bytes, || match kept {
+            Some(mut kept) => kept.fit(matrix.grid()).map(|()| kept),
+            None => EncodeBuffers::new(stream, matrix.grid()),
+        });
+        let buffers = buffers.insert(fitted?);
+        trace.time("upload", bytes, || copier.upload(&mut buffers.weights, matrix.bytes()))?;
+        let kernels = || enqueue(buffers).and_then(|()| buffers.totals());
+        let totals = trace.time("kernels", bytes, kernels)?;
+        trace.time("download", bytes, || read(buffers, totals, copier))
     }
 }
 
@@ -218,17 +181,6 @@ pub struct EncodeBuffers {
     palette_index: DeviceBuffer<u8>,
 }
 
-/// Totals that the encoder counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EncodeTotals {
-    /// The number of words of coded bits, before padding.
-    pub words: u64,
-    /// The number of verbatim rows.
-    pub verbatim_rows: u64,
-    /// The maximum number of verbatim rows in a tile.
-    pub max_verbatim_rows: u64,
-}
-
 impl GpuEncoder {
     /// Returns the variants of which an encoder consists.
     pub fn variants(device_arch: unweight_codegen::spec::Arch) -> Vec<VariantSpec> {
@@ -247,18 +199,39 @@ impl GpuEncoder {
     /// # Errors
     /// More than 2^32 words (store such a tensor raw), or the device failed.
     pub fn encode(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
-        let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
-        buffers.set_weights(matrix)?;
-        self.enqueue_huffman(&mut buffers)?;
-        buffers.huffman()
+        self.encode_in(&mut EncodeWorkspace::new(stream), matrix)
+    }
+
+    /// Like [`GpuEncoder::encode`], in memory that is kept.
+    ///
+    /// # Errors
+    /// As for [`GpuEncoder::encode`].
+    pub fn encode_in(
+        &self,
+        workspace: &mut EncodeWorkspace,
+        matrix: Matrix<'_>,
+    ) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
+        workspace.encode(matrix, |buffers| self.enqueue_huffman(buffers), EncodeBuffers::read_huffman)
     }
 
     /// Encodes a matrix as a palette tensor, with the same bytes as [`unweight_format::raw::palette::encode`].
+    ///
+    /// # Errors
+    /// The device failed.
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
-        let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
-        buffers.set_weights(matrix)?;
-        self.enqueue_palette(&mut buffers)?;
-        buffers.palette()
+        self.encode_palette_in(&mut EncodeWorkspace::new(stream), matrix)
+    }
+
+    /// Like [`GpuEncoder::encode_palette`], in memory that is kept.
+    ///
+    /// # Errors
+    /// As for [`GpuEncoder::encode_palette`].
+    pub fn encode_palette_in(
+        &self,
+        workspace: &mut EncodeWorkspace,
+        matrix: Matrix<'_>,
+    ) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
+        workspace.encode(matrix, |buffers| self.enqueue_palette(buffers), EncodeBuffers::read_palette)
     }
 
     /// Enqueues the stages of a Huffman tensor for buffers whose weights are set. Allocates nothing, so it can be
@@ -317,6 +290,11 @@ impl GpuEncoder {
         unsafe { kernel.launch(&buffers.stream, problem, &args) }
     }
 
+    /// Returns the maximum length of codes.
+    pub(crate) fn limit(&self) -> CodeLimit {
+        self.limit
+    }
+
     /// Returns the kernel of a stage.
     pub fn kernel(&self, stage: EncodeHuffmanStage) -> &LoadedKernel {
         // The kernels are in the order of `EncodeHuffmanStage::ALL`; see `variants`.
@@ -327,27 +305,48 @@ impl GpuEncoder {
 impl EncodeBuffers {
     /// Allocates buffers for matrices of this shape.
     pub fn new(stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
+        let device = stream.device();
+        let mut buffers = Self {
+            stream: stream.clone(),
+            grid,
+            weights: DeviceBuffer::empty(device),
+            sign_mantissa: DeviceBuffer::empty(device),
+            scratch: DeviceBuffer::empty(device),
+            palette: DeviceBuffer::empty(device),
+            code_lengths: DeviceBuffer::empty(device),
+            encode_table: DeviceBuffer::empty(device),
+            row_lengths: DeviceBuffer::empty(device),
+            tile_metadata: DeviceBuffer::empty(device),
+            encoded_exp: DeviceBuffer::empty(device),
+            verbatim_exponents: DeviceBuffer::empty(device),
+            palette_index: DeviceBuffer::empty(device),
+        };
+        buffers.fit(grid)?;
+        Ok(buffers)
+    }
+
+    /// Changes the shape; allocates the buffers that are too small for it. Their contents are undefined afterwards.
+    fn fit(&mut self, grid: TileGrid) -> Result<(), DeviceError> {
         let tiles = grid.tiles();
         // Kernels count rows in 32 bits, words in 64.
         if u32::try_from(tiles * 64).is_err() {
             let (value, limit) = (tiles as u64 * 64, u32::MAX.into());
             return Err(LaunchError::TooLarge { what: "tile rows", value, limit }.into());
         }
-        Ok(Self {
-            stream: stream.clone(),
-            grid,
-            weights: DeviceBuffer::zeroed(stream, grid.elements() * 2)?,
-            sign_mantissa: DeviceBuffer::zeroed(stream, grid.elements())?,
-            scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS + 8 * tiles.div_ceil(SCAN_TILES_MIN))?,
-            palette: DeviceBuffer::zeroed(stream, 16)?,
-            code_lengths: DeviceBuffer::zeroed(stream, 16)?,
-            encode_table: DeviceBuffer::zeroed(stream, 256)?,
-            row_lengths: DeviceBuffer::zeroed(stream, tiles * 64)?,
-            tile_metadata: DeviceBuffer::zeroed(stream, tiles)?,
-            encoded_exp: DeviceBuffer::zeroed(stream, tiles * TILE_WORDS_MAX)?,
-            verbatim_exponents: DeviceBuffer::zeroed(stream, tiles * 64 * 64)?,
-            palette_index: DeviceBuffer::zeroed(stream, tiles * 64 * 32)?,
-        })
+        let stream = self.stream.clone();
+        grow(&mut self.weights, &stream, grid.elements() * 2)?;
+        grow(&mut self.sign_mantissa, &stream, grid.elements())?;
+        grow(&mut self.scratch, &stream, SCRATCH_FIXED_WORDS + 8 * tiles.div_ceil(SCAN_TILES_MIN))?;
+        grow(&mut self.palette, &stream, 16)?;
+        grow(&mut self.code_lengths, &stream, 16)?;
+        grow(&mut self.encode_table, &stream, 256)?;
+        grow(&mut self.row_lengths, &stream, tiles * 64)?;
+        grow(&mut self.tile_metadata, &stream, tiles)?;
+        grow(&mut self.encoded_exp, &stream, tiles * TILE_WORDS_MAX)?;
+        grow(&mut self.verbatim_exponents, &stream, tiles * 64 * 64)?;
+        grow(&mut self.palette_index, &stream, tiles * 64 * 32)?;
+        self.grid = grid;
+        Ok(())
     }
 
     /// Copies a matrix of the buffers' shape to the device.
@@ -401,44 +400,51 @@ impl EncodeBuffers {
 
     /// Waits for the stages of a Huffman tensor and reads it back. The sections are validated.
     pub fn huffman(&self) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
-        let totals = self.totals()?;
-        // `write` stores every word of a tile; the host adds the padding after the last.
-        let mut words = self.encoded_exp.read(&self.stream, 0, totals.words as usize)?;
-        words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
-        let mut sections = self.common(totals)?;
-        let mut failed = None;
-        let tensor = HuffmanTensor::from_sections(self.grid, |section| match section {
-            Section::ENCODED_EXP => bytemuck::cast_slice(&words).to_vec(),
-            Section::ROW_LENGTHS => value_or_record(&mut failed, self.row_lengths.to_host(&self.stream)),
-            Section::CODE_LENGTHS => value_or_record(&mut failed, self.code_lengths.to_host(&self.stream)),
-            other => sections.take(other),
-        });
-        finish(failed, tensor)
+        self.read_huffman(self.totals()?, &mut Copier::new(&self.stream))
     }
 
     /// Waits for the stages of a palette tensor and reads it back. The sections are validated.
     pub fn palette(&self) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
-        let totals = self.totals()?;
-        let mut sections = self.common(totals)?;
-        // The scan counted the words of a Huffman tensor, but a palette tensor has none.
-        for record in sections.tile_metadata.chunks_exact_mut(TileMetadata::BYTES) {
-            record[..4].fill(0);
-        }
-        let mut failed = None;
-        let tensor = PaletteTensor::from_sections(self.grid, |section| match section {
-            Section::PALETTE_INDEX => value_or_record(&mut failed, self.palette_index.to_host(&self.stream)),
-            other => sections.take(other),
-        });
-        finish(failed, tensor)
+        self.read_palette(self.totals()?, &mut Copier::new(&self.stream))
     }
 
-    fn common(&self, totals: EncodeTotals) -> Result<Common, DeviceError> {
-        Ok(Common {
-            sign_mantissa: self.sign_mantissa.to_host(&self.stream)?,
-            tile_metadata: bytemuck::cast_slice(&self.tile_metadata.to_host(&self.stream)?).to_vec(),
-            verbatim_exponents: self.verbatim_exponents.read(&self.stream, 0, totals.verbatim_rows as usize * 64)?,
-            palette: self.palette.to_host(&self.stream)?,
-        })
+    fn read_huffman(&self, totals: EncodeTotals, copier: &mut Copier) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
+        // `write` stores every word of a tile; the host adds the padding after the last.
+        let words = Part::front(&self.encoded_exp, totals.words as usize)?.padded(WORDS_ALIGN * 4);
+        let row_lengths = Part::front(&self.row_lengths, self.grid.tiles() * 64)?;
+        let own = [(Section::ENCODED_EXP, words), (Section::ROW_LENGTHS, row_lengths)];
+        let mut sections = self.sections(totals, own, copier)?;
+        Ok(HuffmanTensor::from_sections(self.grid, |section| take(&mut sections, section))?)
+    }
+
+    fn read_palette(&self, totals: EncodeTotals, copier: &mut Copier) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
+        let indices = Part::front(&self.palette_index, self.grid.tiles() * 64 * 32)?;
+        let mut sections = self.sections(totals, [(Section::PALETTE_INDEX, indices)], copier)?;
+        let metadata = sections.iter_mut().filter(|(section, _)| *section == Section::TILE_METADATA);
+        // The scan counted the words of a Huffman tensor, but a palette tensor has none.
+        for record in metadata.flat_map(|(_, bytes)| bytes.chunks_exact_mut(TileMetadata::BYTES)) {
+            record[..4].fill(0);
+        }
+        Ok(PaletteTensor::from_sections(self.grid, |section| take(&mut sections, section))?)
+    }
+
+    /// Copies the sections of both encodings, and others, to the host.
+    fn sections<const N: usize>(
+        &self,
+        totals: EncodeTotals,
+        own: [(Section, Part<'_>); N],
+        copier: &mut Copier,
+    ) -> Result<Vec<(Section, Vec<u8>)>, DeviceError> {
+        let grid = self.grid;
+        let common = [
+            (Section::SIGN_MANTISSA, Part::front(&self.sign_mantissa, grid.elements())?),
+            (Section::TILE_METADATA, Part::front(&self.tile_metadata, grid.tiles())?),
+            (Section::VERBATIM_EXPONENTS, Part::front(&self.verbatim_exponents, totals.verbatim_rows as usize * 64)?),
+            (Section::PALETTE, Part::front(&self.palette, 16)?),
+            (Section::CODE_LENGTHS, Part::front(&self.code_lengths, 16)?),
+        ];
+        let (sections, parts): (Vec<_>, Vec<_>) = common.into_iter().chain(own).unzip();
+        Ok(sections.into_iter().zip(copier.download(&parts)?).collect())
     }
 
     fn args(&mut self, limit: CodeLimit) -> EncodeHuffmanArgs {
@@ -469,38 +475,18 @@ impl EncodeBuffers {
     }
 }
 
-/// The sections common to both encodings.
-struct Common {
-    sign_mantissa: Vec<u8>,
-    tile_metadata: Vec<u8>,
-    verbatim_exponents: Vec<u8>,
-    palette: Vec<u8>,
-}
-
-impl Common {
-    fn take(&mut self, section: Section) -> Vec<u8> {
-        match section {
-            Section::SIGN_MANTISSA => std::mem::take(&mut self.sign_mantissa),
-            Section::TILE_METADATA => std::mem::take(&mut self.tile_metadata),
-            Section::VERBATIM_EXPONENTS => std::mem::take(&mut self.verbatim_exponents),
-            Section::PALETTE => std::mem::take(&mut self.palette),
-            // The callers provide the sections of only one encoding.
-            _ => Vec::new(),
-        }
+/// Allocates a larger buffer if this one has fewer than `len` elements.
+fn grow<T: Pod>(buffer: &mut DeviceBuffer<T>, stream: &Stream, len: usize) -> Result<(), DeviceError> {
+    if buffer.len() < len {
+        // Freed first, so that both need not fit in memory.
+        *buffer = DeviceBuffer::empty(stream.device());
+        *buffer = DeviceBuffer::zeroed(stream, len)?;
     }
+    Ok(())
 }
 
-/// Returns the value, or an empty one after recording the error: section callbacks cannot return errors.
-fn value_or_record(failed: &mut Option<DeviceError>, read: Result<Vec<u8>, DeviceError>) -> Vec<u8> {
-    read.unwrap_or_else(|error| {
-        failed.get_or_insert(error);
-        Vec::new()
-    })
-}
-
-fn finish<T>(failed: Option<DeviceError>, tensor: Result<T, unweight_format::CodecError>) -> Result<T, DeviceError> {
-    match failed {
-        Some(error) => Err(error),
-        None => Ok(tensor?),
-    }
+/// Takes the bytes of a section; empty if it was not read.
+fn take(sections: &mut [(Section, Vec<u8>)], section: Section) -> Vec<u8> {
+    let found = sections.iter_mut().find(|(other, _)| *other == section);
+    found.map(|(_, bytes)| std::mem::take(bytes)).unwrap_or_default()
 }

@@ -4,6 +4,7 @@
 //! pitches, alignment, devices, overlap, the context's size, the grid) are detected before anything is enqueued.
 
 pub mod attention;
+pub mod bundle_encoder;
 pub mod decode_compact;
 pub mod decode_huffman;
 pub mod embed;

@@ -3,7 +3,7 @@
 use unweight_format::Matrix;
 
 use super::{elements, pods};
-use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
+use crate::device::{Copier, DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
 
 /// A BF16 matrix `[rows, cols]`, row-major, in its own buffer.
 ///
@@ -61,6 +61,12 @@ impl DeviceMatrix {
             Ok(bits) => Self::from_host(stream, rows, cols, bits),
             Err(_) => Self::from_host(stream, rows, cols, &pods(matrix.bytes())?),
         }
+    }
+
+    /// Overwrites all elements from their little-endian bytes, in stream order.
+    pub(crate) fn overwrite_by(&mut self, copier: &mut Copier, bytes: &[u8]) -> Result<(), DeviceError> {
+        elements("the bytes of a matrix", bytes.len(), self.data.bytes())?;
+        copier.upload(&mut self.data, bytes)
     }
 
     /// Returns the number of rows.

@@ -16,7 +16,7 @@ mod palette;
 use bytemuck::Pod;
 use unweight_format::{TileGrid, raw::TileMetadata};
 
-use crate::device::{DeviceBuffer, DeviceError, LaunchError, Stream};
+use crate::device::LaunchError;
 
 pub use self::{
     coded::CodedSections,
@@ -61,11 +61,6 @@ fn verbatim_rows(bytes: &[u8]) -> Result<(), LaunchError> {
         return Err(LaunchError::Partial { section: "verbatim_exponents", bytes: bytes.len() as u64, unit: 64 });
     }
     count("verbatim rows", bytes.len() / 64)
-}
-
-/// Copies u32 words from the device in the little-endian bytes of a stored section. Waits.
-pub(crate) fn stored_words(stream: &Stream, words: &DeviceBuffer<u32>) -> Result<Vec<u8>, DeviceError> {
-    Ok(words.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
 /// Checks that a count fits 32 bits.

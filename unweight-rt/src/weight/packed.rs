@@ -10,8 +10,10 @@ use unweight_format::{
     },
 };
 
-use super::{check_capacity, count, device_shape, elements, stored_words};
-use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, view::check_device};
+use super::{check_capacity, count, device_shape, elements};
+use crate::device::{
+    Copier, Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, copies::Part, view::check_device,
+};
 
 /// A packed tensor on the device (`docs/format.md` A.9), the input of packed matmuls.
 #[derive(Debug)]
@@ -78,8 +80,15 @@ impl DevicePacked {
     /// # Errors
     /// The sections on the device are not a valid packed tensor, or a driver error.
     pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
-        let (heads, escapes) = (stored_words(stream, &self.escape_heads)?, stored_words(stream, &self.escapes)?);
-        Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
+        self.download_by(&mut Copier::new(stream))
+    }
+
+    /// Like [`DevicePacked::download`], through pinned memory that is kept.
+    pub(crate) fn download_by(&self, copier: &mut Copier) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
+        let parts = [Part::all(&self.packed)?, Part::all(&self.escape_heads)?, Part::all(&self.escapes)?];
+        let mut sections = copier.download(&parts)?.into_iter();
+        let mut next = || sections.next().unwrap_or_default();
+        Ok(PackedTensor::from_parts(self.grid, self.window, next(), next(), next())?)
     }
 
     /// Allocates tiles and heads for another shape that refer to this tensor's escape lists; frees this tensor's tiles.

@@ -1,17 +1,23 @@
-//! Encodes the tensors of a file, while the previous batch is written and the next one is read.
+//! Encodes the tensors of a file, while earlier ones are written and later ones are read.
 //!
 //! ```text
-//! reader thread --units, two buffers--> this thread: rayon encodes --tensors, in order--> writer thread --> shard
+//! reader thread --units--> this thread --rayon tasks: encode--> put in order --tensors--> writer thread --> shard
 //! ```
-//! A [`ByteBudget`] bounds the bytes between reading and writing to `ram_bytes`.
+//! As many units are in flight as the [`ByteBudget`] admits: it bounds the bytes between reading and writing to
+//! `ram_bytes`.
 
 use std::{
+    collections::BTreeMap,
+    mem,
+    ops::Range,
     path::Path,
     sync::{
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
-        mpsc::{self, Receiver, Sender, SyncSender},
+        mpsc::{self, Receiver, RecvTimeoutError, Sender, SyncSender, TryRecvError},
     },
     thread,
+    time::Duration,
 };
 
 use rayon::prelude::*;
@@ -27,7 +33,7 @@ use crate::{
     Digest, EncodingId, Float, FloatMatrix, Histogram, NotEncodable, Section, StoredTensor, Survey,
     bits::delta,
     bundle::{
-        BundleError,
+        BundleError, Trace,
         base::Base,
         blocks::Blocks,
         files::{self, Input},
@@ -49,23 +55,73 @@ struct ShardSource<'a> {
     input: Input,
 }
 
-/// A unit on its way from the reader: its tensors in memory, or a tensor that the encoding thread reads in pieces.
-struct LoadedUnit {
+/// A unit on its way from the reader: its tensors in memory, or a tensor that is read in pieces. Its buffer returns to
+/// the budget.
+struct LoadedUnit<'a> {
     unit: ReadUnit,
     /// Bytes of the tensors, at the start of `buffer`; 0 for a tensor in pieces.
     bytes: u64,
     buffer: Vec<u8>,
+    budget: &'a ByteBudget,
+}
+
+impl LoadedUnit<'_> {
+    fn tensors(&self) -> &[u8] {
+        &self.buffer[..self.bytes as usize]
+    }
+}
+
+impl Drop for LoadedUnit<'_> {
+    fn drop(&mut self) {
+        if !self.buffer.is_empty() {
+            self.budget.give_back(mem::take(&mut self.buffer));
+        }
+    }
 }
 
 /// The encoding thread's ends of the channels to reader and writer.
-struct Queues<'a, 's> {
-    loaded: Receiver<Result<LoadedUnit, BundleError>>,
-    /// Returns buffers to the reader.
-    free: &'a Sender<Vec<u8>>,
+struct Queues<'a, 'b, 's> {
+    loaded: Receiver<Result<LoadedUnit<'b>, BundleError>>,
     encoded: &'a Sender<Encoded<'s>>,
-    budget: &'a ByteBudget,
+    budget: &'b ByteBudget,
     /// Set by the writer after a failed write.
     failed: &'a AtomicBool,
+}
+
+/// Passes the tensors of units to the writer in the order of the file, whichever unit is encoded first.
+struct InOrder<'a, 's> {
+    /// The index of the next unit to pass on.
+    next: usize,
+    /// Later units that are encoded.
+    waiting: BTreeMap<usize, Vec<Encoded<'s>>>,
+    entries: &'a mut Vec<TensorEntry>,
+    encoded: &'a Sender<Encoded<'s>>,
+    /// The first unit in the file that failed.
+    failed: Option<(usize, BundleError)>,
+}
+
+impl<'s> InOrder<'_, 's> {
+    /// Adds a unit. Returns whether more units are useful.
+    fn add(&mut self, index: usize, result: Result<Vec<Encoded<'s>>, BundleError>) -> bool {
+        match result {
+            Ok(tensors) => _ = self.waiting.insert(index, tensors),
+            Err(error) if self.failed.as_ref().is_none_or(|(first, _)| index < *first) => {
+                self.failed = Some((index, error));
+            }
+            Err(_) => {}
+        }
+        while let Some(tensors) = self.waiting.remove(&self.next) {
+            self.next += 1;
+            for encoded in tensors {
+                self.entries.push(encoded.entry.clone());
+                if self.encoded.send(encoded).is_err() {
+                    // The writer has panicked, which resumes where it is joined.
+                    return false;
+                }
+            }
+        }
+        self.failed.is_none()
+    }
 }
 
 impl Job<'_> {
@@ -150,89 +206,96 @@ impl Job<'_> {
         let remaining = read_units_from(state.entries.len(), tensors, self.options.ram_bytes);
         thread::scope(|scope| {
             let (budget, failed) = (&budget, &failed);
-            let writing = spawn(scope, move || write_all(to_write, writer, &source.input, budget, failed))?;
-            // The next unit is read while this one is encoded; each has one of two buffers.
-            let (free, buffers) = mpsc::channel::<Vec<u8>>();
-            for _ in 0..2 {
-                // The receiver still exists.
-                _ = free.send(Vec::new());
-            }
-            let (filled, loaded) = mpsc::sync_channel(0);
-            let reading = spawn(scope, move || read_all(source, remaining, (budget, held_per_byte), buffers, filled))?;
-            let queues = Queues { loaded, free: &free, encoded: &encoded, budget, failed };
+            let writing =
+                spawn(scope, move || write_all(to_write, writer, &source.input, (budget, failed, self.trace)))?;
+            // One unit waits while the next is read, as far as the budget admits.
+            let (filled, loaded) = mpsc::sync_channel(1);
+            let reading =
+                spawn(scope, move || read_all(source, remaining, (budget, held_per_byte, self.trace), filled))?;
+            let queues = Queues { loaded, encoded: &encoded, budget, failed };
             let result = self.encode_all(source, decisions, state, queues);
             // Ends the writer, which then releases the budget for a reader that waits.
             drop(encoded);
             let written = join(writing);
-            // Wakes a reader that waits for a buffer.
-            drop(free);
             join(reading);
             result?;
             written
         })
     }
 
-    /// Encodes what the reader reads, until all is read or the writer has failed or panicked.
+    /// Encodes what the reader reads, until all is read or a unit, the writer or `progress` ends the work.
     fn encode_all<'s>(
         &self,
         source: &ShardSource<'s>,
         decisions: &[Decision],
         state: &mut ShardState,
-        queues: Queues<'_, 's>,
+        queues: Queues<'_, '_, 's>,
     ) -> Result<(), BundleError> {
-        for loaded in queues.loaded {
-            let loaded = loaded?;
-            self.check_cancelled()?;
-            if queues.failed.load(Ordering::Relaxed) {
-                break;
-            }
-            let encoded = self.encode_unit(source, decisions, &loaded, state.sha.as_mut())?;
-            // The reader may have ended, because nothing is left to read.
-            _ = queues.free.send(loaded.buffer);
-            let held_bytes: u64 = encoded.iter().map(|e| e.held_bytes).sum();
-            queues.budget.release(loaded.bytes.saturating_mul(self.held_per_byte()).saturating_sub(held_bytes));
-            for encoded in encoded {
-                state.entries.push(encoded.entry.clone());
-                if queues.encoded.send(encoded).is_err() {
-                    // The writer has panicked, which resumes where it is joined.
-                    return Ok(());
+        let Queues { loaded, encoded, budget, failed } = queues;
+        let ShardState { entries, sha, .. } = state;
+        let order = Mutex::new(InOrder { next: 0, waiting: BTreeMap::new(), entries, encoded, failed: None });
+        let stop = AtomicBool::new(false);
+        let add = |index, result: Result<Vec<Encoded<'s>>, BundleError>| {
+            let more = order.lock().unwrap_or_else(PoisonError::into_inner).add(index, result);
+            stop.fetch_or(!more, Ordering::Relaxed);
+        };
+        let received = rayon::in_place_scope(|tasks| {
+            let (mut index, add, stop) = (0, &add, &stop);
+            while let Some(loaded) = next_unit(&loaded, stop) {
+                let unit = Arc::new(loaded?);
+                self.check_cancelled()?;
+                if failed.load(Ordering::Relaxed) {
+                    break;
                 }
+                match unit.unit.clone() {
+                    ReadUnit::Pieces(at) => {
+                        let (info, decision) = (&source.header.tensors[at], &decisions[at]);
+                        let tensor = self.stream_raw_tensor(&source.input, info, decision, sha.as_mut())?;
+                        add(index, Ok(vec![tensor]));
+                    }
+                    ReadUnit::Batch(range) => {
+                        let encoding = unit.clone();
+                        tasks.spawn(move |_| {
+                            let _stops = StopOnPanic(stop);
+                            let result = self.encode_batch(source, decisions, range, encoding.tensors());
+                            let held_bytes = result.iter().flatten().map(|encoded| encoded.held_bytes).sum();
+                            let reserved = encoding.bytes.saturating_mul(self.held_per_byte() - 1);
+                            drop(encoding);
+                            budget.release(reserved.saturating_sub(held_bytes));
+                            add(index, result);
+                        });
+                        // From the bytes that are encoded, not by a second read, so a file that changes meanwhile
+                        // cannot get a digest of other bytes.
+                        if let Some(sha) = sha.as_mut() {
+                            sha.update(unit.tensors());
+                        }
+                    }
+                }
+                index += 1;
             }
-        }
-        Ok(())
+            Ok(())
+        });
+        let InOrder { failed, .. } = order.into_inner().unwrap_or_else(PoisonError::into_inner);
+        failed.map_or(received, |(_, error)| Err(error))
     }
 
-    /// Encodes the tensors of a unit in parallel, and at the same time hashes them in the file's order.
-    ///
-    /// The SHA-256 is computed from the buffers that are encoded, not by a second read, so a file that changes
-    /// meanwhile cannot get a digest of other bytes.
-    fn encode_unit<'s>(
+    /// Encodes consecutive tensors in parallel.
+    fn encode_batch<'s>(
         &self,
         source: &ShardSource<'s>,
         decisions: &[Decision],
-        loaded: &LoadedUnit,
-        sha: Option<&mut Sha256>,
+        range: Range<usize>,
+        bytes: &[u8],
     ) -> Result<Vec<Encoded<'s>>, BundleError> {
-        let range = match &loaded.unit {
-            &ReadUnit::Pieces(index) => {
-                let (info, decision) = (&source.header.tensors[index], &decisions[index]);
-                return Ok(vec![self.stream_raw_tensor(&source.input, info, decision, sha)?]);
-            }
-            ReadUnit::Batch(range) => range.clone(),
-        };
         let infos = &source.header.tensors[range.clone()];
         let first = infos[0].offset;
-        let encode = || {
-            let tensors = infos.par_iter().zip(&decisions[range]);
-            tensors
-                .map(|(info, decision)| {
-                    let at = (info.offset - first) as usize;
-                    self.encode(source.file, &loaded.buffer[at..at + info.bytes as usize], info, decision)
-                })
-                .collect::<Result<Vec<_>, _>>()
-        };
-        let hash = || sha.map(|sha| sha.update(&loaded.buffer[..loaded.bytes as usize]));
-        rayon::join(encode, hash).0
+        let tensors = infos.par_iter().zip(&decisions[range]);
+        tensors
+            .map(|(info, decision)| {
+                let at = (info.offset - first) as usize;
+                self.encode(source.file, &bytes[at..at + info.bytes as usize], info, decision)
+            })
+            .collect()
     }
 
     /// Prepares a large raw tensor: its digest is computed now, its bytes are read again when it is written.
@@ -257,23 +320,26 @@ impl Job<'_> {
         decision: &Decision,
     ) -> Result<Encoded<'a>, BundleError> {
         self.progress.tensor(&info.name);
-        let (digest, choice, stored) =
-            encode_tensor(bytes, info.dtype, decision.choice.clone(), self.options, self.encoder).map_err(
-                |source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source },
-            )?;
+        let encode = || encode_tensor(bytes, info.dtype, decision.choice.clone(), self.options, self.encoder);
+        let (digest, choice, stored) = self
+            .trace
+            .time("encode", info.bytes, encode)
+            .map_err(|source| BundleError::Encoder { file: file.name.clone(), tensor: info.name.clone(), source })?;
         let (choice, stored, base) = self.or_delta(&file.name, bytes, (info, decision), (choice, stored))?;
         let (grid, coded): (_, Vec<(Section, &[u8])>) = match &stored {
             Stored::Coded(tensor) => (tensor.grid(), tensor.sections().collect()),
             _ => (None, Vec::new()),
         };
-        let sections: Vec<SectionEntry> = coded
-            .into_par_iter()
-            .map(|(name, bytes)| {
+        let section_bytes = coded.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+        let digests = || {
+            let sections = coded.into_par_iter().map(|(name, bytes)| {
                 let blocks = grid.filter(|_| name == Section::PACKED).and_then(Blocks::of);
                 let blocks = blocks.map_or_else(Vec::new, |blocks| blocks.digests(bytes));
                 SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes), blocks }
-            })
-            .collect();
+            });
+            sections.collect()
+        };
+        let sections: Vec<SectionEntry> = self.trace.time("digest", section_bytes, digests);
         let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
         let entry = TensorEntry { base, ..entry(info, decision, &choice, digest, sections) };
         self.progress.advance(info.bytes);
@@ -323,27 +389,57 @@ impl Job<'_> {
     }
 }
 
-/// The reader thread: fills free buffers, as far as the budget admits.
-fn read_all(
+/// Ends the work if it is dropped by a panic: units after the one that panicked would wait for it.
+struct StopOnPanic<'a>(&'a AtomicBool);
+
+impl Drop for StopOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_or(thread::panicking(), Ordering::Relaxed);
+    }
+}
+
+/// Waits for the next unit, and encodes others meanwhile. `None` at the end, or after a failure.
+fn next_unit<T>(loaded: &Receiver<T>, stop: &AtomicBool) -> Option<T> {
+    /// How long this thread waits before it looks for work again.
+    const PAUSE: Duration = Duration::from_millis(1);
+    while !stop.load(Ordering::Relaxed) {
+        match loaded.try_recv() {
+            Ok(unit) => return Some(unit),
+            Err(TryRecvError::Disconnected) => return None,
+            Err(TryRecvError::Empty) => {}
+        }
+        if matches!(rayon::yield_now(), Some(rayon::Yield::Executed)) {
+            continue;
+        }
+        match loaded.recv_timeout(PAUSE) {
+            Ok(unit) => return Some(unit),
+            Err(RecvTimeoutError::Disconnected) => return None,
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+    None
+}
+
+/// The reader thread: fills buffers, as far as the budget admits.
+fn read_all<'a>(
     source: &ShardSource<'_>,
     remaining: Vec<ReadUnit>,
-    (budget, held_per_byte): (&ByteBudget, u64),
-    buffers: Receiver<Vec<u8>>,
-    filled: SyncSender<Result<LoadedUnit, BundleError>>,
+    (budget, held_per_byte, trace): (&'a ByteBudget, u64, &Trace),
+    filled: SyncSender<Result<LoadedUnit<'a>, BundleError>>,
 ) {
     let tensors = &source.header.tensors;
     for unit in remaining {
-        let bytes = match &unit {
-            ReadUnit::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
-            ReadUnit::Pieces(_) => 0,
+        let loaded = match &unit {
+            ReadUnit::Pieces(_) => Ok(LoadedUnit { unit, bytes: 0, buffer: Vec::new(), budget }),
+            ReadUnit::Batch(batch) => {
+                let (first, bytes) = (&tensors[batch.start], tensors[batch.clone()].iter().map(|t| t.bytes).sum());
+                let mut buffer = budget.acquire_buffer(bytes, bytes.saturating_mul(held_per_byte - 1));
+                let fill = || fill(&mut buffer, &source.input, first, bytes, &source.file.path);
+                let read = trace.time("read", bytes, fill);
+                read.map(|()| LoadedUnit { unit, bytes, buffer, budget })
+            }
         };
-        budget.acquire(bytes.saturating_mul(held_per_byte));
-        let Ok(mut buffer) = buffers.recv() else { break };
-        let result = match &unit {
-            ReadUnit::Batch(batch) => fill(&mut buffer, &source.input, &tensors[batch.start], bytes, &source.file.path),
-            ReadUnit::Pieces(_) => Ok(()),
-        };
-        if filled.send(result.map(|()| LoadedUnit { unit, bytes, buffer })).is_err() {
+        if filled.send(loaded).is_err() {
             break;
         }
     }
@@ -354,8 +450,7 @@ fn write_all(
     to_write: Receiver<Encoded<'_>>,
     writer: &mut ShardWriter<'_>,
     input: &Input,
-    budget: &ByteBudget,
-    failed: &AtomicBool,
+    (budget, failed, trace): (&ByteBudget, &AtomicBool, &Trace),
 ) -> Result<(), BundleError> {
     // Also if this thread panics: the bytes that it has not released would keep the reader waiting.
     let _releases_all = budget.release_all_on_drop();
@@ -364,7 +459,8 @@ fn write_all(
     for encoded in to_write {
         panic_fault("writer");
         if result.is_ok() {
-            result = writer.put(&encoded, input).and_then(|()| {
+            let write = || writer.put(&encoded, input);
+            result = trace.time("write", encoded.held_bytes, write).and_then(|()| {
                 failpoint("part-written");
                 writer.journal_entry(&encoded.entry)
             });
@@ -377,14 +473,12 @@ fn write_all(
     result
 }
 
-/// Reads consecutive tensors of `bytes` bytes in all into the start of a buffer.
+/// Reads consecutive tensors of `bytes` bytes in all into the start of a buffer, which is replaced if it is too small.
 fn fill(buffer: &mut Vec<u8>, input: &Input, first: &TensorInfo, bytes: u64, path: &Path) -> Result<(), BundleError> {
     if (buffer.len() as u64) < bytes {
-        // Drop the old buffer first: both together could exceed the memory limit.
-        drop(std::mem::take(buffer));
         *buffer = files::buffer(bytes, path)?;
     }
-    input.read_at(first.offset, &mut buffer[..bytes as usize])
+    input.read_at_by_threads(first.offset, &mut buffer[..bytes as usize])
 }
 
 fn entry(

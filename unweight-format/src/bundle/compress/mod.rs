@@ -34,7 +34,7 @@ pub(crate) use seal::{SealContext, Sealed, seal};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, VerifyAfter,
+    BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, Trace, VerifyAfter,
     base::Base,
     files::{Contents, Input},
     manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
@@ -97,7 +97,8 @@ pub fn compress_with(
     }
     let stage = Stage::open(&inputs, output, replaceable, options.resume)?;
     stage.report_discarded(progress);
-    let job = Job { options, planner: &planner, stage: &stage, encoder, base: base.as_ref(), progress };
+    let trace = Trace::default();
+    let job = Job { options, planner: &planner, stage: &stage, encoder, base: base.as_ref(), progress, trace: &trace };
     let result = on_threads(options.threads, || job.run(&model, &files));
     let Outcome { files: entries, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors } = result?;
     stage.publish()?;
@@ -120,6 +121,7 @@ pub fn compress_with(
         verified_tensors,
         base_tensors: manifest::base_digests(&entries).count() as u64,
         seconds: started.elapsed().as_secs_f64(),
+        stages: trace.stages().into_iter().chain(encoder.stages()).collect(),
         peak_rss_bytes: peak_rss_bytes(),
         manifest_digest: digest,
     })
@@ -166,6 +168,7 @@ struct Job<'a> {
     encoder: &'a dyn Encoder,
     base: Option<&'a Arc<Base>>,
     progress: &'a dyn Progress,
+    trace: &'a Trace,
 }
 
 /// The result of [`Job::run`].
@@ -206,6 +209,7 @@ impl Job<'_> {
             sign: self.options.sign.as_ref(),
             base: self.base,
             progress: self.progress,
+            trace: self.trace,
         };
         let (files, digest, stored_bytes, verified_tensors) = match self.options.part {
             None => {

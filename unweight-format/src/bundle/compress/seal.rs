@@ -9,7 +9,7 @@ use std::{
 use crate::{
     Digest, EncodingId,
     bundle::{
-        BundleError, Progress, Signer, VerifyAfter,
+        BundleError, Progress, Signer, Trace, VerifyAfter,
         base::Base,
         config,
         manifest::{self, BaseEntry, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
@@ -29,6 +29,7 @@ pub(crate) struct SealContext<'a> {
     pub(crate) sign: Option<&'a Signer>,
     pub(crate) base: Option<&'a Arc<Base>>,
     pub(crate) progress: &'a dyn Progress,
+    pub(crate) trace: &'a Trace,
 }
 
 /// The result of completing a stage.
@@ -128,7 +129,8 @@ impl SealContext<'_> {
                 let all: Vec<usize> = batch.collect();
                 let chosen: Vec<usize> = all.iter().copied().filter(chosen).collect();
                 shard.grow(&mut buffer, bytes(&chosen))?;
-                let decoded = shard.decode_batch(chosen.iter().copied(), &mut buffer, true, |_| ());
+                let decode = || shard.decode_batch(chosen.iter().copied(), &mut buffer, true, |_| ());
+                let decoded = self.trace.time("verify", bytes(&chosen), decode);
                 decoded.into_iter().collect::<Result<(), _>>()?;
                 verified += chosen.len() as u64;
                 self.progress.advance(bytes(&all));

@@ -85,7 +85,8 @@ impl Job<'_> {
 
     /// Syncs a shard to disk, gives it its name, and records that for a later run.
     pub(super) fn commit_shard(&self, shard: Written) -> Result<(), BundleError> {
-        shard.file.sync_all().map_err(self.stage.write_error(&shard.temp_path))?;
+        let synced = self.trace.time("sync", shard.record.file.shard_size, || shard.file.sync_all());
+        synced.map_err(self.stage.write_error(&shard.temp_path))?;
         self.stage.accept(&shard.temp_path, &shard.record.file.name)?;
         self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
         std::fs::remove_file(&shard.journal_path).map_err(BundleError::io("remove the file", &shard.journal_path))

@@ -1,0 +1,166 @@
+//! The GPU encoder of bundles: encodes each tensor with the kernels of its encoding, with the same bytes as the CPU.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use unweight_format::{
+    CodeLimit, Digest, EncodingId, FloatMatrix, Matrix, NotEncodable, StoredTensor,
+    bundle::{CpuEncoder, Encoder, EncoderError},
+    raw::{PackedTensor, StageTime, Trace, compact},
+};
+
+use crate::{
+    device::{DeviceError, KernelSet},
+    ops::{
+        encode_compact::{EncodeCompact, EncodeCompactError},
+        encode_huffman::{EncodeWorkspace, GpuEncoder},
+        pack::{PackError, Packer},
+    },
+};
+
+/// The GPU encoder for [`bundle::compress_with`](unweight_format::bundle::compress_with): computes digests on the CPU
+/// and the rest on the GPU. It processes a few tensors at a time, so that one is copied while another is encoded.
+#[derive(Debug)]
+pub struct BundleEncoder {
+    encoder: GpuEncoder,
+    compressor: EncodeCompact,
+    idle: Mutex<Vec<Lane>>,
+    lane_returned: Condvar,
+    trace: Arc<Trace>,
+}
+
+/// A stream with the memory for encoding one tensor.
+#[derive(Debug)]
+struct Lane {
+    packer: Packer,
+    workspace: EncodeWorkspace,
+}
+
+/// The number of tensors on the device at once: one is uploaded, one encoded, one downloaded. Each needs three times
+/// its size in BF16.
+const IN_FLIGHT: usize = 3;
+
+impl BundleEncoder {
+    /// Compiles or finds the encoder's kernels.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
+        let trace: Arc<Trace> = Arc::default();
+        let lane = || {
+            let stream = kernels.device().stream()?;
+            let workspace = EncodeWorkspace::traced(&stream, trace.clone());
+            Ok(Lane { packer: Packer::new(&stream, kernels)?, workspace })
+        };
+        let idle = (0..IN_FLIGHT).map(|_| lane()).collect::<Result<_, DeviceError>>()?;
+        let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, EncodeCompact::of(kernels)?);
+        Ok(Self { encoder, compressor, idle: Mutex::new(idle), lane_returned: Condvar::new(), trace })
+    }
+
+    /// Returns a lane for exclusive use; waits until one is idle.
+    fn lane(&self) -> LaneGuard<'_> {
+        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle =
+            self.lane_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        LaneGuard { encoder: self, lane: idle.pop() }
+    }
+
+    /// Encodes on the device. Nothing in here may use rayon: a thread that waits inside rayon may start to encode
+    /// another tensor, which would wait for this one's lane.
+    fn encode_on_device(
+        &self,
+        matrix: Matrix<'_>,
+        encoding: EncodingId,
+        limit: CodeLimit,
+    ) -> Result<StoredTensor<Vec<u8>>, EncoderError> {
+        let bytes = matrix.bytes().len() as u64;
+        let mut guard = self.trace.time("wait for a stream", bytes, || self.lane());
+        let Lane { packer, workspace } = guard.lane.as_mut().expect("the lane is present until the guard is dropped");
+        match encoding {
+            EncodingId::HUFFMAN => Ok(self.encoder.encode_in(workspace, matrix).map_err(failed)?.into()),
+            EncodingId::PALETTE => Ok(self.encoder.encode_palette_in(workspace, matrix).map_err(failed)?.into()),
+            EncodingId::PACKED => {
+                let mut packed = || -> Result<PackedTensor<Vec<u8>>, PackError> {
+                    let weights = workspace.matrix(matrix)?;
+                    let packed = self.trace.time("kernels", bytes, || packer.pack(weights.view()))?;
+                    Ok(self.trace.time("download", bytes, || packed.download_by(workspace.copier()))?)
+                };
+                match packed() {
+                    Ok(tensor) => Ok(tensor.into()),
+                    Err(PackError::Unpackable(why)) => Err(why.into()),
+                    Err(PackError::Device(error)) => Err(failed(error)),
+                }
+            }
+            EncodingId::COMPACT => {
+                let mut encoded = || -> Result<_, EncodeCompactError> {
+                    let weights = workspace.matrix(matrix)?;
+                    let encode = || self.compressor.encode(packer, weights.view());
+                    let encoded = self.trace.time("kernels", bytes, encode)?;
+                    let download = || encoded.download_by(workspace.copier());
+                    let tensor = self.trace.time("download", bytes, download)?;
+                    compact::worth_it(matrix.grid(), &encoded.histogram, limit, tensor.stored_bytes())?;
+                    Ok(tensor)
+                };
+                match encoded() {
+                    Ok(tensor) => Ok(tensor.into()),
+                    Err(EncodeCompactError::Uncompact(why)) => Err(NotEncodable::from(why).into()),
+                    Err(EncodeCompactError::Device(error)) => Err(failed(error)),
+                }
+            }
+            _ => Err(EncoderError::Failed("a encoding without a kernel is the CPU's".into())),
+        }
+    }
+}
+
+fn failed(error: DeviceError) -> EncoderError {
+    EncoderError::Failed(Box::new(error))
+}
+
+/// A lane that is returned when the tensor is done. After a panic its stream is still usable, and its memory is written
+/// before it is read.
+struct LaneGuard<'a> {
+    encoder: &'a BundleEncoder,
+    /// `None` only during drop.
+    lane: Option<Lane>,
+}
+
+impl Drop for LaneGuard<'_> {
+    fn drop(&mut self) {
+        self.encoder.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(self.lane.take());
+        self.encoder.lane_returned.notify_one();
+    }
+}
+
+impl Encoder for BundleEncoder {
+    fn encode(
+        &self,
+        matrix: FloatMatrix<'_>,
+        encoding: EncodingId,
+        limit: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
+        encoding.encoding().fits(matrix.grid())?;
+        if limit != self.encoder.limit() {
+            let reason = format!(
+                "the encoder was created for code limit {}, but {} was requested",
+                self.encoder.limit().bits(),
+                limit.bits()
+            );
+            return Err(EncoderError::Failed(reason.into()));
+        }
+        // The CPU handles encodings without a kernel.
+        if !matches!(encoding, EncodingId::HUFFMAN | EncodingId::PALETTE | EncodingId::PACKED | EncodingId::COMPACT) {
+            return CpuEncoder.encode(matrix, encoding, limit);
+        }
+        let bits = matrix.bf16().map_err(NotEncodable::from)?;
+        let bytes = matrix.bytes();
+        // Other threads compute the digest while this one waits for the device.
+        let (tensor, digest) = rayon::join(
+            || self.encode_on_device(bits, encoding, limit),
+            || self.trace.time("digest tensor", bytes.len() as u64, || Digest::of(bytes)),
+        );
+        Ok((digest, tensor?))
+    }
+
+    fn stages(&self) -> Vec<StageTime> {
+        self.trace.stages()
+    }
+}
