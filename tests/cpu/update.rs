@@ -319,7 +319,7 @@ fn planted_bugs_are_caught() {
         ("pair / 8 * 2 + row / 8;", "pair / 8 * 2;"),
         ("shfl_sync_idx(sum, r) <= i ? 1 : 0", "shfl_sync_idx(sum, r) < i ? 1 : 0"),
         ("if (updates.total != 0) pack::store_container", "if (updates.total > 1) pack::store_container"),
-        ("& packed::kListHead) == 0) return;", "& packed::kListHead) == 1) return;"),
+        ("& packed::kListHead) == 0) return;", "& packed::kListHead) != 2) return;"),
         ("ptx::red_add_global(args.list_words, 1 + count)", "ptx::red_add_global(args.list_words, count)"),
         ("return element % 2 ? pair >> 16 : pair & 0xffff;", "return pair & 0xffff;"),
         ("from = i == 0 ? 0 : before / kCell + 1;", "from = i == 0 ? 0 : before / kCell + 2;"),
