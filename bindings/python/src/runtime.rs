@@ -441,7 +441,7 @@ impl Runtime {
                 Updated::NotAscending => "unsorted",
                 Updated::Differs => "differs",
                 Updated::Skipped => "skipped",
-                _ => "repack",
+                _ => "whole",
             };
             return Ok((name, 0, String::new()));
         };

@@ -128,7 +128,7 @@ class Runtime:
         matrix, and of bfloat16 values, and their number.
 
         Returns for each what was done, the bytes of its escape lists and their digest: `"updated"`, or without a change
-        `"repack"` (another window or more escapes than there is room for), `"outside"`, `"skipped"` (a place
+        `"whole"` (another window or more escapes than there is room for), `"outside"`, `"skipped"` (a place
         of another arena is outside), `"unsorted"` (places do not ascend); `"differs"` is a bug.
         """
     def prepare_embed(self) -> None:

@@ -359,7 +359,7 @@ def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
                     raise layer._outside(index)
                 if what == "differs":
                     raise UnweightError(f"{layer._describe()}: new weights were packed wrongly: please report this bug")
-            rest = [update for update, what in zip(rest, done) if what == "repack"]
+            rest = [update for update, what in zip(rest, done) if what == "whole"]
         for layer, index, values in rest:
             is_valid &= layer._update_sparse_whole(index, values)
     return is_valid
