@@ -181,6 +181,7 @@ const EXHAUSTIVE: [&str; 26] = [
     "unweight_codegen::spec::KvPackStage",
     "unweight_codegen::spec::NormKind",
     "unweight_codegen::spec::PackStage",
+    "unweight_codegen::spec::UpdateStage",
     "unweight_codegen::spec::RouteStage",
     "unweight_codegen::spec::ScaleForm",
     "unweight_codegen::spec::WeightSource",

@@ -37,6 +37,7 @@ pub struct SparseUpdate<'a> {
 
 /// The result of an update of one tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Updated {
     /// The tensor has the new weights.
     InPlace {
@@ -49,7 +50,7 @@ pub enum Updated {
     Outside,
     /// Unchanged: places do not ascend, or repeat.
     NotAscending,
-    /// Unchanged, because a place of another tensor of the call is outside of it.
+    /// Unchanged, because another tensor of the call is [`Updated::Outside`].
     Skipped,
     /// Changed, but the digest of the result is not that of the new weights: a bug.
     Differs,

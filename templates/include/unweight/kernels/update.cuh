@@ -3,8 +3,8 @@
 //
 // One function per stage, all with UpdateArgs; Config has UpdateStage kStage:
 //   places -> count -> the host checks window, operands, faults and the words of the lists -> the host copies heads and
-//   lists to old_heads and old_escapes -> tiles -> lists -> count without updates, whose digest must be that of the first
-//   count
+//   lists to old_heads and old_escapes -> tiles -> lists -> count without updates, whose digest must be that of the
+//   first count
 //
 // stage    threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
 // places   256      4          ceil(row blocks / 64)      0             1 / 16, and 8 per update
@@ -15,16 +15,17 @@
 // Bound    device memory.
 //
 // Roles    a warp takes a row block, as in pack. Updates are in order of places, so those of a row block are 16 ranges,
-//          whose ends are in `first`; the lanes load them side by side. A search in the index instead of `first` made an
-//          update 1.6 times as slow (docs/records/2026-11-27).
+//          whose ends are in `first`; the lanes load them side by side. A search in the index instead of `first` made
+//          an update 1.5 times as slow (docs/records/2026-11-27).
 // Barriers count: one before the additions to its counters, one before they are read; lists: as in pack.
 // In place tiles reads a row block and writes it in the same warp. lists reads the new containers, and the lists from
 //          before the update, over which it applies the updates: both together are the new weights.
 //
 // Zeroed before: faults (places); histogram, inexact, digest, list_words (count); group_words (tiles).
 //
-// Safety   for any updates and any `first`: ranges are cut to `updates`, and places reduced to a column of the row block
-//          that their range belongs to; a list never reads past `old_escape_words` nor writes past `escape_words`.
+// Safety   for any updates and any `first`: ranges are cut to `updates`, and places reduced to a column of the row
+//          block that their range belongs to; a list never reads past `old_escape_words` nor writes past
+//          `escape_words`.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -77,7 +78,8 @@ UW_DEVICE Operands old_weights(const UpdateArgs& args, u32 block, u32 lane) {
         words[4 * j + 3] = v.w;
     }
     Operands weights = packed::weights_of(words, packed::pair_of_exponents(args.base));
-    if (head != 0) unpack::restore_escapes(OldLists{args.old_escapes, args.old_escape_words, args.base}, head, lane, weights);
+    const OldLists lists{args.old_escapes, args.old_escape_words, args.base};
+    if (head != 0) unpack::restore_escapes(lists, head, lane, weights);
     return weights;
 }
 
