@@ -86,7 +86,7 @@ def _update_in_place(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> li
 def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list[str]:
     device = updates[0][0].device
     runtime = _runtime(device)
-    jobs = [(arena.data_ptr(), index.data_ptr(), values.data_ptr(), len(index)) for arena, _, index, values in updates]
+    jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
     with torch.cuda.device(device):
         nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
