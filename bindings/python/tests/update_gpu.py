@@ -5,8 +5,9 @@
     python update_gpu.py --device cpu --geometry tiny --out tiny.json
 
 Needs torch and the wheel. Weights are random. A full update gives each layer another BF16 weight, a sparse one 1 % of
-its elements, layer by layer, or all layers together by `update_sparse_`. After each kind, digests of arenas and unpacked weights must equal those of the same weights packed anew,
-and a CUDA graph captured before must give the new product. Exit status 1 if one differs.
+its elements, layer by layer, or all layers together by `update_sparse_`. After each kind, digests of arenas and
+unpacked weights must equal those of the same weights packed anew, and a CUDA graph captured before must give the new
+product. Exit status 1 if one differs.
 """
 
 import argparse

@@ -240,8 +240,8 @@ def goals(over: dict[str, Any], is_dense: bool) -> dict[str, bool]:
 def kv_tokens_at(
     bf16: dict[str, Any], other: dict[str, Any], weight_bytes: int, used: float, config: dict[str, Any]
 ) -> dict[str, float]:
-    """Returns the ratio of KV tokens in other memories than the engines used, `used` bytes: all but the KV cache has the
-    same size there."""
+    """Returns the ratio of KV tokens in other memories than the `used` bytes of the engines: all but the KV cache
+    has the same size there."""
     token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     more = {"twice the BF16 weights": 2 * weight_bytes - used, "24 GB": 24e9 - used}
     return {

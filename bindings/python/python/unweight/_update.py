@@ -69,7 +69,7 @@ def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _update_in_place(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list[str]:
-    """Replaces elements of registered arenas of one GPU: arena, its object, int64 positions, bfloat16 values, all on it.
+    """Replaces elements of registered arenas of one GPU: arena, its object, int64 positions, bfloat16 values.
 
     Returns for each what was done, as `Runtime.update`, after sorting what was not sorted. An arena that was not
     updated is unchanged. The kernels compare a digest of each updated matrix with that of the new weights.

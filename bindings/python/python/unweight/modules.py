@@ -366,7 +366,7 @@ def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
 
 
 def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor]]) -> bool:
-    """Replaces some elements of weights of a module; the others keep their bits. On a GPU, all packed layers are updated
+    """Replaces some elements of weights of a module; the others keep their bits. On a GPU, packed layers are updated
     together, which takes less time than one after another.
 
     Args:
@@ -379,7 +379,7 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
 
     Raises:
         KeyError: the module has no such parameter.
-        ValueError: wrong shapes or dtypes, which changes nothing; or a new weight that cannot be packed: its layer keeps
+        ValueError: wrong shapes or dtypes, which changes nothing; or a new weight cannot be packed: its layer keeps
             the old one.
         IndexError: a position is outside of its parameter; on a GPU, no packed layer has changed.
         NotImplementedError: a layer is offloaded.
