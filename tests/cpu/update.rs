@@ -1,5 +1,5 @@
-//! Family `update` in the simulator, against `unweight_format::raw::packed` of the new matrix: equal bytes, no faults on
-//! any input, and planted bugs that must be caught.
+//! Family `update` in the simulator, against `unweight_format::raw::packed` of the new matrix: equal bytes, no faults
+//! on any input, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use crate::pack::{Case, SPECIAL};

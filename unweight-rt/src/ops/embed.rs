@@ -119,12 +119,12 @@ impl Embed {
 }
 
 impl Embed {
-    /// Enqueues `y[r] = weights[ids[r]]` for `m` rows at addresses, for all rows and columns of packed weights. An id that
-    /// is not a row results in zeros, and `1 + r` in the word at `fault`.
+    /// Enqueues `y[r] = weights[ids[r]]` for `m` rows at addresses, for all rows and columns of packed weights. An id
+    /// that is not a row results in zeros, and `1 + r` in the word at `fault`.
     ///
     /// # Safety
-    /// `ids` is the address of u32 `[m]`, `y` of bf16 `[m, k]` at a multiple of 16, `fault` of a u32, all on this device,
-    /// without overlap, until the work is done. The caller orders other accesses to them.
+    /// `ids` is the address of u32 `[m]`, `y` of bf16 `[m, k]` at a multiple of 16, `fault` of a u32, all on this
+    /// device, without overlap, until the work is done. The caller orders other accesses to them.
     ///
     /// # Errors
     /// A kernel for BF16 tables, weights on another device, or a driver error.

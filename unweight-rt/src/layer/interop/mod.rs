@@ -423,13 +423,14 @@ impl Interop {
     }
 
     /// Enqueues `y[r] = W[ids[r]]` for `m` rows on a stream of the framework: lookups in an embedding, which may be the
-    /// weight of the head. `rows` is (address of ids, `m`, address of y). An id that is not a row of the weight results in
-    /// zeros, and in `1 + r` in the word at `fault`. May be called during a capture.
+    /// weight of the head. `rows` is (address of ids, `m`, address of y). An id that is not a row of the weight results
+    /// in zeros, and in `1 + r` in the word at `fault`. May be called during a capture.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context.
-    /// - The addresses are of u32 `[m]`, of BF16 `[m, k]` at a multiple of 16, and of a u32, all on this device and without
-    ///   overlap. They stay allocated until the work is done, including every replay of a graph that captured it.
+    /// - The addresses are of u32 `[m]`, of BF16 `[m, k]` at a multiple of 16, and of a u32, all on this device and
+    ///   without overlap. They stay allocated until the work is done, including every replay of a graph that
+    ///   captured it.
     /// - The caller orders work of other streams on this memory with this call.
     ///
     /// # Errors
