@@ -324,8 +324,8 @@ impl Runtime {
         py.detach(|| self.interop.prepare_embed()).map_err(|error| raised(py, &error))
     }
 
-    /// Enqueues `y[r] = weight[ids[r]]` for a registered arena of shape `[n, k]`. `rows` is (address of u32 ids, rows of
-    /// y, address of y); an id that is not a row gives zeros, and a number in the u32 at `fault`.
+    /// Enqueues `y[r] = weight[ids[r]]` for a registered arena of shape `[n, k]`. `rows` is (address of u32 ids, rows
+    /// of y, address of y); an id that is not a row gives zeros, and a number in the u32 at `fault`.
     fn embed(
         &self,
         py: Python<'_>,
@@ -370,8 +370,8 @@ impl Runtime {
         self.interop.update_scratch_bytes(&updates).map_err(|error| raised(py, &error))
     }
 
-    /// Replaces elements of registered arenas in place. An update is (address of the arena, of the index, of the values,
-    /// number of elements). Returns for each what was done, the bytes of its escape lists, and their digest.
+    /// Replaces elements of registered arenas in place. An update is (address of the arena, of the index, of the
+    /// values, number of elements). Returns for each what was done, the bytes of its escape lists, and their digest.
     fn update(&self, py: Python<'_>, updates: Vec<Update>, scratch: (u64, u64)) -> PyResult<Vec<UpdateResult>> {
         let layers = updates.iter().map(|&(arena, ..)| self.of(py, arena)).collect::<PyResult<Vec<Arc<Linear>>>>()?;
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };

@@ -140,7 +140,9 @@ impl Family for UpdateSpec {
         let summary = match self.stage {
             UpdateStage::Places => "Places of new elements -> those of each 64 consecutive elements.",
             UpdateStage::Count => "Packed tensor and new elements -> exponents, words of lists, digest.",
-            UpdateStage::Tiles => "Packed tensor and new elements -> packed tiles, escape heads and sizes of the lists.",
+            UpdateStage::Tiles => {
+                "Packed tensor and new elements -> packed tiles, escape heads and sizes of the lists."
+            }
             UpdateStage::Lists => "Packed tensor, new elements and sizes of the lists -> lists of escapes.",
         };
         summary.to_owned()
