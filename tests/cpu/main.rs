@@ -27,3 +27,4 @@ mod rows;
 mod sample;
 mod scale;
 mod simulator;
+mod update;

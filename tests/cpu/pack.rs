@@ -32,10 +32,11 @@ fn launch(kernel: &mut CpuKernel, spec: VariantSpec, args: &PackArgs, buffers: &
     unsafe { kernel.run(&spec, run, args, buffers) }
 }
 
-struct Case {
-    n: usize,
-    k: usize,
-    bytes: Vec<u8>,
+/// A matrix.
+pub struct Case {
+    pub n: usize,
+    pub k: usize,
+    pub bytes: Vec<u8>,
 }
 
 /// The output of the stages.
@@ -48,13 +49,13 @@ struct Outcome {
 }
 
 impl Case {
-    fn new(n: usize, k: usize, element: impl FnMut(usize) -> u16) -> Self {
+    pub fn new(n: usize, k: usize, element: impl FnMut(usize) -> u16) -> Self {
         Self { n, k, bytes: (0..n * k).map(element).flat_map(u16::to_le_bytes).collect() }
     }
 
     /// Makes weights with exponents 108..=123 and every `every`-th element from `odd`. Row 21 has a run of these, so
     /// that a list is longer than a warp.
-    fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
+    pub fn with(n: usize, k: usize, every: u64, odd: &[u16]) -> Self {
         let mut random = Random::new(n as u64 * 31 + every);
         let run = if odd.is_empty() { 0 } else { (n * k / 1000).min(40) };
         Self::new(n, k, |i| {
@@ -71,8 +72,13 @@ impl Case {
         Matrix::new(&self.bytes, self.n, self.k).unwrap()
     }
 
-    fn oracle(&self) -> PackedTensor<Vec<u8>> {
+    pub fn oracle(&self) -> PackedTensor<Vec<u8>> {
         pack(self.matrix(), &Histogram::of(&self.bytes)).unwrap()
+    }
+
+    /// Returns whether the matrix can be packed.
+    pub fn packs(&self) -> bool {
+        pack(self.matrix(), &Histogram::of(&self.bytes)).is_ok()
     }
 
     fn tiles(&self) -> usize {
@@ -182,7 +188,7 @@ impl Case {
 
 /// Zeros, subnormals, infinities, NaNs with payloads, the smallest normal, a very large number, and neighbors of the
 /// window.
-const SPECIAL: [u16; 16] = [
+pub const SPECIAL: [u16; 16] = [
     0x0000, 0x8000, 0x0001, 0x807f, 0x0040, 0x7f80, 0xff80, 0x7fc1, 0xffff, 0x7f81, 0x0080, 0x7d7f, 0x35ff, 0xb580,
     0x3e00, 0xbe7f,
 ];

@@ -22,6 +22,7 @@ mod products;
 mod report;
 mod results;
 mod rivals;
+mod updates;
 mod weights;
 
 use std::{
@@ -162,6 +163,7 @@ impl Run<'_> {
         }
         rows.extend(self.encoders()?);
         rows.extend(self.compressor()?);
+        rows.extend(self.updates()?);
         Ok(rows)
     }
 
@@ -291,7 +293,7 @@ impl Run<'_> {
                     }
                 }
                 // The stages depend on each other: they run together, below.
-                Op::EncodeHuffman(_) | Op::EncodeCompact(_) => {}
+                Op::EncodeHuffman(_) | Op::EncodeCompact(_) | Op::Update(_) => {}
             }
         }
         if let Some(rivals) = rivals {

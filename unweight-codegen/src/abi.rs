@@ -12,6 +12,6 @@ pub use crate::{
         gemm_compact::GemmCompactArgs, gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs,
         gemm_recon::GemmReconArgs, kv_pack::KvPackArgs, kv_unpack::KvUnpackArgs, logprobs::LogprobsArgs,
         norm::NormArgs, pack::PackArgs, rope::RopeArgs, route::RouteArgs, sample::AdjustRow, sample::SampleArgs,
-        sample::SampleRow, sample::TokenState, scale::ScaleArgs, silu_mul::SiluMulArgs,
+        sample::SampleRow, sample::TokenState, scale::ScaleArgs, silu_mul::SiluMulArgs, update::UpdateArgs,
     },
 };

@@ -87,7 +87,7 @@ pub mod experts {
 pub mod interop {
     #[doc(inline)]
     pub use crate::{
-        layer::interop::{Interop, PackedAt, Scratch},
-        ops::pack::PackError,
+        layer::interop::{ElementsAt, Interop, PackedAt, Scratch},
+        ops::{pack::PackError, update::Updated},
     };
 }

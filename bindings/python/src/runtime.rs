@@ -20,10 +20,10 @@ use pyo3::{
 use unweight_codegen::spec::{Arch, Epilogue};
 use unweight_format::{Digest, TileGrid, raw::packed::Window};
 use unweight_rt::{
-    Device, Expand, KernelSet, Linear, LoadOptions,
+    Device, DeviceError, Expand, KernelSet, Linear, LoadOptions,
     env::Env,
     experts::{Experts, ExpertsShape, RoutedAt},
-    interop::{Interop, PackedAt, Scratch},
+    interop::{ElementsAt, Interop, PackedAt, Scratch, Updated},
     raw::ops::pack::{PackError, Packer},
 };
 
@@ -319,6 +319,33 @@ impl Runtime {
             .map_err(|error| raised(py, &error))
     }
 
+    /// Compiles and loads the kernel of `embed`.
+    fn prepare_embed(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.interop.prepare_embed()).map_err(|error| raised(py, &error))
+    }
+
+    /// Enqueues `y[r] = weight[ids[r]]` for a registered arena of shape `[n, k]`. `rows` is (address of u32 ids, rows
+    /// of y, address of y); an id that is not a row gives zeros, and a number in the u32 at `fault`.
+    fn embed(
+        &self,
+        py: Python<'_>,
+        arena: u64,
+        shape: (u32, u32),
+        rows: (u64, u32, u64),
+        fault: u64,
+        stream: usize,
+    ) -> PyResult<()> {
+        let linear = self.of(py, arena)?;
+        let (n, k) = (linear.n(), linear.k());
+        if (n, k) != shape {
+            let message = format!("weights are [{n}, {k}], but the operator was called for {shape:?}");
+            return Err(PyValueError::new_err(message));
+        }
+        let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
+        // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
+        unsafe { self.interop.enqueue_embed(&linear, stream, rows, fault) }.map_err(|error| raised(py, &error))
+    }
+
     /// Decodes a tensor of a bundle to `out`, its original bytes. Returns false, without writing, if there is no decoder
     /// for GPUs.
     #[pyo3(signature = (bundle, name, out, *, file=None))]
@@ -333,6 +360,35 @@ impl Runtime {
         on_pool(py, || unsafe { decode::decode(self.interop.kernels(), tensor, out.0) })?.map_err(|error| match error {
             Failure::Bundle(error) => raised_by_bundle(py, &error),
             Failure::Device(error) => raised(py, &error),
+        })
+    }
+
+    /// Returns the scratch bytes that `update` needs for registered arenas.
+    fn update_scratch_nbytes(&self, py: Python<'_>, arenas: Vec<u64>) -> PyResult<u64> {
+        let layers = arenas.into_iter().map(|arena| self.of(py, arena)).collect::<PyResult<Vec<_>>>()?;
+        let updates: Vec<_> = layers.iter().map(|layer| ElementsAt { layer, index: 0, values: 0, len: 0 }).collect();
+        self.interop.update_scratch_bytes(&updates).map_err(|error| raised(py, &error))
+    }
+
+    /// Replaces elements of registered arenas in place. An update is (address of the arena, of the index, of the
+    /// values, number of elements). Returns for each what was done, the bytes of its escape lists, and their digest.
+    fn update(&self, py: Python<'_>, updates: Vec<Update>, scratch: (u64, u64)) -> PyResult<Vec<UpdateResult>> {
+        let layers = updates.iter().map(|&(arena, ..)| self.of(py, arena)).collect::<PyResult<Vec<Arc<Linear>>>>()?;
+        let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
+        let work = || -> Result<Vec<UpdateResult>, Failed> {
+            let elements: Vec<_> = updates
+                .iter()
+                .zip(&layers)
+                .map(|(&(_, index, values, len), layer)| ElementsAt { layer, index, values, len })
+                .collect();
+            // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
+            let updated = unsafe { self.interop.update_at(&elements, scratch) }?;
+            let results = updated.into_iter().zip(&layers).zip(&updates);
+            results.map(|((updated, layer), update)| self.finish_update(updated, layer, update.0)).collect()
+        };
+        py.detach(work).map_err(|failed| match failed {
+            Failed::Device(error) => raised(py, &error),
+            Failed::Python(error) => error,
         })
     }
 
@@ -351,6 +407,23 @@ impl Runtime {
     }
 }
 
+/// Addresses of arena, index and values, and the number of elements.
+type Update = (u64, u64, u64, u32);
+
+/// What was done (`_native.pyi`), the bytes of the escape lists, and their digest.
+type UpdateResult = (&'static str, usize, String);
+
+enum Failed {
+    Device(DeviceError),
+    Python(PyErr),
+}
+
+impl From<DeviceError> for Failed {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(error)
+    }
+}
+
 /// A packed matrix in an arena, whose escape lists match their digest.
 struct PackedState {
     shape: (u32, u32),
@@ -360,6 +433,29 @@ struct PackedState {
 }
 
 impl Runtime {
+    /// Writes the head of an arena that was updated in place.
+    fn finish_update(&self, updated: Updated, layer: &Linear, arena: u64) -> Result<UpdateResult, Failed> {
+        let Updated::InPlace { escape_words } = updated else {
+            let name = match updated {
+                Updated::Outside => "outside",
+                Updated::NotAscending => "unsorted",
+                Updated::Differs => "differs",
+                Updated::Skipped => "skipped",
+                _ => "whole",
+            };
+            return Ok((name, 0, String::new()));
+        };
+        let tensor = layer.packed_weights().expect("registered layers are packed");
+        let layout = Layout::new(tensor.grid()).map_err(Failed::Python)?;
+        // SAFETY: the update has written so many words of the lists, and waited.
+        let lists = unsafe { self.interop.read(tensor.escapes().address(), escape_words * 4) }?;
+        let mut head = [0; ALIGN];
+        write_head(&mut head, tensor.grid(), tensor.window(), &lists);
+        // SAFETY: the head is a part of the caller's tensor, which nothing else uses meanwhile.
+        unsafe { self.interop.write(arena + layout.head.start as u64, &head) }?;
+        Ok(("updated", lists.len(), Digest::of(&lists).to_string()))
+    }
+
     fn stored(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<PackedState> {
         let bytes = self.head(py, arena)?;
         let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;

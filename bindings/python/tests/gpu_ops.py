@@ -12,6 +12,7 @@ import warnings
 
 import torch
 import unweight
+import unweight._embedding
 import unweight.ops
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,6 +61,139 @@ def weights(n: int, k: int, seed: int = 0) -> torch.Tensor:
 def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
     random = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(*shape, generator=random, device=DEVICE).to(torch.bfloat16)
+
+
+# Values outside of every window: zeros, infinities, NaN with a payload, and a subnormal.
+SPECIAL = (0x0000, -0x8000, 0x7F80, -0x0080, 0x7FC1, 0x0003)
+
+
+class Sparse(unittest.TestCase):
+    """Elements of packed layers are replaced in place: all bytes equal those of the new weight packed anew."""
+
+    def made(self, n: int, k: int, seed: int = 0) -> nn.Linear:
+        layer = nn.Linear(k, n, bias=False, device="meta")
+        layer.weight = nn.Parameter(weights(n, k, seed), requires_grad=False)
+        self.assertEqual(unweight.pack_model(layer).kept, {})
+        return layer
+
+    def drawn(self, size: int, share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        random = torch.Generator(DEVICE).manual_seed(seed)
+        index = (torch.rand(size, generator=random, device=DEVICE) < share).nonzero().view(-1)
+        values = weights(1, len(index), seed).view(-1)
+        special = torch.tensor(SPECIAL, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+        at = torch.arange(0, len(index), max(2000, len(index) // 50), device=DEVICE)
+        values[at] = special[torch.arange(len(at), device=DEVICE) % len(SPECIAL)]
+        return index, values
+
+    def same(self, layer: nn.Linear, expected: torch.Tensor) -> None:
+        self.assertTrue(torch.equal(layer.unpacked().view(torch.int16), expected.view(torch.int16)))
+        fresh = pack(expected)
+        self.assertTrue(torch.equal(layer.weight_packed, fresh.arena))
+        self.assertTrue(torch.equal(layer._escapes.data, fresh.escapes.data))
+
+    def test_updates_equal_a_fresh_pack(self):
+        for n, k in ((64, 64), (192, 320), (1024, 4096), (4096, 14336)):
+            layer, x = self.made(n, k), inputs(5, k)
+            expected, in_place = layer.unpacked(), 0
+            with torch.no_grad():
+                layer(x)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    out = layer(x)
+                for seed, share in enumerate((0.01, 0.0001, 0.2, 0.01, 1.0, 0.003)):
+                    with self.subTest(n=n, k=k, share=share):
+                        index, values = self.drawn(n * k, share, 10 + seed)
+                        expected.view(-1)[index] = values
+                        is_valid = layer.update_sparse_(index, values)
+                        self.same(layer, expected)
+                        in_place += is_valid
+                        if is_valid and not expected.isnan().any():
+                            graph.replay()
+                            torch.cuda.synchronize()
+                            self.assertTrue(torch.equal(out, layer(x)))
+            # Only small matrices may get another window.
+            self.assertTrue(in_place == 6 or n < 1024, in_place)
+
+    def test_any_order_and_the_last_of_equal_positions(self):
+        layer = self.made(192, 320)
+        expected = layer.unpacked()
+        index = torch.randint(192 * 320, (900,), device=DEVICE, dtype=torch.int32)
+        index[700:] = index[:200]
+        values = weights(1, 900, 5).view(-1)
+        for at, value in zip(index.tolist(), values):
+            expected.view(-1)[at] = value
+        self.assertTrue(layer.update_sparse_(index, values))
+        self.same(layer, expected)
+
+    def test_wrong_positions_and_values_change_nothing(self):
+        layer = self.made(128, 64)
+        expected, one = layer.unpacked(), torch.ones(2, device=DEVICE, dtype=torch.bfloat16)
+        for index in ([0, 128 * 64], [-1, 5], [5, 2**40]):
+            with self.assertRaises(IndexError):
+                layer.update_sparse_(torch.tensor(index), one)
+            self.same(layer, expected)
+        for bits in (0x7F7F, 0x0000):
+            # No exact operand; too many escapes.
+            values = torch.full((300,), bits, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+            with self.assertRaisesRegex(ValueError, "cannot be packed"):
+                layer.update_sparse_(torch.arange(300), values)
+            self.same(layer, expected)
+
+    def test_another_window_is_packed_anew(self):
+        layer = self.made(128, 64)
+        values = layer.unpacked().view(-1) * 2.0**12
+        self.assertFalse(layer.update_sparse_(torch.arange(128 * 64), values))
+        self.same(layer, values.view(128, 64))
+
+    def test_layers_are_updated_together(self):
+        module = nn.ModuleDict({name: self.made(n, 256, n) for name, n in (("a", 64), ("b", 1024), ("c", 192))})
+        expected, updates = {}, {}
+        for seed, (name, layer) in enumerate(module.items()):
+            updates[f"{name}.weight"] = self.drawn(layer.out_features * 256, 0.02, seed)
+            expected[name] = layer.unpacked()
+        # One with another window, one in another order.
+        updates["a.weight"] = torch.arange(64 * 256, device=DEVICE), expected["a"].view(-1) * 2.0**12
+        updates["c.weight"] = tuple(one.flip(0) for one in updates["c.weight"])
+        for name in module:
+            index, values = updates[f"{name}.weight"]
+            expected[name].view(-1)[index] = values
+        self.assertFalse(unweight.update_sparse_(module, updates))
+        for name, layer in module.items():
+            self.same(layer, expected[name])
+        # Nothing changes if one position is outside.
+        updates["b.weight"] = updates["b.weight"][0] + 1024 * 256, updates["b.weight"][1]
+        updates["a.weight"] = updates["a.weight"][0], torch.ones_like(updates["a.weight"][1])
+        with self.assertRaises(IndexError):
+            unweight.update_sparse_(module, updates)
+        for name, layer in module.items():
+            self.same(layer, expected[name])
+
+
+class Embedding(unittest.TestCase):
+    def test_rows_are_those_of_the_weight(self):
+        op = torch.ops.unweight.embedding
+        for n, k in ((64, 64), (1024, 320), (32000, 4096)):
+            weight = weights(n, k)
+            packed = pack(weight)
+            for shape in ((1,), (7,), (3, 50), (4096,), (0,)):
+                for dtype in (torch.int32, torch.int64):
+                    ids = torch.randint(n, shape, device=DEVICE, dtype=dtype)
+                    self.assertTrue(torch.equal(op(ids, packed.arena, n, k), nn.functional.embedding(ids, weight)))
+            ids = torch.randint(n, (33,), device=DEVICE)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = op(ids, packed.arena, n, k)
+            ids.copy_(torch.arange(33, device=DEVICE))
+            graph.replay()
+            torch.cuda.synchronize()
+            self.assertTrue(torch.equal(out, weight[:33]))
+
+    def test_ids_outside_give_zeros(self):
+        weight = weights(128, 64)
+        packed = pack(weight)
+        got = torch.ops.unweight.embedding(torch.tensor([5, 128, -1, 7], device=DEVICE), packed.arena, 128, 64)
+        self.assertTrue(torch.equal(got[[0, 3]], weight[[5, 7]]))
+        self.assertEqual(got[1:3].count_nonzero().item(), 0)
 
 
 def check_product(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:

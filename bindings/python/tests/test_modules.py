@@ -296,6 +296,41 @@ class Weight(Case):
                 self.layer.update_sparse_(*wrong)
         self.same(self.layer.unpacked(), expected)
 
+    def test_the_last_value_of_a_repeated_position_counts(self):
+        expected, index = self.stock.weight.detach().clone(), torch.tensor([9, 3, 9, 8000, 3, 9])
+        values = torch.tensor([1.0, -0.0, 3.0, torch.nan, 0.5, -2.0]).bfloat16()
+        for at, value in zip(index.tolist(), values):
+            expected.view(-1)[at] = value
+        self.assertTrue(self.layer.update_sparse_(index, values))
+        self.same(self.layer.unpacked(), expected)
+
+    def test_weights_of_a_module_are_updated_together(self):
+        module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 128), "odd": nn.Linear(65, 3)}))
+        stock = copy.deepcopy(module)
+        unweight.pack_model(module)
+        updates = {}
+        for seed, (name, weight) in enumerate(stock.named_parameters()):
+            index = torch.randperm(weight.numel())[: max(1, weight.numel() // 10)]
+            updates[name] = index, inputs(1, len(index), seed=seed)[0]
+            weight.data.view(-1)[index] = updates[name][1]
+        self.assertTrue(unweight.update_sparse_(module, updates))
+        state = module.state_dict()
+        for name, weight in stock.state_dict().items():
+            self.same(state[name], weight)
+        index, values = updates["a.weight"]
+        for wrong, error in (
+            ({"c.weight": (index, values)}, KeyError),
+            ({"a.scale": (index, values)}, KeyError),
+            ({"a.weight": (index, values[1:])}, ValueError),
+            ({"a.bias": (index, values.float())}, ValueError),
+            ({"b.weight": (index + 8192, values)}, IndexError),
+        ):
+            with self.assertRaises(error):
+                unweight.update_sparse_(module, wrong)
+        module["b"].weight_packed, module["b"]._held = module["a"].weight_packed, module["a"]._held
+        with self.assertRaisesRegex(ValueError, "'b.weight' shares its weight with another layer"):
+            unweight.update_sparse_(module, {"a.weight": (index, values), "b.weight": (index, values)})
+
     def test_layers_that_share_a_weight_are_updated_together(self):
         module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}))
         module["b"].weight = module["a"].weight

@@ -13,6 +13,7 @@ from unittest import mock
 import models
 import torch
 import unweight
+import unweight._embedding
 import unweight.ops
 from processes import forked
 from torch import nn
@@ -430,6 +431,31 @@ class Operator(unittest.TestCase):
         self.assertEqual(arena, pack(weights(256, 512)).arena.nbytes)
         # One weight in 256 may be an escape, with 6 bytes each.
         self.assertEqual(escapes, 256 * 512 // 256 * 6)
+
+
+class Embedding(unittest.TestCase):
+    def test_it_is_a_lookup_bit_for_bit(self):
+        weight = weights(192, 128, wide=50)
+        packed = pack(weight)
+        for ids in (torch.tensor([0, 191, 5, 5]), torch.arange(192, dtype=torch.int32).view(12, 16), torch.tensor(7)):
+            expected = nn.functional.embedding(ids, weight)
+            self.assertTrue(torch.equal(torch.ops.unweight.embedding(ids, packed.arena, 192, 128), expected))
+        operands = (torch.tensor([[3, 191], [7, 0]]), packed.arena, 192, 128)
+        result = torch.library.opcheck(torch.ops.unweight.embedding.default, operands)
+        self.assertEqual(set(result.values()), {"SUCCESS"})
+
+    def test_wrong_operands_are_refused(self):
+        packed, op = pack(weights(128, 64)), torch.ops.unweight.embedding
+        ids = torch.tensor([3])
+        for says, operands in (
+            ("expects ids in int32", (ids.float(), packed.arena, 128, 64)),
+            ("arena in uint8", (ids, packed.arena.float(), 128, 64)),
+            ("called for .128, 128", (ids, packed.arena, 128, 128)),
+        ):
+            with self.subTest(says), self.assertRaisesRegex(ValueError, says):
+                op(*operands)
+        with self.assertRaises(IndexError):
+            op(torch.tensor([128]), packed.arena, 128, 64)
 
 
 class Module(unittest.TestCase):

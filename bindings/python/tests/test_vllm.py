@@ -36,11 +36,11 @@ ENVIRONMENT = {
 }
 # Configuration class, options, and the number of packed layers: q, k and v are one layer, and so are gate and up.
 KINDS = {
-    "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 9),
-    # Has biases, and an embedding with 12 rows of padding.
+    "llama": ("LlamaConfig", dict(tie_word_embeddings=False), 10),
+    # Has biases, and an embedding with 12 rows of padding: too many zeros to pack.
     "qwen2, tied": ("Qwen2Config", dict(tie_word_embeddings=True, vocab_size=500), 8),
     # A few padding rows of zeros can be packed, too.
-    "llama, padded head": ("LlamaConfig", dict(tie_word_embeddings=False, vocab_size=511), 9),
+    "llama, padded head": ("LlamaConfig", dict(tie_word_embeddings=False, vocab_size=511), 10),
     # Matrices have several blocks, so two processes can read different ones.
     "llama, wide": (
         "LlamaConfig",
@@ -51,18 +51,18 @@ KINDS = {
             num_attention_heads=16,
             num_key_value_heads=16,
         ),
-        9,
+        10,
     ),
     # 500 is not a multiple of 64, so MLPs are not packed.
-    "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 5),
-    "qwen3": ("Qwen3Config", dict(tie_word_embeddings=False), 9),
-    "mistral": ("MistralConfig", dict(tie_word_embeddings=False), 9),
-    "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 8),
-    # The head is a module of its own with the embedding's weight. Here, `tie_weights` ties it.
-    "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 8),
+    "odd": ("LlamaConfig", dict(tie_word_embeddings=False, intermediate_size=500), 6),
+    "qwen3": ("Qwen3Config", dict(tie_word_embeddings=False), 10),
+    "mistral": ("MistralConfig", dict(tie_word_embeddings=False), 10),
+    "gemma3": ("Gemma3TextConfig", dict(tie_word_embeddings=True), 9),
+    # The head is a module of its own with the embedding's packed weight. Here, `tie_weights` ties it.
+    "llama, tied": ("LlamaConfig", dict(tie_word_embeddings=True), 9),
     # The experts of a layer count as one layer.
-    "qwen3 moe": ("Qwen3MoeConfig", MOE, 7),
-    # Here, an assignment ties the head.
+    "qwen3 moe": ("Qwen3MoeConfig", MOE, 8),
+    # Here, an assignment ties the head, and the embedding stays BF16: its class gets no quantization.
     "mixtral, tied": (
         "MixtralConfig",
         dict(tie_word_embeddings=True, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
@@ -271,7 +271,7 @@ class Engine(Case):
         runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
         runs.append(dict(model=str(model), quantization="unweight"))
         log = self.hold_equal(runs, enforce_eager=True)
-        self.assertEqual(log.count("unweight: 5 layers packed"), 2, log[-4000:])
+        self.assertEqual(log.count("unweight: 6 layers packed"), 2, log[-4000:])
         lines = re.findall(r"unweight: \S*layers\.0\.\S*, \S* cannot be packed and stay in BF16 \(\S*: .*outside", log)
         self.assertEqual(len(lines), 2, log[-4000:])
 
@@ -282,7 +282,7 @@ class Engine(Case):
         runs = [dict(model=str(model)), dict(model=str(bundle_of(model)))]
         runs.append(dict(model=str(model), quantization="unweight"))
         log = self.hold_equal(runs, enforce_eager=True)
-        self.assertEqual(log.count("unweight: 8 layers packed"), 2, log[-4000:])
+        self.assertEqual(log.count("unweight: 9 layers packed"), 2, log[-4000:])
 
     def test_weights_of_a_running_engine_are_replaced(self):
         import safetensors.torch
@@ -403,7 +403,7 @@ class Engine(Case):
         os.environ["HF_HUB_CACHE"] = str(cache)
         self.addCleanup(os.environ.pop, "HF_HUB_CACHE")
         log = self.hold_equal([dict(model=str(model)), dict(model="somebody/bundle")], enforce_eager=True)
-        self.assertIn("9 layers packed", log)
+        self.assertIn("10 layers packed", log)
 
     def test_unsupported_options_are_refused_by_name(self):
         bundle = bundle_of(make(self.home / "model", "llama"))
@@ -551,8 +551,8 @@ class Engine(Case):
                 runs = [dict(model=str(model)), dict(model=str(model), quantization="unweight")]
                 runs += [dict(model=str(bundle)), dict(model=str(bundle), quantization="unweight")]
                 log = self.hold_equal(runs, enforce_eager=True)
-                # qkv and o of each layer, and the head; gate_up and down are quantized.
-                said = "unweight: 5 layers packed, .* 0 in BF16, 4 in another quantization"
+                # qkv and o of each layer, the embedding and the head; gate_up and down are quantized.
+                said = "unweight: 6 layers packed, .* 0 in BF16, 4 in another quantization"
                 self.assertEqual(len(re.findall(said, log)), 2, log[-4000:])
                 self.assertIn("pass --quantization unweight to pack the BF16 layers", log)
 

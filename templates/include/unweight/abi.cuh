@@ -181,6 +181,33 @@ struct PackArgs {
     u32 tile_cols;
 };
 
+// Family update: replaces elements of a packed tensor (docs/format.md A.9). n and k are multiples of 64. old_heads and
+// old_escapes are from before the update: the live ones for count, copies for tiles and lists.
+struct UpdateArgs {
+    u8* packed;                       // [tiles, 6144]: read, and written by tiles
+    u32* escape_heads;                // [tiles, 4]: written by tiles and lists
+    u32* escapes;                     // [escape_words]: written by lists
+    const u32* old_heads;             // [tiles, 4]
+    const u32* old_escapes;           // [old_escape_words]
+    const u64* index;                 // [updates]: row * k + column, ascending
+    const u16* values;                // bf16 [updates]
+    u32* first;                       // [n * k / 64 + 1]: updates before each 64 places; written by places
+    u32* histogram;                   // [256], zeroed before count: how often each exponent occurs; null: only digest
+    u32* list_words;                  // zeroed before count: words of all lists
+    u32* group_words;                 // [ceil(tiles / 16)], zeroed before tiles: words of the lists of 64 row blocks
+    u64* inexact;                     // zeroed before count: ~(row * k + column) of the first element without operand
+    u64* digest;                      // zeroed before count: a digest of the weights
+    u32* faults;                      // [2], zeroed before places: 1 if a place is outside; if places do not ascend
+    u32 updates;
+    u32 escape_words;
+    u32 old_escape_words;
+    u32 base;                         // lowest exponent of the window, 1..239
+    u32 n;
+    u32 k;
+    u32 tile_rows;
+    u32 tile_cols;
+};
+
 // Conversions of the compact encoding (docs/format.md A.11): all stages share one struct.
 struct DecodeCompactArgs {
     const u8* dense;                  // [tiles, 5120]

@@ -22,6 +22,7 @@ enum class PackStage : u32 { kTiles, kLists };
 enum class RouteStage : u32 { kTopk, kSort, kCombine, kTopkSigmoid };
 enum class ScaleForm : u32 { kMul, kAdd, kCap };
 enum class GateFunction : u32 { kSilu, kGelu };
+enum class UpdateStage : u32 { kPlaces, kCount, kTiles, kLists };
 enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };
 enum class WeightSource : u32 { kExponent, kPalette };
 

@@ -246,6 +246,8 @@ families! {
     pack: Pack(PackSpec),
     /// Unpacks a packed tensor to BF16.
     unpack: Unpack(UnpackSpec),
+    /// Replaces elements of a packed tensor.
+    update: Update(UpdateSpec),
     /// Encodes BF16 as a compact tensor.
     encode_compact: EncodeCompact(EncodeCompactSpec),
     /// Decodes a compact tensor to BF16 or to a packed tensor.

@@ -5,6 +5,7 @@
 //! uw_<arch>_encode_huffman_<stats|table|rows|scan|write|palette>
 //! uw_<arch>_pack_<tiles|lists>
 //! uw_<arch>_unpack
+//! uw_<arch>_update_<places|count|tiles|lists>
 //! uw_<arch>_encode_compact_<quads|sizes|write>
 //! uw_<arch>_decode_compact_<full|packed|lists>
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>[s<splits>]_<store|store_add>
@@ -251,6 +252,7 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_silu_mul",
             "uw_sm90a_pack_lists",
             "uw_sm90a_unpack",
+            "uw_sm90a_update_count",
             "uw_sm90a_encode_compact_quads",
             "uw_sm90a_decode_compact_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use super::{
     Arch, AttentionSpec, DecodeHuffmanSpec, DecodeWarps, EncodeCompactStage, EncodeHuffmanStage, GemmMmaSpec, Op,
-    PackStage, SmemCopy, VariantSpec,
+    PackStage, SmemCopy, UpdateStage, VariantSpec,
 };
 use crate::{
     family::{FAMILIES, Family, Instruction},
@@ -99,6 +99,11 @@ fn adapted_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let stages = PackStage::ALL.iter().map(move |stage| VariantSpec::pack(arch, *stage));
     stages.chain([VariantSpec::unpack(arch), VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
+}
+
+/// The kernels that replace elements of a packed tensor.
+pub fn update(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+    UpdateStage::ALL.iter().map(move |stage| VariantSpec::update(arch, *stage))
 }
 
 /// The kernels that encode a matrix as compact, in addition to stage `stats` of [`packing`].

@@ -11,7 +11,7 @@ pub use crate::family::{
     AttentionSpec, ClusterSize, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec,
     Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec,
     KvUnpackSpec, LogprobsSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, ScaleSpec,
-    SiluMulSpec, SmemCopy, UnpackSpec, VariantSpec,
+    SiluMulSpec, SmemCopy, UnpackSpec, UpdateSpec, VariantSpec,
     attention::{AttentionHeadDim, AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
@@ -30,6 +30,7 @@ pub use crate::family::{
     route::RouteStage,
     scale::ScaleForm,
     silu_mul::{GateFunction, SiluMulThreads},
+    update::UpdateStage,
 };
 
 /// The family of [`VariantSpec::PLACEHOLDER`].

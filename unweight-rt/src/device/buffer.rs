@@ -225,6 +225,19 @@ pub(crate) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Re
     stream.synchronize()
 }
 
+/// Enqueues a copy of `bytes` bytes between two addresses.
+///
+/// # Safety
+/// Both are addresses of so many bytes on the stream's device, without overlap, until the copy is done.
+pub(crate) unsafe fn copy_on_device(stream: &Stream, to: u64, from: u64, bytes: usize) -> Result<(), DeviceError> {
+    stream.device().bind()?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { result::memcpy_dtod_async(to, from, bytes, stream.raw()) }.call("copying on the device")
+}
+
 impl DeviceBuffer<u8> {
     /// Enqueues a copy of bytes from index `from` to `len` elements of `to` from index `at`. The caller orders it with
     /// other accesses to these elements.

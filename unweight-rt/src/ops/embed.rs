@@ -10,7 +10,7 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault, Stream,
         module::LoadedKernel,
         view::{MatrixDesc, check_apart, check_device},
     },
@@ -115,6 +115,40 @@ impl Embed {
         // kernel bounds-checks ids, escape heads and escape lists. The fault word lives as long as the context, on
         // whose stream this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
+    }
+}
+
+impl Embed {
+    /// Enqueues `y[r] = weights[ids[r]]` for `m` rows at addresses, for all rows and columns of packed weights. An id
+    /// that is not a row results in zeros, and `1 + r` in the word at `fault`.
+    ///
+    /// # Safety
+    /// `ids` is the address of u32 `[m]`, `y` of bf16 `[m, k]` at a multiple of 16, `fault` of a u32, all on this
+    /// device, without overlap, until the work is done. The caller orders other accesses to them.
+    ///
+    /// # Errors
+    /// A kernel for BF16 tables, weights on another device, or a driver error.
+    pub(crate) unsafe fn enqueue_at(
+        &self,
+        stream: &Stream,
+        weights: &DevicePacked,
+        (ids, m, y): (u64, u32, u64),
+        fault: u64,
+    ) -> Result<(), DeviceError> {
+        // A grid's dimensions fit 32 bits.
+        let (vocabulary, d) = (weights.grid().rows() as u32, weights.grid().cols() as u32);
+        let table = EmbedTable::Packed { weights, vocabulary };
+        let check = || {
+            let (supported, got) = (self.spec.source, table.source());
+            if supported != got {
+                return Err(LaunchError::Source { takes: supported.tag(), got: got.tag() });
+            }
+            check_device("the table", weights.device().ordinal(), self.kernel.device().ordinal())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = EmbedArgs { ids, y, fault, y_pitch: d.into(), d, ..args(&table) };
+        // SAFETY: the caller's promises; the kernel bounds-checks ids, escape heads and escape lists.
+        unsafe { self.kernel.launch(stream, GemmShape::rows(m), &args) }
     }
 }
 

@@ -27,3 +27,4 @@ pub mod sample;
 pub mod scale;
 pub mod silu_mul;
 pub mod unpack;
+pub mod update;

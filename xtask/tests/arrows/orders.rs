@@ -223,7 +223,7 @@ pub const INNER: &[(&str, &str)] = &[
     (
         "unweight-rt/src/ops",
         "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv logprobs norm route \
-         sample scale silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < \
+         sample scale silu_mul < kv_packed rope unpack < attention kv_unpack pack update < encode_compact kv_pack < \
          encode_huffman",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < experts exponents huffman"),
@@ -234,7 +234,10 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/pipelines/tune", "answer key space < journal < search"),
     ("unweight-engine/src/engine", "draft_model routing stepper < measure < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
-    ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
+    (
+        "unweight-bench/src/stress",
+        "load report weights < results < activations attention experts kv products rivals updates",
+    ),
     ("src/hub", "digest error url < settings < client < repository < cache push < fetch"),
     ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (

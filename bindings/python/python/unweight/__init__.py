@@ -25,6 +25,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .modules import pack_model as pack_model
+    from .modules import update_sparse_ as update_sparse_
 
 __all__ = [
     "Bundle",
@@ -52,8 +53,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported on first use, because it imports torch.
-    if name == "pack_model":
-        from .modules import pack_model
+    if name in ("pack_model", "update_sparse_"):
+        from . import modules
 
-        return pack_model
+        return getattr(modules, name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

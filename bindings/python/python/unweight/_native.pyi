@@ -120,6 +120,24 @@ class Runtime:
         until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
+    def update_scratch_nbytes(self, arenas: list[int]) -> int: ...
+    def update(
+        self, updates: list[tuple[int, int, int, int]], scratch: _Memory
+    ) -> list[tuple[str, int, str]]:
+        """Replaces elements of registered arenas, each listed once: addresses of arena, of int64 places in the flattened
+        matrix, and of bfloat16 values, and their number.
+
+        Returns for each what was done, the bytes of its escape lists and their digest: `"updated"`, or without a change
+        `"whole"` (another window or more escapes than there is room for), `"outside"`, `"skipped"` (a place
+        of another arena is outside), `"unsorted"` (places do not ascend); `"differs"` is a bug.
+        """
+    def prepare_embed(self) -> None:
+        """Compiles and loads the kernel of `embed`, which cannot be done while a CUDA graph is captured."""
+    def embed(
+        self, arena: int, shape: tuple[int, int], rows: tuple[int, int, int], fault: int, stream: int
+    ) -> None:
+        """Enqueues `y = weight[ids]` on `stream`; `rows` is the address of u32 ids, their number, and the address of y,
+        `fault` that of a u32. Ids outside of the weight give zeros. `shape` is that of the weight."""
     def decode(self, bundle: Bundle, name: str, out: _Memory, *, file: Optional[str] = None) -> bool:
         """Decodes a tensor of a bundle to `out`, which has the tensor's size and 256 more bytes.
 

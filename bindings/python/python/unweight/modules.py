@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from ._extras import require
 
@@ -23,27 +23,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._part import _Fixed
+from ._update import _ascending, _pack_into, _update_in_place
 from .errors import UnweightError
-from .ops import (
-    Escapes,
-    Placed,
-    _escapes,
-    _holder,
-    _linear,
-    _memory,
-    _pack,
-    _packed_cuda,
-    _PackedState,
-    _runtime,
-    place,
-    unpack,
-    why_not,
-)
+from .ops import Escapes, Placed, _holder, _linear, _pack, _PackedState, why_not
 
 if TYPE_CHECKING:
     from ._offload import Offload
 
-__all__ = ["LayerReport", "ModelReport", "PackedLinear", "PackedWeight", "pack_model"]
+__all__ = ["LayerReport", "ModelReport", "PackedLinear", "PackedWeight", "pack_model", "update_sparse_"]
 
 
 class LayerReport(NamedTuple):
@@ -126,55 +113,6 @@ def _product(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Te
         return weight._layer._multiply(input, bias)
     plain = (one.read() if isinstance(one, _Fixed) else one for one in (input, weight, bias))
     return F.linear(*plain)
-
-
-def _pack_into(
-    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool = False
-) -> Union[Escapes, Placed, str]:
-    """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
-    or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
-
-    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
-    have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
-    """
-    weight = weight.detach().resolve_neg().contiguous()
-    packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
-    if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
-        raise UnweightError("new weights were packed wrongly: please report this bug")
-    return packed
-
-
-def _pack_into_unchecked(
-    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool
-) -> Union[Escapes, Placed, str]:
-    if arena.device.type != "cuda":
-        packed = _pack(weight)
-        if isinstance(packed, str):
-            return packed
-        arena.copy_(packed.arena)
-        return packed.escapes
-    packed = _packed_cuda(weight)
-    if isinstance(packed, str):
-        return packed
-    made, lists = packed
-    # Of the head, 64 bytes depend on shape and lists; the rest is the window.
-    keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
-    is_in_room = isinstance(holder, Placed) and lists.nbytes <= holder.room
-    if keep_graphs and not (keeps_window and is_in_room):
-        what = "they have more escapes than there is room for" if keeps_window else "their exponent window is another"
-        return f"{what}, so captured CUDA graphs cannot use them"
-    arena.copy_(made)
-    if not (keeps_window and is_in_room):
-        return place(arena, lists)
-    (old,) = holder.lists
-    memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
-    holder.lists = (memory,)
-    # `_register_copy` finds lists by the digest in the arena.
-    runtime = _runtime(arena.device)
-    with torch.cuda.device(arena.device):
-        torch.cuda.current_stream().synchronize()
-        holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
-    return holder
 
 
 def _autocast_dtype(device: str) -> Optional[torch.dtype]:
@@ -286,12 +224,17 @@ class PackedLinear(_PackedState, nn.Linear):
         return holder is before or self.weight_packed.device.type == "cpu"
 
     def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
-        """Replaces some elements of the weight; the others keep their bits. Takes as long as `update_`, and returns and
-        raises the same.
+        """Replaces some elements of the weight; the others keep their bits. Returns and raises the same as `update_`.
 
-        `index` is an integer tensor `[m]` of positions in the flattened weight, `values` is bfloat16 `[m]`. Raises
-        `ValueError` for other shapes and dtypes, and `IndexError` for a position outside of the weight.
+        `index` is an integer tensor `[m]` of positions in the flattened weight, `values` is bfloat16 `[m]`. The last
+        value of a repeated position counts. Positions that ascend are fastest. On a GPU, only the touched parts of the
+        arena change, unless the exponent window or the room for escapes does. Raises `ValueError` for other shapes and
+        dtypes, and `IndexError` for a position outside of the weight.
         """
+        return _update_layers([self._sparse(index, values)])
+
+    def _sparse(self, index: Tensor, values: Tensor) -> tuple[PackedLinear, Tensor, Tensor]:
+        """Checks new elements, except their positions, and moves them to the device of the arena."""
         if self._offload is not None:
             raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
         is_integer = not index.is_floating_point() and index.dtype != torch.bool
@@ -300,14 +243,22 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"sparse weights of {self._describe()} are an integer index [m] and bfloat16 values [m], got "
                 f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
             )
+        device = self.weight_packed.device
+        return self, index.to(device, torch.int64).contiguous(), values.detach().to(device).contiguous()
+
+    def _outside(self, index: Tensor) -> IndexError:
+        return IndexError(
+            f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but the "
+            f"weight has {self.out_features * self.in_features} elements"
+        )
+
+    def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
+        """Unpacks the weight, replaces elements and packs it again."""
         weight = self.unpacked()
-        index = index.to(weight.device, torch.int64)
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
-            raise IndexError(
-                f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but "
-                f"the weight has {weight.numel()} elements"
-            )
-        weight.view(-1)[index] = values.to(weight.device)
+        if not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
+            raise self._outside(index)
+        index, values = _ascending(index, values)
+        weight.view(-1)[index] = values
         return self.update_(weight)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -391,6 +342,72 @@ def _become_packed(layer: nn.Linear, arena: nn.Parameter, held: _Held, name: str
     del layer._parameters["weight"]
     layer._parameters = {"weight_packed": arena, **layer._parameters}
     layer._held, layer._n, layer._layer_name = held, layer.out_features, name
+
+
+def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
+    """Replaces elements of layers, each listed once; returns whether captured CUDA graphs stay valid."""
+    by_device: dict[torch.device, list[tuple[PackedLinear, Tensor, Tensor]]] = {}
+    for update in updates:
+        if update[1].numel() != 0:
+            by_device.setdefault(update[0].weight_packed.device, []).append(update)
+    is_valid = True
+    for device, rest in by_device.items():
+        if device.type == "cuda":
+            done = _update_in_place([(layer.weight_packed.data, layer._escapes, *one) for layer, *one in rest])
+            for (layer, index, _), what in zip(rest, done):
+                if what == "outside":
+                    raise layer._outside(index)
+                if what == "differs":
+                    raise UnweightError(f"{layer._describe()}: new weights were packed wrongly: please report this bug")
+            rest = [update for update, what in zip(rest, done) if what == "whole"]
+        for layer, index, values in rest:
+            is_valid &= layer._update_sparse_whole(index, values)
+    return is_valid
+
+
+def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor]]) -> bool:
+    """Replaces some elements of weights of a module; the others keep their bits. On a GPU, packed layers are updated
+    together, which takes less time than one after another.
+
+    Args:
+        module: a module whose layers `pack_model` has packed.
+        updates: for names of parameters as in `state_dict()`, an integer index `[m]` into the flattened parameter and
+            the new values `[m]`, as for `PackedLinear.update_sparse_`. Parameters that are not packed change in place.
+
+    Returns:
+        Whether CUDA graphs that have captured the layers stay valid, as `PackedLinear.update_` says.
+
+    Raises:
+        KeyError: the module has no such parameter.
+        ValueError: wrong shapes or dtypes, which changes nothing; or a new weight cannot be packed: its layer keeps
+            the old one.
+        IndexError: a position is outside of its parameter; on a GPU, no packed layer has changed.
+        NotImplementedError: a layer is offloaded.
+    """
+    packed: dict[int, tuple[PackedLinear, Tensor, Tensor]] = {}
+    plain = []
+    for key, (index, values) in updates.items():
+        name, _, leaf = key.rpartition(".")
+        try:
+            owner = module.get_submodule(name)
+            parameter = None if isinstance(owner, PackedLinear) and leaf == "weight" else owner.get_parameter(leaf)
+        except AttributeError as error:
+            raise KeyError(f"the module has no parameter '{key}'") from error
+        if parameter is not None:
+            if index.dim() != 1 or index.shape != values.shape or values.dtype != parameter.dtype:
+                raise ValueError(
+                    f"sparse values of '{key}' are an integer index [m] and {parameter.dtype} values [m], got "
+                    f"{list(index.shape)} and {values.dtype} {list(values.shape)}"
+                )
+            plain.append((parameter, index, values))
+        elif id(owner._held) in packed:
+            raise ValueError(f"'{key}' shares its weight with another layer of the update; name one of them")
+        else:
+            packed[id(owner._held)] = owner._sparse(index, values)
+    is_valid = _update_layers(list(packed.values()))
+    for parameter, index, values in plain:
+        parameter.data.view(-1)[index.to(parameter.device)] = values.to(parameter.device)
+    return is_valid
 
 
 def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:

@@ -303,8 +303,8 @@ def pack(weight: Tensor) -> Optional[Packed]:
     return None if isinstance(packed, str) else packed
 
 
-def _pack(weight: Tensor) -> Union[Packed, str]:
-    """Packs a matrix as `pack`; returns the reason if it cannot be packed."""
+def _pack(weight: Tensor, memory: Optional[Tensor] = None) -> Union[Packed, str]:
+    """Packs a matrix as `pack`; returns the reason if it cannot be packed. On a GPU, `memory` becomes the arena."""
     if weight.dtype != torch.bfloat16 or weight.dim() != 2:
         raise ValueError(f"pack expects a bfloat16 matrix, got {weight.dtype} {list(weight.shape)}")
     if (reason := why_not(weight.device)) is not None:
@@ -313,7 +313,7 @@ def _pack(weight: Tensor) -> Union[Packed, str]:
     contiguous = weight.detach().resolve_neg().contiguous()
     n, k = contiguous.shape
     if contiguous.device.type == "cuda":
-        return _pack_cuda(contiguous)
+        return _pack_cuda(contiguous, memory)
     packed, reason = _native.pack(contiguous.data_ptr(), n, k)
     if packed is None:
         return reason or "it cannot be packed"
@@ -324,8 +324,8 @@ def _pack(weight: Tensor) -> Union[Packed, str]:
     return Packed(arena, _escapes(digest, lists), n, k)
 
 
-def _pack_cuda(weight: Tensor) -> Union[Packed, str]:
-    packed = _packed_cuda(weight)
+def _pack_cuda(weight: Tensor, memory: Optional[Tensor]) -> Union[Packed, str]:
+    packed = _packed_cuda(weight, memory)
     return packed if isinstance(packed, str) else Packed(packed[0], place(*packed), *weight.shape)
 
 
@@ -333,7 +333,7 @@ def _pack_cuda(weight: Tensor) -> Union[Packed, str]:
 _SHAPE = "rows or columns are not a multiple of 64"
 
 
-def _packed_cuda(weight: Tensor) -> Union[tuple[Tensor, Tensor], str]:
+def _packed_cuda(weight: Tensor, memory: Optional[Tensor] = None) -> Union[tuple[Tensor, Tensor], str]:
     """Packs on a GPU; returns an arena that is not registered yet, and its escape lists, or why it cannot be packed."""
     n, k = weight.shape
     sizes = _native.Runtime.buffer_nbytes(n, k)
@@ -341,7 +341,7 @@ def _packed_cuda(weight: Tensor) -> Union[tuple[Tensor, Tensor], str]:
         return _SHAPE
     runtime = _runtime(weight.device)
     with torch.cuda.device(weight.device):
-        arena = torch.empty(sizes[0], dtype=torch.uint8, device=weight.device)
+        arena = torch.empty(sizes[0], dtype=torch.uint8, device=weight.device) if memory is None else memory
         lists = torch.empty(sizes[1] + _PAD, dtype=torch.uint8, device=weight.device)
         # Wait until the weights are written, and until earlier users of the new buffers are done.
         torch.cuda.current_stream().synchronize()

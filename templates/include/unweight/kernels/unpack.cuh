@@ -31,8 +31,9 @@ struct Smem {
     static constexpr u32 kBytes = 0;
 };
 
-// Replaces a row block's escapes by their weights.
-UW_DEVICE void restore_escapes(const PackArgs& args, u32 head, u32 lane, Operands& weights) {
+// Replaces a row block's escapes by their weights. `Args` has escapes, escape_words and base.
+template <class Args>
+UW_DEVICE void restore_escapes(const Args& args, u32 head, u32 lane, Operands& weights) {
     const u32 records = packed::read_records(head, args.escapes, args.escape_words, lane);
     const u32 index = head & ~packed::kListHead, listed = ptx::shfl_sync_idx(records, 0);
     const u32 count = listed < packed::kBlockElements ? listed : packed::kBlockElements;

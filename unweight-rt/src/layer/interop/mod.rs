@@ -19,11 +19,14 @@ mod scratch;
 use std::{
     ffi::c_void,
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use cudarc::driver::result;
-use unweight_codegen::spec::Epilogue;
+use unweight_codegen::{
+    VariantSpec,
+    spec::{EmbedSource, EmbedSpec, Epilogue},
+};
 use unweight_format::{
     EncodingId, TileGrid,
     raw::packed::{self, Window},
@@ -45,7 +48,11 @@ use crate::{
         linear::{Linear, PackedLinear},
         options::LoadOptions,
     },
-    ops::pack::{PackError, Packer},
+    ops::{
+        embed::Embed,
+        pack::{PackError, Packer},
+        update::{SparseUpdate, Updated, Updater},
+    },
     weight::{DevicePacked, check_capacity},
 };
 
@@ -62,6 +69,19 @@ pub struct PackedAt {
     pub escape_words: usize,
 }
 
+/// New values for some elements of a layer's weight.
+#[derive(Clone, Copy, Debug)]
+pub struct ElementsAt<'a> {
+    /// The layer, which must be packed.
+    pub layer: &'a Linear,
+    /// Address of i64 `[len]`: `row * k + column`, ascending.
+    pub index: u64,
+    /// Address of bf16 `[len]`.
+    pub values: u64,
+    /// The number of elements.
+    pub len: u32,
+}
+
 /// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
@@ -76,6 +96,10 @@ pub struct Interop {
     kernels: KernelSet,
     /// One tensor is packed at a time.
     packer: Mutex<Packer>,
+    /// Created for the first update.
+    updater: Mutex<Option<Updater>>,
+    /// Loaded for the first lookup.
+    embed: OnceLock<Embed>,
     stream: Stream,
     policy: RoutePolicy,
     counters: Counters,
@@ -93,6 +117,8 @@ impl Interop {
         let stream = kernels.device().stream()?;
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
+            updater: Mutex::default(),
+            embed: OnceLock::new(),
             // No tensor is decoded, hence no code limit.
             policy: expanding(options.wanted(chooser, 0), has_cublas),
             counters: Counters::new(&stream)?,
@@ -188,6 +214,45 @@ impl Interop {
         let packer = self.packer();
         packer.unpack(packed, output)?;
         packer.stream().synchronize()
+    }
+
+    /// Returns the bytes of scratch that [`Interop::update_at`] needs for these updates.
+    ///
+    /// # Errors
+    /// A layer that is not packed.
+    pub fn update_scratch_bytes(&self, updates: &[ElementsAt<'_>]) -> Result<u64, DeviceError> {
+        let jobs = jobs(updates)?;
+        Ok(4 * Updater::scratch_words(jobs.iter().map(|job| job.tensor)) as u64 + DeviceBuffer::<u32>::PAD_BYTES as u64)
+    }
+
+    /// Replaces elements of layers in place, and leaves a layer unchanged where that is not possible ([`Updated`]). The
+    /// first call compiles kernels. Runs on a stream of its own and waits for it.
+    ///
+    /// # Safety
+    /// Addresses of updates and scratch are on this device, and have the lengths that they state. No layer is listed
+    /// twice. Work of other streams on this memory and on the layers is done before the call, and nothing else accesses
+    /// them during the call.
+    ///
+    /// # Errors
+    /// A layer that is not packed, a scratch smaller than [`Interop::update_scratch_bytes`], a kernel that cannot be
+    /// compiled, or a driver error, after which layers may be updated in part.
+    pub unsafe fn update_at(&self, updates: &[ElementsAt<'_>], scratch: Scratch) -> Result<Vec<Updated>, DeviceError> {
+        let (jobs, need) = (jobs(updates)?, self.update_scratch_bytes(updates)?);
+        check_capacity(
+            "bytes of scratch",
+            length("bytes of scratch", scratch.bytes)?,
+            length("bytes of scratch", need)?,
+        )?;
+        let words = length("words", need)? / 4 - DeviceBuffer::<u32>::PAD_BYTES / 4;
+        // SAFETY: the scratch has room for the words and their padding.
+        let mut scratch = unsafe { DeviceBuffer::<u32>::borrow(self.device(), scratch.address, words) }?;
+        let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
+        let updater = match &*guard {
+            Some(updater) => updater,
+            None => guard.insert(Updater::new(&self.stream, &self.kernels)?),
+        };
+        // SAFETY: the caller's promises.
+        unsafe { updater.update(&jobs, &mut scratch) }
     }
 
     /// Returns the bytes of scratch that [`Interop::enqueue`] needs for this batch. Often 0; if weights are expanded, 2
@@ -339,6 +404,52 @@ impl Interop {
         }
     }
 
+    /// Compiles and loads the kernel of [`Interop::enqueue_embed`], which otherwise its first call does, outside of
+    /// captures.
+    ///
+    /// # Errors
+    /// A kernel that cannot be compiled, or a driver error.
+    pub fn prepare_embed(&self) -> Result<(), DeviceError> {
+        self.embed_kernel().map(drop)
+    }
+
+    fn embed_kernel(&self) -> Result<&Embed, DeviceError> {
+        if let Some(embed) = self.embed.get() {
+            return Ok(embed);
+        }
+        let spec = EmbedSpec { source: EmbedSource::Packed, pdl: false };
+        let embed = Embed::new(self.kernels.get(&VariantSpec::embed(self.device().info().arch, spec))?)?;
+        Ok(self.embed.get_or_init(|| embed))
+    }
+
+    /// Enqueues `y[r] = W[ids[r]]` for `m` rows on a stream of the framework: lookups in an embedding, which may be the
+    /// weight of the head. `rows` is (address of ids, `m`, address of y). An id that is not a row of the weight results
+    /// in zeros, and in `1 + r` in the word at `fault`. May be called during a capture.
+    ///
+    /// # Safety
+    /// - `stream` is a stream of this device's primary context.
+    /// - The addresses are of u32 `[m]`, of BF16 `[m, k]` at a multiple of 16, and of a u32, all on this device and
+    ///   without overlap. They stay allocated until the work is done, including every replay of a graph that
+    ///   captured it.
+    /// - The caller orders work of other streams on this memory with this call.
+    ///
+    /// # Errors
+    /// A layer that is not packed, a kernel that cannot be compiled, or a driver error.
+    pub unsafe fn enqueue_embed(
+        &self,
+        layer: &Linear,
+        stream: *mut c_void,
+        rows: (u64, u32, u64),
+        fault: u64,
+    ) -> Result<(), DeviceError> {
+        if rows.1 == 0 {
+            return Ok(());
+        }
+        let weights = layer.packed_weights().ok_or(LaunchError::NotPacked)?;
+        // SAFETY: the caller's promises.
+        unsafe { self.embed_kernel()?.enqueue_at(&self.device().borrow_stream(stream), weights, rows, fault) }
+    }
+
     fn cublas(&self) -> MutexGuard<'_, Option<Cublas>> {
         // A handle is placed before each use, so a lock poisoned by a panic does no harm; the handle may be lost.
         self.cublas.lock().unwrap_or_else(PoisonError::into_inner)
@@ -411,6 +522,14 @@ impl fmt::Debug for Interop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Interop({:?})", self.kernels)
     }
+}
+
+fn jobs<'a>(updates: &[ElementsAt<'a>]) -> Result<Vec<SparseUpdate<'a>>, DeviceError> {
+    let job = |update: &ElementsAt<'a>| {
+        let tensor = update.layer.packed_weights().ok_or(LaunchError::NotPacked)?;
+        Ok(SparseUpdate { tensor, index: update.index, values: update.values, updates: update.len })
+    };
+    updates.iter().map(job).collect()
 }
 
 /// The sections of a packed tensor: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`.

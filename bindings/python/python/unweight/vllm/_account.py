@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -54,9 +55,9 @@ class Arrivals:
 arrivals_of: weakref.WeakKeyDictionary[nn.Module, Arrivals] = weakref.WeakKeyDictionary()
 
 
-def leave_unpacked(head: ParallelLMHead) -> None:
-    """Stops packing of a head: it shares the embedding's weight, which arrives with the embedding."""
-    head.quant_method = UnquantizedEmbeddingMethod()
+def leave_unpacked(head: ParallelLMHead, method: QuantizeMethodBase) -> None:
+    """Gives a head another method, which does not pack: no weight arrives for it."""
+    head.quant_method = method
     arrivals_of.pop(head, None)
     get_layerwise_info(head).reset()
 

@@ -46,14 +46,13 @@ from ..ops import _bf16_experts
 from ._account import (
     TWICE,
     arrivals_of,
-    leave_unpacked,
     logger,
     missing_parameters,
     missing_tensors,
     refuse_missing,
     wrap_loaders,
 )
-from ._methods import NAME, NO_RELOAD, UnweightExpertsMethod, UnweightMethod
+from ._methods import NAME, NO_RELOAD, UnweightExpertsMethod, UnweightMethod, share_weight
 
 _MANIFEST = "unweight.json"
 # Threads that read and decode tensors ahead of vLLM, one tensor each, and the bytes of these tensors.
@@ -133,8 +132,11 @@ class UnweightLoader(DefaultModelLoader):
         if is_running:
             _refuse_fixed(model)
         else:
-            _leave_tied_heads(model)
-        for layer in model.modules():
+            _share_tied_weights(model)
+        for name, layer in model.named_modules():
+            if layer in arrivals_of and not arrivals_of[layer].prefix:
+                # Not every model names its embedding.
+                arrivals_of[layer].prefix = name
             is_ours = isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod))
             if is_ours and not is_running:
                 # Repeated here, because layers have got their biases since `create_weights`.
@@ -264,15 +266,15 @@ class UnweightLoader(DefaultModelLoader):
         self._load.read_bytes += nbytes
 
 
-def _leave_tied_heads(model: nn.Module) -> None:
+def _share_tied_weights(model: nn.Module) -> None:
     """Stops packing of heads that share the embedding's weight. Some models tie them without calling `tie_weights`."""
     embeddings = (one for one in model.modules() if isinstance(one, VocabParallelEmbedding))
     others = (one for one in embeddings if not isinstance(one, ParallelLMHead))
-    tied = {id(weight) for one in others for weight in one.parameters(recurse=False)}
+    tied = {id(weight): one for one in others for weight in one.parameters(recurse=False)}
     for head in model.modules():
         is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
         if is_ours and id(getattr(head, "weight", None)) in tied:
-            leave_unpacked(head)
+            share_weight(head, tied[id(head.weight)])
 
 
 class _Job(NamedTuple):
@@ -403,8 +405,9 @@ def _refuse_fixed(model: nn.Module) -> None:
 
 def _log_packed(model: nn.Module) -> None:
     """Logs how many layers are packed, their size in GiB packed and in BF16, and experts that cannot be packed."""
-    kinds = (LinearBase, ParallelLMHead, RoutedExperts)
-    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    kinds = (LinearBase, VocabParallelEmbedding, RoutedExperts)
+    # A head may share the weight of an embedding.
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds) and list(layer.parameters(recurse=False))]
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
     gib = sum(weight.packed_nbytes for weight in packed) / 2**30
     bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30

@@ -5,6 +5,7 @@ A layer is packed as soon as this process's shard of it is complete; its BF16 we
 
 from __future__ import annotations
 
+import functools
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Optional
@@ -22,15 +23,21 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
-from ..modules import _pack_into
-from ..ops import _pack_experts, _prepare, pack, unpack_experts, why_not
+from .. import _native
+from .._embedding import _prepare_lookups
+from .._update import _pack_into
+from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 
 NAME = "unweight"
@@ -88,6 +95,41 @@ class _Kernels:
 _kernels = _Kernels()
 
 
+class _Slab:
+    """Memory for the arenas of several layers, allocated for the first of them."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._memory: Optional[Tensor] = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._memory is not None or self.nbytes >= _SLAB_BYTES
+
+    def part(self, at: int, nbytes: int, device: torch.device) -> Tensor:
+        """Returns the bytes from `at` on. The layers keep the memory."""
+        if self._memory is None:
+            self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        return self._memory[at : at + nbytes]
+
+
+# Arenas are a little larger than a multiple of 2 MiB, to which torch rounds each allocation: alone, they waste 2 %.
+_SLAB_BYTES = 512 << 20
+_slab = _Slab()
+
+
+def _reserve(layer: nn.Module, n: int, k: int) -> None:
+    """Reserves memory for the arena of a linear layer. Other layers are large, and may be left in BF16."""
+    global _slab
+    sizes = _native.Runtime.buffer_nbytes(n, k)
+    if sizes is None or isinstance(layer, VocabParallelEmbedding) or not current_platform.is_cuda():
+        return
+    if _slab.is_full:
+        _slab = _Slab()
+    layer.unweight_memory = functools.partial(_slab.part, _slab.nbytes, sizes[0])
+    _slab.nbytes += sizes[0]
+
+
 def _begin_packing(layer: nn.Module) -> bool:
     """Marks a layer as processed; returns false if it was processed before, as in vLLM's final pass over all layers.
 
@@ -110,13 +152,28 @@ def _check_device(device: torch.device) -> bool:
     return reason is None
 
 
+# Architectures that read the weight of their embedding themselves.
+_READ_EMBEDDING = ("Gemma3n", "DiffusionGemma")
+
+
+def packs_embeddings() -> bool:
+    """Returns whether embeddings may be packed: nothing but lookups and the head uses their weights."""
+    vllm = get_current_vllm_config_or_none()
+    if vllm is None:
+        return True
+    model = vllm.model_config
+    is_read = any(name.startswith(_READ_EMBEDDING) for name in getattr(model.hf_config, "architectures", None) or ())
+    # Adapters, draft models and models that return other outputs than tokens may read the weights.
+    return not is_read and model.runner_type == "generate" and not _has_adapters() and vllm.speculative_config is None
+
+
 def _bf16_method(layer: nn.Module) -> QuantizeMethodBase:
-    return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
+    return UnquantizedEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else UnquantizedLinearMethod()
 
 
 @register_weight_loader_v2_supported_method
 class UnweightMethod(LinearMethodBase):
-    """The method of a linear layer or output head, which packs the weight when it is complete."""
+    """The method of a linear layer, embedding or output head, which packs the weight when it is complete."""
 
     uses_meta_device = True
 
@@ -146,6 +203,7 @@ class UnweightMethod(LinearMethodBase):
         initialize_online_processing(layer)
         wrap_loaders(layer)
         _kernels.prepare(*data.shape)
+        _reserve(layer, *data.shape)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Packs this process's shard of the weight. If that is not possible, the layer gets vLLM's BF16 method."""
@@ -157,8 +215,9 @@ class UnweightMethod(LinearMethodBase):
             return
         can_pack = _check_device(weight.device)
         _kernels.finish()
-        packed = pack(weight) if can_pack else None
-        if packed is None:
+        memory = layer.__dict__.pop("unweight_memory", None)
+        packed = _pack(weight, memory and memory(weight.device)) if can_pack else ""
+        if isinstance(packed, str):
             # When all layers are loaded, vLLM processes each once more, and then calls this method.
             layer.quant_method = _bf16_method(layer)
             return
@@ -166,6 +225,8 @@ class UnweightMethod(LinearMethodBase):
         # vLLM finds a layer's device by parameter names, of which this is one.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
         layer.unweight_packed, layer.unweight_n = packed, packed.n
+        if type(layer) is VocabParallelEmbedding:
+            _prepare_lookups(weight.device)
         if isinstance(layer, ParallelLMHead) and _has_adapters():
             # With LoRA, vLLM reads dtype and device from the head's weight. This stand-in takes 2 bytes; NaN cannot be
             # mistaken for a weight.
@@ -201,11 +262,39 @@ class UnweightMethod(LinearMethodBase):
         """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`."""
         return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_n, bias)
 
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        """Returns rows of the weight, bfloat16 `[..., k]`, for integer ids `[...]`."""
+        return torch.ops.unweight.embedding(input_, layer.weight_packed, layer.unweight_n, layer.unweight_packed.k)
+
     def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """Makes the head share the embedding's weight, which is not packed."""
-        layer.weight = embed_tokens.weight
-        leave_unpacked(layer)
+        """Makes the head share the embedding's weight, packed or not."""
+        share_weight(layer, embed_tokens)
         return layer
+
+
+class _TiedHeadMethod(QuantizeMethodBase):
+    """The method of a head without a weight, which multiplies by that of an embedding to pack."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        # Not an attribute of the head, whose submodule it would be.
+        self._embedding = embedding
+
+    def create_weights(self, layer: nn.Module, *_: Any, **__: Any) -> None:
+        """Registers nothing."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+        """Returns `x @ weight.T + bias`, by the method of the embedding, which may have become that for BF16."""
+        return self._embedding.quant_method.apply(self._embedding, x, bias)
+
+
+def share_weight(head: nn.Module, embedding: nn.Module) -> None:
+    """Stops packing of a head that shares the weight of an embedding, which arrives with the embedding."""
+    if isinstance(embedding.quant_method, UnweightMethod):
+        del head.weight
+        leave_unpacked(head, _TiedHeadMethod(embedding))
+    else:
+        head.weight = embedding.weight
+        leave_unpacked(head, UnquantizedEmbeddingMethod())
 
 
 class UnweightExpertsMethod(FusedMoEMethodBase):

@@ -18,14 +18,18 @@ from vllm.model_executor.layers.quantization import (
     register_quantization_config,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
 from ._account import Arrivals, arrivals_of
 from ._loader import UnweightLoader
-from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, are_plain
+from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, are_plain, packs_embeddings
 
 
 # The quantizations whose BF16 layers can be packed, by `quant_method` in config.json.
@@ -60,7 +64,7 @@ def _is_bf16(layer: nn.Module, method: Optional[QuantizeMethodBase]) -> bool:
     """Returns whether another quantization leaves a layer in BF16."""
     if isinstance(layer, RoutedExperts):
         return method is None or type(method) is UnquantizedFusedMoEMethod
-    if isinstance(layer, ParallelLMHead):
+    if isinstance(layer, VocabParallelEmbedding):
         return method is None or type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
     return isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod
 
@@ -98,13 +102,14 @@ def _config_over(config: dict[str, Any]) -> QuantizationConfig:
 
 
 def _packing_method(config: Any, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
-    """Returns the method that packs a layer, or `None` if it is to stay in BF16, such as an embedding."""
+    """Returns the method that packs a layer, or `None` if it is to stay in BF16."""
     if isinstance(layer, RoutedExperts):
         if not are_plain(layer):
             return None
         arrivals_of[layer] = Arrivals(prefix, {})
         return UnweightExpertsMethod(layer.moe_config)
-    if not isinstance(layer, (LinearBase, ParallelLMHead)):
+    is_embedding = type(layer) is VocabParallelEmbedding and packs_embeddings()
+    if not isinstance(layer, (LinearBase, ParallelLMHead)) and not is_embedding:
         return None
     # The model class fills in the mapping before it builds layers.
     arrivals_of[layer] = Arrivals(prefix, config.packed_modules_mapping)
@@ -157,7 +162,7 @@ class UnweightConfig(QuantizationConfig):
         return NAME if user_quant == NAME else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Optional[QuantizeMethodBase]:
-        """Returns the method that packs a layer, or `None` to keep vLLM's own, such as for embeddings."""
+        """Returns the method that packs a layer, or `None` to keep vLLM's own."""
         _check_options(self)
         return _packing_method(self, layer, prefix)
 

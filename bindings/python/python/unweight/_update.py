@@ -1,0 +1,102 @@
+"""Replaces packed weights in the memory that they are in: all of a matrix, or some of its elements."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from .errors import UnweightError
+from .ops import Escapes, Placed, _escapes, _memory, _pack, _packed_cuda, _runtime, place, unpack
+
+
+def _pack_into(
+    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool = False
+) -> Union[Escapes, Placed, str]:
+    """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
+    or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
+
+    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
+    have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
+    """
+    weight = weight.detach().resolve_neg().contiguous()
+    packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
+    if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
+        raise UnweightError("new weights were packed wrongly: please report this bug")
+    return packed
+
+
+def _pack_into_unchecked(
+    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool
+) -> Union[Escapes, Placed, str]:
+    if arena.device.type != "cuda":
+        packed = _pack(weight)
+        if isinstance(packed, str):
+            return packed
+        arena.copy_(packed.arena)
+        return packed.escapes
+    packed = _packed_cuda(weight)
+    if isinstance(packed, str):
+        return packed
+    made, lists = packed
+    # Of the head, 64 bytes depend on shape and lists; the rest is the window.
+    keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
+    is_in_room = isinstance(holder, Placed) and lists.nbytes <= holder.room
+    if keep_graphs and not (keeps_window and is_in_room):
+        what = "they have more escapes than there is room for" if keeps_window else "their exponent window is another"
+        return f"{what}, so captured CUDA graphs cannot use them"
+    arena.copy_(made)
+    if not (keeps_window and is_in_room):
+        return place(arena, lists)
+    (old,) = holder.lists
+    memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
+    holder.lists = (memory,)
+    # `_register_copy` finds lists by the digest in the arena.
+    runtime = _runtime(arena.device)
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
+    return holder
+
+
+def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorts positions and their values; the last value of a repeated position counts."""
+    index, order = index.sort(stable=True)
+    is_last = torch.ones_like(index, dtype=torch.bool)
+    is_last[:-1] = index[1:] != index[:-1]
+    return index[is_last], values[order[is_last]]
+
+
+def _update_in_place(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list[str]:
+    """Replaces elements of registered arenas of one GPU: arena, its object, int64 positions, bfloat16 values.
+
+    Returns for each what was done, as `Runtime.update`, after sorting what was not sorted. An arena that was not
+    updated is unchanged. The kernels compare a digest of each updated matrix with that of the new weights.
+    """
+    done = _update_sorted(updates)
+    unsorted = [at for at, what in enumerate(done) if what == "unsorted"]
+    if unsorted and "outside" not in done:
+        arenas = ((updates[at][:2], _ascending(*updates[at][2:])) for at in unsorted)
+        for at, what in zip(unsorted, _update_sorted([(*arena, *elements) for arena, elements in arenas])):
+            done[at] = what
+    return done
+
+
+def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list[str]:
+    device = updates[0][0].device
+    runtime = _runtime(device)
+    jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
+    with torch.cuda.device(device):
+        nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        torch.cuda.current_stream().synchronize()
+        done = runtime.update(jobs, _memory(scratch))
+    for (_, holder, _, _), (what, nbytes, digest) in zip(updates, done):
+        if what == "updated":
+            (old,) = holder.lists
+            memory = old.as_strided((nbytes,), (1,))
+            holder.lists = (memory,)
+            # `_register_copy` finds lists by the digest in the arena.
+            holder._shared = _escapes(digest, memory)
+    return [what for what, _, _ in done]
