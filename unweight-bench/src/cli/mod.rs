@@ -449,18 +449,7 @@ impl Bench {
                 console.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Speculate(arguments) => arguments.run(self.name(), console, &note),
-            Self::Report(arguments) => {
-                let kernels = open(arguments.gpu.device)?;
-                let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
-                let config = arguments.geometry.config();
-                let selection = (arguments.batch.as_slice(), arguments.context, arguments.tune);
-                let tables = match arguments.encoders {
-                    true => bench::bench_encoders(&kernels, &timing),
-                    false => bench::bench_tables(&kernels, &config, selection, &timing, &note),
-                };
-                let tables = tables.map_err(failed)?;
-                console.result(self.name(), &tables, |out| write!(out, "{tables}"))
-            }
+            Self::Report(arguments) => arguments.run(self.name(), console, &note),
             Self::Stress(arguments) => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
                 let kernels = open(arguments.gpu.device)?;
@@ -564,6 +553,21 @@ impl MatmulBench {
             options.batches.clone_from(&self.batch);
         }
         Ok(options)
+    }
+}
+
+impl ReportBench {
+    fn run(&self, command: &str, console: Console, note: &(dyn Fn(&str) + Sync)) -> Result<()> {
+        let kernels = open(self.gpu.device)?;
+        let timing = Timing::default().rounds(self.rounds.into()).warmup_rounds(5);
+        let tables = if self.encoders {
+            bench::bench_encoders(&kernels, &timing)
+        } else {
+            let selection = (self.batch.as_slice(), self.context, self.tune);
+            bench::bench_tables(&kernels, &self.geometry.config(), selection, &timing, note)
+        };
+        let tables = tables.map_err(failed)?;
+        console.result(command, &tables, |out| write!(out, "{tables}"))
     }
 }
 

@@ -7,8 +7,8 @@ use std::{
 
 use serde::Serialize;
 
-/// Time and bytes of one stage of a run. Stages overlap and run on several threads, whose times are added, so the sum of
-/// all stages may exceed the duration of the run.
+/// Time and bytes of one stage of a run. Stages overlap and run on several threads, whose times are added, so the sum
+/// of all stages may exceed the duration of the run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct StageTime {

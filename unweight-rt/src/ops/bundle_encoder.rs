@@ -23,14 +23,14 @@ use crate::{
 pub struct BundleEncoder {
     encoder: GpuEncoder,
     compressor: EncodeCompact,
-    idle: Mutex<Vec<Lane>>,
-    lane_returned: Condvar,
+    idle: Mutex<Vec<Slot>>,
+    slot_returned: Condvar,
     trace: Arc<Trace>,
 }
 
 /// A stream with the memory for encoding one tensor.
 #[derive(Debug)]
-struct Lane {
+struct Slot {
     packer: Packer,
     workspace: EncodeWorkspace,
 }
@@ -46,26 +46,26 @@ impl BundleEncoder {
     /// The device or the compiler is missing, or failed.
     pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
         let trace: Arc<Trace> = Arc::default();
-        let lane = || {
+        let slot = || {
             let stream = kernels.device().stream()?;
             let workspace = EncodeWorkspace::traced(&stream, trace.clone());
-            Ok(Lane { packer: Packer::new(&stream, kernels)?, workspace })
+            Ok(Slot { packer: Packer::new(&stream, kernels)?, workspace })
         };
-        let idle = (0..IN_FLIGHT).map(|_| lane()).collect::<Result<_, DeviceError>>()?;
+        let idle = (0..IN_FLIGHT).map(|_| slot()).collect::<Result<_, DeviceError>>()?;
         let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, EncodeCompact::of(kernels)?);
-        Ok(Self { encoder, compressor, idle: Mutex::new(idle), lane_returned: Condvar::new(), trace })
+        Ok(Self { encoder, compressor, idle: Mutex::new(idle), slot_returned: Condvar::new(), trace })
     }
 
-    /// Returns a lane for exclusive use; waits until one is idle.
-    fn lane(&self) -> LaneGuard<'_> {
+    /// Returns a slot for exclusive use; waits until one is idle.
+    fn slot(&self) -> SlotGuard<'_> {
         let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let mut idle =
-            self.lane_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
-        LaneGuard { encoder: self, lane: idle.pop() }
+            self.slot_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
+        SlotGuard { encoder: self, slot: idle.pop() }
     }
 
     /// Encodes on the device. Nothing in here may use rayon: a thread that waits inside rayon may start to encode
-    /// another tensor, which would wait for this one's lane.
+    /// another tensor, which would wait for this one's slot.
     fn encode_on_device(
         &self,
         matrix: Matrix<'_>,
@@ -73,8 +73,8 @@ impl BundleEncoder {
         limit: CodeLimit,
     ) -> Result<StoredTensor<Vec<u8>>, EncoderError> {
         let bytes = matrix.bytes().len() as u64;
-        let mut guard = self.trace.time("wait for a stream", bytes, || self.lane());
-        let Lane { packer, workspace } = guard.lane.as_mut().expect("the lane is present until the guard is dropped");
+        let mut guard = self.trace.time("wait for a stream", bytes, || self.slot());
+        let Slot { packer, workspace } = guard.slot.as_mut().expect("the slot is present until the guard is dropped");
         match encoding {
             EncodingId::HUFFMAN => Ok(self.encoder.encode_in(workspace, matrix).map_err(failed)?.into()),
             EncodingId::PALETTE => Ok(self.encoder.encode_palette_in(workspace, matrix).map_err(failed)?.into()),
@@ -106,7 +106,7 @@ impl BundleEncoder {
                     Err(EncodeCompactError::Device(error)) => Err(failed(error)),
                 }
             }
-            _ => Err(EncoderError::Failed("a encoding without a kernel is the CPU's".into())),
+            _ => Err(EncoderError::Failed("an encoding without a kernel is the CPU's".into())),
         }
     }
 }
@@ -115,18 +115,18 @@ fn failed(error: DeviceError) -> EncoderError {
     EncoderError::Failed(Box::new(error))
 }
 
-/// A lane that is returned when the tensor is done. After a panic its stream is still usable, and its memory is written
+/// A slot that is returned when the tensor is done. After a panic its stream is still usable, and its memory is written
 /// before it is read.
-struct LaneGuard<'a> {
+struct SlotGuard<'a> {
     encoder: &'a BundleEncoder,
     /// `None` only during drop.
-    lane: Option<Lane>,
+    slot: Option<Slot>,
 }
 
-impl Drop for LaneGuard<'_> {
+impl Drop for SlotGuard<'_> {
     fn drop(&mut self) {
-        self.encoder.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(self.lane.take());
-        self.encoder.lane_returned.notify_one();
+        self.encoder.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(self.slot.take());
+        self.encoder.slot_returned.notify_one();
     }
 }
 

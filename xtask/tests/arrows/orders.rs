@@ -207,7 +207,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bundle/compress", "journal predict seal < tensor < shard_writer < resume < encode"),
     (
         "unweight-format/src/bundle",
-        "blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
+        "trace < blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
          files report < plan shard sign source < handle part_file < stage < manifest_file < base < compress output < attached \
          decompress < merge read verify < stream",
     ),
@@ -215,8 +215,8 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
     (
         "unweight-rt/src/device",
-        "context_size < error < device graph < stream < buffer module raw < kernels launch pinned view < external \
-         staging tma",
+        "context_size < error < device graph < stream < buffer module raw < kernels launch pinned view < copies \
+         external staging tma",
     ),
     ("unweight-rt/src/jit", "cubin miss request toolchain < nvrtc remedy < failure < error < compiler process < cache"),
     ("unweight-rt/src/exec", "operands workspace < cublas < context"),
@@ -224,7 +224,7 @@ pub const INNER: &[(&str, &str)] = &[
         "unweight-rt/src/ops",
         "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv logprobs norm route \
          sample scale silu_mul < kv_packed rope unpack < attention kv_unpack pack update < encode_compact kv_pack < \
-         encode_huffman",
+         encode_huffman < bundle_encoder",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < experts exponents huffman"),
     ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
