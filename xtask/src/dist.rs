@@ -21,7 +21,7 @@ use std::{
 use minisign::{SecretKey, SecretKeyBox};
 
 use crate::{
-    gpu_pack,
+    gpu_pack, notices,
     run::{self, cargo, root, run, succeeds, target_dir},
     rustc, setup, wheel,
 };
@@ -288,6 +288,7 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
     for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
         fs::copy(root().join(file), folder.join(file)).map_err(io)?;
     }
+    write(&folder.join(notices::FILE), notices::text()?)?;
     let unweight = folder.join("unweight");
     // The output may depend on the language and the width of the terminal.
     let unweight_command = || {

@@ -4,6 +4,7 @@ mod dist;
 mod gpu_pack;
 mod kernel_digests;
 mod lint;
+mod notices;
 mod peers;
 mod records;
 mod release;

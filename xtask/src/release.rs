@@ -239,7 +239,8 @@ fn test_signature(system: &str, home: &Path, site: &Site) -> Result<(), String> 
     Ok(())
 }
 
-/// Tests a system with busybox and musl, Debian's packages of both; Alpine has others. Without a build for musl, the script must fail and name musl.
+/// Tests a system with busybox and musl, Debian's packages of both; Alpine has others. Without a build for musl, the
+/// script must fail and name musl.
 fn test_musl(files: &Path, site: &Site) -> Result<(), String> {
     let home = target_dir("root-musl");
     setup::remove(&home)?;
