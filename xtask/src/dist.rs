@@ -142,7 +142,10 @@ fn changes_bytes(name: &str) -> bool {
     let is_of_cc = ["AR_", "CC_", "CFLAGS_", "CXX_", "CXXFLAGS_", "HOST_", "TARGET_"];
     NAMES.contains(&name)
         || is_of_target
-        || ["CARGO_BUILD_", "CARGO_PROFILE_"].iter().chain(&is_of_cc).any(|prefix| name.starts_with(prefix))
+        || ["CARGO_BUILD_", "CARGO_PROFILE_DIST_", "CARGO_PROFILE_RELEASE_"]
+            .iter()
+            .chain(&is_of_cc)
+            .any(|prefix| name.starts_with(prefix))
 }
 
 /// Returns `cargo xtask dist` with the compiler of a release and without the variables that change bytes, or `None` if

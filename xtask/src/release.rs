@@ -20,8 +20,7 @@ use crate::{
 const SYSTEMS: [(&str, &str); 3] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd"), ("jammy", "curl")];
 /// Debian's suites since debootstrap has one script for all of them. Any other suite is taken to be Ubuntu's.
 const DEBIAN: [&str; 8] = ["bullseye", "bookworm", "trixie", "forky", "stable", "testing", "unstable", "sid"];
-/// Ubuntu's mirror; the keys that sign it, from the package `ubuntu-keyring` or Debian's `ubuntu-archive-keyring`; and
-/// debootstrap's script for every suite since 2007. It may have no link of the suite's own name.
+/// Ubuntu's mirror; the keys that sign it, from its package `ubuntu-keyring`; and debootstrap's script for every suite since 2007. It may have no link of the suite's own name.
 const UBUNTU: (&str, &str, &str) =
     ("http://archive.ubuntu.com/ubuntu", "/usr/share/keyrings/ubuntu-archive-keyring.gpg", "gutsy");
 /// A Debian suite with a newer Python than this machine may have.
@@ -53,6 +52,11 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let mut systems: Vec<(&str, &str)> = SYSTEMS.into();
     systems.extend(suites.iter().map(|suite| (suite.as_str(), "curl")));
     for (suite, packages) in systems {
+        // Debian 12 has no package with Ubuntu's keys.
+        if !suites.iter().any(|asked| asked == suite) && !can_bootstrap(suite) {
+            println!("skipped: {suite}; {} does not exist (ubuntu-keyring)", UBUNTU.1);
+            continue;
+        }
         let home = bootstrap(suite, packages)?;
         test_clean_system(suite, &home, &site)?;
         if succeeds(chroot(&home).args(["sh", "-c", "command -v minisign"])) {
@@ -130,12 +134,18 @@ fn debootstrap_arguments(suite: &str, packages: &str) -> (Vec<String>, Vec<Strin
     (before, after)
 }
 
+/// Whether this machine has the keys of a suite, which come with debootstrap for Debian.
+fn can_bootstrap(suite: &str) -> bool {
+    DEBIAN.contains(&suite) || Path::new(UBUNTU.1).exists()
+}
+
 /// Makes the root of a clean Debian or Ubuntu in the user's cache.
 fn bootstrap(suite: &str, packages: &str) -> Result<PathBuf, String> {
     let home = cache_dir(&format!("root-{suite}"));
     if !home.join("done").exists() {
-        if !DEBIAN.contains(&suite) && !Path::new(UBUNTU.1).exists() {
-            let package = "`apt-get install ubuntu-keyring` (on Debian: ubuntu-archive-keyring)";
+        if !can_bootstrap(suite) {
+            let package =
+                "install Ubuntu's package ubuntu-keyring (in some releases of Debian: ubuntu-archive-keyring)";
             return Err(format!("{suite}: {} does not exist; {package}", UBUNTU.1));
         }
         setup::remove(&home)?;

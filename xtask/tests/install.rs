@@ -469,7 +469,9 @@ fn systems_without_a_build_are_refused_by_name() {
         for getconf in [None, Some("#!/bin/sh\necho 'unknown variable' >&2; exit 1\n")] {
             let machine = System::new();
             machine.remove("getconf");
-            getconf.map(|text| machine.fake("getconf", text));
+            if let Some(text) = getconf {
+                machine.fake("getconf", text);
+            }
             machine.fake("ldd", &format!("#!/bin/sh\necho '{version_line}'\n"));
             machine.installs(&site, &[]);
         }
