@@ -269,6 +269,11 @@ fetch() {
         [ "$status" != 23 ] || fail "cannot write $2" "check the space in $to"
     elif has wget; then
         wget -q -t 2 -T 20 -O "$2" "$1" || status=$?
+        # That of busybox in Debian 12 crashes if it is given a time.
+        if [ "$status" = 139 ]; then
+            status=0
+            wget -q -O "$2" "$1" || status=$?
+        fi
         [ "$status" != 3 ] || fail "cannot write $2" "check the space in $to"
     else
         fail "neither curl nor wget is installed" "install one of them and run this again"

@@ -551,6 +551,12 @@ fn clients_give_up_and_a_full_disk_is_named() {
             assert!(fs::read_to_string(&log).unwrap().contains(options), "{client}");
         }
     }
+    if let Some(wget) = tool("wget") {
+        let machine = System::without_client();
+        let text = format!("case $* in *-T*) exit 139 ;; esac\nexec {} \"$@\"", wget.display());
+        machine.fake("wget", &format!("#!/bin/sh\n{text}\n"));
+        machine.installs(&site, &[]);
+    }
     assert!(System::new().installs(&site, &[]).contains("fetching http://127.0.0.1"));
 }
 
