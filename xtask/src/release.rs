@@ -20,7 +20,8 @@ use crate::{
 const SYSTEMS: [(&str, &str); 3] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd"), ("jammy", "curl")];
 /// Debian's suites since debootstrap has one script for all of them. Any other suite is taken to be Ubuntu's.
 const DEBIAN: [&str; 8] = ["bullseye", "bookworm", "trixie", "forky", "stable", "testing", "unstable", "sid"];
-/// Ubuntu's mirror; the keys that sign it, from its package `ubuntu-keyring`; and debootstrap's script for every suite since 2007. It may have no link of the suite's own name.
+/// Ubuntu's mirror; the keys that sign it, from its package `ubuntu-keyring`; and debootstrap's script for every suite
+/// since 2007. It may have no link of the suite's own name.
 const UBUNTU: (&str, &str, &str) =
     ("http://archive.ubuntu.com/ubuntu", "/usr/share/keyrings/ubuntu-archive-keyring.gpg", "gutsy");
 /// A Debian suite with a newer Python than this machine may have.
