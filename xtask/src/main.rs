@@ -4,6 +4,7 @@ mod dist;
 mod gpu_pack;
 mod kernel_digests;
 mod lint;
+mod notices;
 mod peers;
 mod records;
 mod release;
@@ -38,10 +39,10 @@ usage: cargo xtask <task> [options]
                         --out DIR      write the files to this directory
                         --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE holds its password
                         --allow-dirty  build even if files differ from the commit
-  test-release        test install.sh in clean Debian systems (needs debootstrap and root), and the wheel in every
-                      supported Python; takes minutes
+  test-release        test install.sh in clean systems of Debian, Ubuntu (its keyring) and musl (needs debootstrap and
+                      root), and the wheel in every supported Python; takes minutes
                         --files DIR    the files of `dist` (default: target/artifacts)
-                        --suite NAME   also test in this debootstrap suite, such as noble; repeatable
+                        --suite NAME   also test in this suite of Debian or Ubuntu, such as noble; repeatable
   gpu-pack            collect stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  include libnvrtc
   bench-peers [MODEL] compare the codec with ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices

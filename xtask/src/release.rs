@@ -1,5 +1,5 @@
-//! `cargo xtask test-release`: tests the files of a release in clean systems. Runs `install.sh` in clean Debian roots
-//! against a file server on loopback, and the wheel in each supported Python.
+//! `cargo xtask test-release`: tests the files of a release in clean systems. Runs `install.sh` in clean Debian and
+//! Ubuntu roots and one with musl against a file server on loopback, and the wheel in each supported Python.
 
 use std::{
     env, fs,
@@ -16,8 +16,14 @@ use crate::{
     setup,
 };
 
-/// Clean Debian systems, and their packages besides the essential ones.
-const SYSTEMS: [(&str, &str); 2] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd")];
+/// Clean Debian and Ubuntu systems, and their packages besides the essential ones.
+const SYSTEMS: [(&str, &str); 3] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd"), ("jammy", "curl")];
+/// Debian's suites since debootstrap has one script for all of them. Any other suite is taken to be Ubuntu's.
+const DEBIAN: [&str; 8] = ["bullseye", "bookworm", "trixie", "forky", "stable", "testing", "unstable", "sid"];
+/// Ubuntu's mirror; the keys that sign it, from its package `ubuntu-keyring`; and debootstrap's script for every suite
+/// since 2007. It may have no link of the suite's own name.
+const UBUNTU: (&str, &str, &str) =
+    ("http://archive.ubuntu.com/ubuntu", "/usr/share/keyrings/ubuntu-archive-keyring.gpg", "gutsy");
 /// A Debian suite with a newer Python than this machine may have.
 const NEWEST_PYTHON: (&str, &str) = ("sid", "python3-venv");
 /// Supported minor versions of Python 3.
@@ -45,10 +51,14 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     run(Command::new("sha256sum").current_dir(&files).args(["--check", "--quiet", "--strict", SUMS]))?;
     let site = Site::new(&files)?;
     let mut systems: Vec<(&str, &str)> = SYSTEMS.into();
-    // Suites of other distributions that debootstrap knows, such as Ubuntu's noble.
     systems.extend(suites.iter().map(|suite| (suite.as_str(), "curl")));
     for (suite, packages) in systems {
-        let home = debian(suite, packages)?;
+        // Debian 12 has no package with Ubuntu's keys.
+        if !suites.iter().any(|asked| asked == suite) && !can_bootstrap(suite) {
+            println!("skipped: {suite}; {} does not exist (ubuntu-keyring)", UBUNTU.1);
+            continue;
+        }
+        let home = bootstrap(suite, packages)?;
         test_clean_system(suite, &home, &site)?;
         if succeeds(chroot(&home).args(["sh", "-c", "command -v minisign"])) {
             test_signature(suite, &home, &site)?;
@@ -110,13 +120,38 @@ impl Site {
     }
 }
 
-/// Makes the root of a clean Debian in the user's cache.
-fn debian(suite: &str, packages: &str) -> Result<PathBuf, String> {
+/// Returns debootstrap's arguments for a suite, up to the directory, and those after it.
+fn debootstrap_arguments(suite: &str, packages: &str) -> (Vec<String>, Vec<String>) {
+    let mut before = vec!["--variant=minbase".to_owned(), format!("--include={packages}")];
+    let mut after = Vec::new();
+    if !DEBIAN.contains(&suite) {
+        let (mirror, keys, script) = UBUNTU;
+        before.push(format!("--keyring={keys}"));
+        // Without its keys, debootstrap checks nothing unless it is told to.
+        before.push("--force-check-gpg".to_owned());
+        after.extend([mirror, &format!("/usr/share/debootstrap/scripts/{script}")].map(str::to_owned));
+    }
+    before.push(suite.to_owned());
+    (before, after)
+}
+
+/// Whether this machine has the keys of a suite, which come with debootstrap for Debian.
+fn can_bootstrap(suite: &str) -> bool {
+    DEBIAN.contains(&suite) || Path::new(UBUNTU.1).exists()
+}
+
+/// Makes the root of a clean Debian or Ubuntu in the user's cache.
+fn bootstrap(suite: &str, packages: &str) -> Result<PathBuf, String> {
     let home = cache_dir(&format!("root-{suite}"));
     if !home.join("done").exists() {
+        if !can_bootstrap(suite) {
+            let package =
+                "install Ubuntu's package ubuntu-keyring (in some releases of Debian: ubuntu-archive-keyring)";
+            return Err(format!("{suite}: {} does not exist; {package}", UBUNTU.1));
+        }
         setup::remove(&home)?;
-        let arguments = ["--variant=minbase", &format!("--include={packages}"), suite];
-        run(Command::new("debootstrap").args(arguments).arg(&home).stdout(Stdio::null()))
+        let (before, after) = debootstrap_arguments(suite, packages);
+        run(Command::new("debootstrap").args(before).arg(&home).args(after).stdout(Stdio::null()))
             .map_err(|error| format!("{error}; this needs root and debootstrap: `apt-get install debootstrap`"))?;
         fs::write(home.join("done"), "").map_err(|error| format!("{}: {error}", home.display()))?;
     }
@@ -215,7 +250,8 @@ fn test_signature(system: &str, home: &Path, site: &Site) -> Result<(), String> 
     Ok(())
 }
 
-/// Tests a system with busybox and musl, such as Alpine. Without a build for musl, the script must fail and name musl.
+/// Tests a system with busybox and musl, Debian's packages of both; Alpine has others. Without a build for musl, the
+/// script must fail and name musl.
 fn test_musl(files: &Path, site: &Site) -> Result<(), String> {
     let home = target_dir("root-musl");
     setup::remove(&home)?;
@@ -262,7 +298,7 @@ fn test_wheels(files: &Path) -> Result<(), String> {
     }
     if !missing.is_empty() {
         let (suite, packages) = NEWEST_PYTHON;
-        let home = debian(suite, packages)?;
+        let home = bootstrap(suite, packages)?;
         let arguments = ["python3", "-c", "import sys; print(sys.version_info.minor)"];
         let minor: u32 =
             run::output(chroot(&home).args(arguments))?.parse().map_err(|_| "python3 printed no version")?;
@@ -316,4 +352,22 @@ fn test_wheel(
     run(command(Path::new("diff")).arg("-r").args([&folders[0], &folders[2]]))?;
     println!("Python {version}: the wheel works");
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn suites_of_ubuntu_have_its_mirror_keys_and_script() {
+        let (before, after) = debootstrap_arguments("noble", "curl");
+        assert_eq!(before.last().map(String::as_str), Some("noble"));
+        assert!(before.contains(&format!("--keyring={}", UBUNTU.1)), "{before:?}");
+        assert_eq!(after, [UBUNTU.0, "/usr/share/debootstrap/scripts/gutsy"]);
+        for (suite, _) in SYSTEMS.iter().filter(|(suite, _)| *suite != "jammy").chain([&NEWEST_PYTHON]) {
+            let (before, after) = debootstrap_arguments(suite, "curl");
+            assert_eq!(before, ["--variant=minbase", "--include=curl", suite]);
+            assert!(after.is_empty(), "{suite}");
+        }
+    }
 }

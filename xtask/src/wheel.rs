@@ -9,7 +9,7 @@ use std::{
 };
 
 use crate::{
-    gpu_pack,
+    gpu_pack, notices,
     run::{self, cache_dir, cargo, root, run, succeeds, target_dir},
     setup::{self, Environment},
 };
@@ -216,6 +216,16 @@ fn unittest_with(python: &Path, packages: Option<&Path>, warnings: &str, modules
     run(&mut command)
 }
 
+/// Writes what `license-files` in `pyproject.toml` names: a wheel's licences must be in the directory of its project.
+fn copy_licences(to: &Path) -> Result<(), String> {
+    let io = |error: std::io::Error| format!("{}: {error}", to.display());
+    fs::create_dir_all(to).map_err(io)?;
+    for name in ["LICENSE-APACHE", "LICENSE-MIT"] {
+        fs::copy(root().join(name), to.join(name)).map_err(io)?;
+    }
+    fs::write(to.join(notices::FILE), notices::text()?).map_err(io)
+}
+
 fn package() -> PathBuf {
     root().join("bindings/python")
 }
@@ -264,6 +274,7 @@ fn build(kind: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String>
     if !matches!(kind, Build::Dist) {
         gpu_pack::strip(&script);
     }
+    copy_licences(&package().join("licenses"))?;
     let wheels = target_dir("wheels");
     setup::remove(&wheels)?;
     let profile = match kind {

@@ -56,3 +56,19 @@ fn bindings_use_the_profile_of_the_workspace() {
         }
     }
 }
+
+#[test]
+fn the_wheel_names_the_repository_and_its_licences() {
+    let project = read(&root().join("bindings/python/pyproject.toml"));
+    let repository = value(&manifest("."), "[workspace.package]", "repository").to_owned();
+    assert_eq!(value(&project, "[project.urls]", "Repository"), repository);
+    let urls = project.split("[project.urls]\n").nth(1).unwrap().lines().take_while(|line| line.contains(" = "));
+    let repository = repository.trim_end_matches('"');
+    let urls: Vec<&str> = urls.map(|line| line.split(" = ").nth(1).unwrap()).collect();
+    assert!(urls.len() > 1 && urls.iter().all(|url| url.starts_with(repository)), "{urls:?}");
+    // The names that `cargo xtask wheel` writes.
+    let wheel = read(&root().join("xtask/src/wheel.rs"));
+    let files: Vec<&str> = value(&project, "[project]", "license-files").split('"').skip(1).step_by(2).collect();
+    assert_eq!(files, ["licenses/LICENSE-APACHE", "licenses/LICENSE-MIT", "licenses/THIRD-PARTY.txt"]);
+    assert!(wheel.contains(r#"package().join("licenses")"#) && wheel.contains("notices::FILE"));
+}

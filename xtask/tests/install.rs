@@ -22,9 +22,11 @@ mod workspace;
 use workspace::root;
 
 const VERSION: &str = "0.1.0";
+/// A minisign public key.
+const KEY: &str = "RWTPRtnWvsu6WK1GseuBquU2ng0dHtMDpqDXUam/NjTlvUO8KBlgB72L";
 /// Programs that the script needs in every case. A case may add others.
-const TOOLS: [&str; 12] =
-    ["sh", "cat", "gzip", "ldd", "mkdir", "mktemp", "mv", "rm", "sed", "sha256sum", "tar", "uname"];
+const TOOLS: [&str; 13] =
+    ["sh", "cat", "getconf", "gzip", "ldd", "mkdir", "mktemp", "mv", "rm", "sed", "sha256sum", "tar", "uname"];
 
 /// The server's answer for a path.
 #[derive(Clone)]
@@ -66,7 +68,12 @@ impl Site {
     }
 
     fn publish(&self, version: &str, command: &str) {
-        let name = format!("unweight-{version}-{}-unknown-linux-gnu", env::consts::ARCH);
+        self.publish_for("gnu", version, command);
+    }
+
+    /// Replaces the release by one for a C library alone.
+    fn publish_for(&self, libc: &str, version: &str, command: &str) {
+        let name = format!("unweight-{version}-{}-unknown-linux-{libc}", env::consts::ARCH);
         let folder = Folder::new();
         fs::create_dir(folder.path(&name)).unwrap();
         write_program(&folder.path(&name).join("unweight"), command);
@@ -404,7 +411,7 @@ fn without_a_network_nothing_changes() {
 fn signatures_are_checked_if_minisign_is_installed() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let run = |arguments: &[&str]| {
-        let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
+        let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", KEY).output().unwrap();
         (output.status.success(), [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat())
     };
     machine.refuses(&site, &["--require-signature"], "no public key is known");
@@ -415,7 +422,7 @@ fn signatures_are_checked_if_minisign_is_installed() {
     machine.installs(&site, &["--uninstall"]);
 
     // `cargo xtask test-release` tests the real program.
-    let checks = r#"[ "$*" = "-V -q -P RWkey -m $6 -x $6.minisig" ] && grep -q good "$8""#;
+    let checks = format!(r#"[ "$*" = "-V -P {KEY} -m $5 -x $5.minisig" ] && grep -q good "$7""#);
     machine.fake("minisign", &format!("#!/bin/sh\nPATH={}\n{checks}\n", env::var("PATH").unwrap()));
     for (signature, good) in [(None, false), (Some("forged"), false), (Some("good"), true)] {
         if let Some(signature) = signature {
@@ -425,8 +432,8 @@ fn signatures_are_checked_if_minisign_is_installed() {
         assert_eq!((success, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
         let message = match signature {
             None => "cannot fetch",
-            Some("forged") => "is not by RWkey",
-            Some(_) => "signature: by RWkey",
+            Some("forged") => "is not by RWT",
+            Some(_) => "signature: by RWT",
         };
         assert!(text.contains(message), "{text}");
     }
@@ -442,23 +449,126 @@ fn systems_without_a_build_are_refused_by_name() {
         ("ldd", "#!/bin/sh\necho 'musl libc (x86_64)' >&2; exit 1\n".into(), "no build for musl libc"),
         ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 2.12'\n".into(), "glibc '2.12' is too old"),
         ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 1.99'\n".into(), "glibc '1.99' is too old"),
+        ("ldd", "#!/bin/sh\necho something else\n".into(), "cannot tell which C library"),
+        ("getconf", "#!/bin/sh\necho glibc 2.12\n".into(), "glibc '2.12' is too old"),
     ] {
         let machine = System::new();
+        if program == "ldd" {
+            machine.remove("getconf");
+        }
         machine.fake(program, &text);
         machine.refuses(&site, &[], message);
     }
-    for version_line in
-        ["ldd (Debian GLIBC 2.36-9+deb12u4) 2.36", "ldd (Ubuntu GLIBC 2.39-0ubuntu8) 2.39", "ldd (GNU libc) 3.1"]
-    {
-        let machine = System::new();
-        machine.fake("ldd", &format!("#!/bin/sh\necho '{version_line}'\n"));
-        machine.installs(&site, &[]);
+    for version_line in [
+        "ldd (Debian GLIBC 2.36-9+deb12u4) 2.36",
+        "ldd (Ubuntu GLIBC 2.39-0ubuntu8) 2.39",
+        "ldd (Gentoo 2.39-r6 (patchset 5)) 2.39",
+        "ldd (GNU libc) 3.1",
+    ] {
+        // getconf of musl fails.
+        for getconf in [None, Some("#!/bin/sh\necho 'unknown variable' >&2; exit 1\n")] {
+            let machine = System::new();
+            machine.remove("getconf");
+            if let Some(text) = getconf {
+                machine.fake("getconf", text);
+            }
+            machine.fake("ldd", &format!("#!/bin/sh\necho '{version_line}'\n"));
+            machine.installs(&site, &[]);
+        }
     }
+    let machine = System::new();
+    machine.fake("getconf", "#!/bin/sh\necho glibc 2.39\n");
+    machine.fake("ldd", "#!/bin/sh\necho a text of another distribution\n");
+    machine.installs(&site, &[]);
     let machine = System::new();
     machine.remove("sha256sum");
     machine.refuses(&site, &[], "neither sha256sum nor shasum is installed");
+    machine.remove("gzip");
+    machine.refuses(&site, &[], "gzip is not installed");
     machine.remove("tar");
     machine.refuses(&site, &[], "tar is not installed");
+}
+
+#[test]
+fn musl_gets_its_own_build_and_is_told_what_it_lacks() {
+    let (site, machine) = (Site::new(), System::new());
+    site.publish_for("musl", VERSION, &command(VERSION));
+    machine.remove("getconf");
+    machine.fake("ldd", "#!/bin/sh\necho 'musl libc (x86_64)' >&2; exit 1\n");
+    let text = machine.installs(&site, &[]);
+    assert!(text.contains("has the commands that need no GPU"), "{text}");
+    assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
+}
+
+#[test]
+fn a_directory_in_the_place_of_the_command_is_refused() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    fs::create_dir_all(machine.0.path("home/.local/bin/unweight")).unwrap();
+    machine.refuses(&site, &[], "home/.local/bin/unweight is a directory");
+    assert!(site.requests().is_empty() && machine.0.names("home/.local/bin/unweight").is_empty());
+}
+
+#[test]
+fn hints_about_path_are_absolute_and_name_a_command_that_is_found_first() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    let bin = fs::canonicalize(&machine.0.0).unwrap().join("bin");
+    let text = machine.installs(&site, &["--to", "bin"]);
+    assert!(text.contains(&format!("export PATH=\"{}:$PATH\"", bin.display())), "{text}");
+
+    let path = |folders: &[&Path]| env::join_paths(folders).unwrap();
+    let (bin, tools, older) = (machine.0.path("bin"), machine.0.path("tools"), machine.0.path("older"));
+    let run = |to: &str, folders: &[&Path]| {
+        let output = machine.script(&site.address, &["--to", to]).env("PATH", path(folders)).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat()
+    };
+    let slash = machine.0.path("bin/");
+    for (to, on_path) in [(&slash, &bin), (&bin, &slash), (&slash, &slash)] {
+        let text = run(to.to_str().unwrap(), &[&tools, on_path]);
+        assert!(!text.contains("PATH"), "{to:?}, {on_path:?}: {text}");
+    }
+    fs::create_dir(&older).unwrap();
+    write_program(&older.join("unweight"), &command("0.0.9"));
+    let text = run("bin", &[&tools, &older, &bin]);
+    assert!(text.contains("warning: ") && text.contains("older/unweight, which is earlier on PATH"), "{text}");
+    let text = run("bin", &[&tools, &bin, &older]);
+    assert!(!text.contains("warning: "), "{text}");
+}
+
+/// curl and wget are told to give up on a server that sends nothing, and their statuses are told apart.
+#[test]
+fn clients_give_up_and_a_full_disk_is_named() {
+    let site = Site::with_release(&command(VERSION));
+    for (client, options, full) in
+        [("curl", "--retry 1 --connect-timeout 10 --speed-time 20", 23), ("wget", "-t 2 -T 20", 3)]
+    {
+        for (status, message) in [(full, "check the space"), (7, "check the network")] {
+            let machine = System::without_client();
+            machine.fake(client, &format!("#!/bin/sh\necho \"$*\" > ../log\nexit {status}\n"));
+            let log = machine.0.path("log");
+            machine.fake(client, &format!("#!/bin/sh\necho \"$*\" > '{}'\nexit {status}\n", log.display()));
+            machine.refuses(&site, &[], message);
+            assert!(fs::read_to_string(&log).unwrap().contains(options), "{client}");
+        }
+    }
+    if let Some(wget) = tool("wget") {
+        let machine = System::without_client();
+        let text = format!("case $* in *-T*) exit 139 ;; esac\nexec {} \"$@\"", wget.display());
+        machine.fake("wget", &format!("#!/bin/sh\n{text}\n"));
+        machine.installs(&site, &[]);
+    }
+    assert!(System::new().installs(&site, &[]).contains("fetching http://127.0.0.1"));
+}
+
+#[test]
+fn a_directory_without_programs_and_a_wrong_key_are_named() {
+    // The shell gives this status for a program that it must not execute.
+    let site = Site::with_release("#!/bin/sh\nexit 126\n");
+    System::new().refuses(&site, &[], "is not mounted noexec");
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    let output = machine.script(&site.address, &[]).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && text.contains("'RWkey' is not a public key"), "{text}");
 }
 
 #[test]

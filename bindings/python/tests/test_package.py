@@ -45,6 +45,12 @@ class Package(unittest.TestCase):
         for name in unweight.__all__:
             self.assertTrue(hasattr(unweight, name), name)
 
+    def test_the_package_has_its_licences(self):
+        files = importlib.metadata.files("unweight")
+        texts = {file.name: file.read_text() for file in files if "licenses" in file.parts}
+        self.assertEqual(sorted(texts), ["LICENSE-APACHE", "LICENSE-MIT", "THIRD-PARTY.txt"])
+        self.assertIn("pyo3 ", texts["THIRD-PARTY.txt"])
+
     def test_the_stub_matches_the_module(self):
         import ast
 

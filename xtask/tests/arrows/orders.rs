@@ -184,7 +184,10 @@ pub const CRATES: [Crate; 11] = [
         levels: &[
             ("run", "programs and their output"),
             ("kernel_digests rustc setup", "digests of machine code; a compiler without places; what `target/` holds"),
-            ("gpu_pack lint peers records", "a test for a GPU machine; linters; other systems; tables of records"),
+            (
+                "gpu_pack lint notices peers records",
+                "a test for a GPU machine; linters; licences; other systems; tables",
+            ),
             ("wheel", "the Python package"),
             ("dist test", "the files of a release; all tests"),
             ("release", "tests of those files"),
