@@ -364,7 +364,7 @@ fn a_model_without_its_config_is_completed_or_reported() {
 }
 
 #[test]
-fn a_token_that_is_withheld_is_said_so() {
+fn a_withheld_token_is_explained() {
     let (mut hub, home) = hub_of_fixture();
     hub.state.lock().unwrap().repos.get_mut("org/tiny").unwrap().private = true;
     // Another name of this machine, which is not known to be within it.
