@@ -39,16 +39,16 @@ const KEPT: [&str; 5] = ["license", "license_name", "license_link", "language", 
 pub struct Card {
     /// Bundle directory
     bundle: PathBuf,
-    /// Model that the bundle was made from, such as org/name [default: `_name_or_path` of config.json]
+    /// Source of the bundle, such as org/name [default: `_name_or_path` of config.json]
     #[arg(long, value_name = "NAME")]
     base_model: Option<String>,
-    /// Name that the bundle will have on the Hub, for its commands [default: name of the directory]
+    /// Name on the Hub, for the commands in the card [default: name of the directory]
     #[arg(long, value_name = "NAME")]
     repository: Option<String>,
     /// Also compare with the source: a directory, file, quoted glob or Hugging Face model
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
-    /// File to write; - is stdout [default: README.md of the bundle, which keeps the source's as README.md.source]
+    /// File to write; - is stdout [default: README.md of the bundle]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(flatten)]
@@ -61,7 +61,7 @@ pub struct Card {
 
 #[derive(Serialize)]
 struct Report {
-    /// File that was written; null for stdout.
+    /// The file; null for stdout.
     card: Option<PathBuf>,
     /// The model that the bundle was made from.
     base_model: Option<String>,

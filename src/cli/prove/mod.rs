@@ -34,7 +34,7 @@ use certificate::{BYTES_MAX, Certificate, FORMAT, FileDigest, Logits, PROMPTS_MA
 /// Arguments of `prove`.
 #[derive(Args)]
 pub struct Prove {
-    /// MODEL BUNDLE; with --check nothing, BUNDLE, or MODEL BUNDLE
+    /// MODEL BUNDLE; with --check also BUNDLE or nothing
     #[arg(value_name = "PATH", num_args = 0..=2)]
     paths: Vec<PathBuf>,
     /// Certificate to write
@@ -46,11 +46,11 @@ pub struct Prove {
     /// Where to compute logits: on the CPU if the model is small, on the first GPU, or nowhere
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
-    /// Number of prompts whose logits are recorded
+    /// Prompts whose logits are recorded
     #[arg(long, value_name = "N", default_value_t = 4)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(PROMPTS_MAX)))]
     prompts: u16,
-    /// Sign the certificate with this minisign secret key, to FILE.minisig
+    /// Sign with this minisign secret key, to FILE.minisig
     #[arg(long, value_name = "KEY", conflicts_with = "check")]
     sign: Option<PathBuf>,
     /// File with the password of the key
@@ -76,7 +76,7 @@ enum Device {
 struct Report {
     /// The certificate.
     certificate: PathBuf,
-    /// SHA-256 that the certificate states of itself.
+    /// Its own SHA-256.
     certificate_sha256: String,
     /// Identifies the bundle.
     manifest_digest: String,
@@ -92,7 +92,7 @@ struct Report {
     bundle_compared: bool,
     /// Whether the source was compared.
     source_compared: bool,
-    /// Whether logits were computed in this run.
+    /// Whether logits were computed.
     logits_compared: bool,
 }
 
