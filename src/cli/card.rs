@@ -39,16 +39,16 @@ const KEPT: [&str; 5] = ["license", "license_name", "license_link", "language", 
 pub struct Card {
     /// Bundle directory
     bundle: PathBuf,
-    /// Model that the bundle was made from, such as org/name [default: `_name_or_path` of config.json]
+    /// Source of the bundle, such as org/name [default: `_name_or_path` of config.json]
     #[arg(long, value_name = "NAME")]
     base_model: Option<String>,
-    /// Name that the bundle will have on the Hub, for its commands [default: name of the directory]
+    /// Name on the Hub, for the commands in the card [default: name of the directory]
     #[arg(long, value_name = "NAME")]
     repository: Option<String>,
     /// Also compare with the source: a directory, file, quoted glob or Hugging Face model
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
-    /// File to write; - is stdout [default: README.md of the bundle, which keeps the source's as README.md.source]
+    /// File to write; - is stdout [default: README.md of the bundle]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(flatten)]
@@ -61,7 +61,7 @@ pub struct Card {
 
 #[derive(Serialize)]
 struct Report {
-    /// File that was written; null for stdout.
+    /// The file; null for stdout.
     card: Option<PathBuf>,
     /// The model that the bundle was made from.
     base_model: Option<String>,
@@ -224,8 +224,8 @@ impl Card {
             "{of}, losslessly compressed by [Unweight](https://crates.io/crates/unweight): every file of the source \
              is restored byte for byte, and GPUs compute from the compressed weights.\n\n\
              | | source | this bundle |\n|---|---:|---:|\n| all files | {} | {} ({:.1} %) |\n",
-            gigabytes(report.original_bytes),
-            gigabytes(report.stored_bytes),
+            size(report.original_bytes),
+            size(report.stored_bytes),
             facts.ratio * 100.0,
         );
         let tensors: Vec<_> = bundle.tensors().map(|tensor| tensor.report()).collect();
@@ -235,8 +235,8 @@ impl Card {
                 "| {} tensors, `{}` | {} | {} |",
                 total.tensors,
                 total.encoding,
-                gigabytes(total.original_bytes),
-                gigabytes(total.stored_bytes)
+                size(total.original_bytes),
+                size(total.stored_bytes)
             );
         }
         _ = writeln!(text, "\nProfile `{}`, scope `{}`.", options.profile, options.scope);
@@ -244,7 +244,7 @@ impl Card {
             text += "\n## GPU memory\n\n| | |\n|---|---:|\n";
         }
         if let Some(bytes) = facts.memory.weight_bytes {
-            _ = writeln!(text, "| weights | {} |", gigabytes(bytes));
+            _ = writeln!(text, "| weights | {} |", size(bytes));
         }
         if let Some(bytes) = facts.memory.cache_token_bytes {
             _ = writeln!(text, "| KV cache, per token, BF16 | {bytes} bytes |");
@@ -302,12 +302,16 @@ fn is_name(text: &str) -> bool {
     text.split('/').count() <= 2 && text.split('/').all(plain)
 }
 
-fn gigabytes(bytes: u64) -> String {
-    match bytes {
-        10_000_000.. => format!("{:.2} GB", bytes as f64 / 1e9),
-        10_000.. => format!("{:.2} MB", bytes as f64 / 1e6),
-        _ => format!("{bytes} bytes"),
-    }
+/// Formats bytes in the decimal unit of which there is at least one.
+fn size(bytes: u64) -> String {
+    let (unit, name) = match bytes {
+        // 999,995 and up would print as 1000.00.
+        999_995_000.. => (1e9, "GB"),
+        999_995.. => (1e6, "MB"),
+        1000.. => (1e3, "KB"),
+        _ => return format!("{bytes} bytes"),
+    };
+    format!("{:.2} {name}", bytes as f64 / unit)
 }
 
 /// Returns the GPU memory of a bundle. Only packed and raw weights stay as they are stored.
@@ -342,6 +346,23 @@ mod tests {
         for none in ["", "license: mit\n", "text\n---\nlicense: mit\n---\n"] {
             assert!(kept_lines(none).is_empty(), "{none}");
         }
+    }
+
+    #[test]
+    fn sizes_have_a_fitting_unit() {
+        let sizes = [999, 1000, 14_000, 999_994, 999_995, 16_000_000, 999_994_999, 999_995_000, 16_060_000_000];
+        let texts = [
+            "999 bytes",
+            "1.00 KB",
+            "14.00 KB",
+            "999.99 KB",
+            "1.00 MB",
+            "16.00 MB",
+            "999.99 MB",
+            "1.00 GB",
+            "16.06 GB",
+        ];
+        assert_eq!(sizes.map(size), texts);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::{
 };
 
 use serde::Deserialize;
-use unweight::format::bundle::manifest;
+use unweight::format::bundle::manifest::{self, FileEntry, Manifest};
 
 use super::{
     failure::{Failure, Result},
@@ -19,6 +19,8 @@ use super::{
 
 /// Maximum size of a safetensors index, bytes.
 const INDEX_MAX: u64 = 100_000_000;
+/// Maximum size of a manifest, bytes.
+const MANIFEST_MAX: u64 = 128 << 20;
 /// How deep a repository's directories are searched for weights.
 const DEPTH_MAX: usize = 8;
 
@@ -37,6 +39,17 @@ pub fn bundle(path: &Path, console: Console) -> Result<PathBuf> {
     if path.exists() || !is_name() { Ok(path.to_owned()) } else { locate(path, Wanted::Bundle, console) }
 }
 
+/// What the cache has of a repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cached {
+    /// All files that index or manifest name, and `config.json`.
+    Complete,
+    /// All weights of a model, but no `config.json`: perhaps other files are missing, too.
+    Weights,
+    /// Less.
+    Part,
+}
+
 /// Returns the snapshot of a repository: from the cache if it is complete there, else from the Hub.
 pub fn locate(name: &Path, wanted: Wanted, console: Console) -> Result<PathBuf> {
     let not_found = || {
@@ -46,12 +59,24 @@ pub fn locate(name: &Path, wanted: Wanted, console: Console) -> Result<PathBuf> 
     let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(not_found()) };
     let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(not_found()) };
     let cached = snapshot(&cache, id, revision);
-    match &cached {
-        Ok(snapshot) if is_complete(snapshot, wanted) => cached,
-        // A name without an organization is more often a mistyped path.
-        _ if id.contains('/') => fetch(&cache, (id, revision), wanted, console).unwrap_or(cached),
-        _ => cached,
+    let state = cached.as_deref().map_or(Cached::Part, |snapshot| state(snapshot, wanted));
+    if state == Cached::Complete {
+        return cached;
     }
+    // A name without an organization is more often a mistyped path.
+    let fetched = if id.contains('/') { fetch(&cache, (id, revision), wanted, console) } else { None };
+    match fetched {
+        // The weights are there, and the repository may have no more.
+        Some(Err(failure)) if state == Cached::Weights && failure.report().code.starts_with("hub-") => {
+            console.note(format_args!("note: {failure}"));
+        }
+        Some(fetched) => return fetched,
+        None => {}
+    }
+    if state == Cached::Weights {
+        console.note(format_args!("note: the cached snapshot of {id} has no config.json"));
+    }
+    cached
 }
 
 /// Fetches a repository. Returns `None` if connections are forbidden.
@@ -127,9 +152,15 @@ fn hub_name(text: &str) -> Option<(&str, &str)> {
             && !part.contains("--")
             && !part.contains("..")
     };
-    // Revisions such as refs/pr/1 have directories.
-    let good = id.split('/').count() <= 2 && id.split('/').all(plain) && revision.split('/').all(plain);
+    let good = id.split('/').count() <= 2 && id.split('/').all(plain) && is_revision(revision);
     good.then_some((id, revision))
+}
+
+/// Whether git allows this name of a branch or tag. Those such as refs/pr/1 have directories.
+fn is_revision(text: &str) -> bool {
+    let part = |part: &str| !part.is_empty() && !part.starts_with(['.', '-']) && !part.ends_with('.');
+    let refused = |c: char| c.is_whitespace() || c.is_control() || "~^:?*[\\".contains(c);
+    text.split('/').all(part) && !text.contains("..") && !text.contains("@{") && !text.contains(refused)
 }
 
 /// Returns the cache directory of the `huggingface_hub` library.
@@ -192,23 +223,34 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     Err(Failure::new("hub-revision-not-found", message, help))
 }
 
-/// Whether a snapshot has what a command reads: no download of this repository was interrupted, and the files that
-/// index or manifest need are there.
-fn is_complete(snapshot: &Path, wanted: Wanted) -> bool {
+/// Returns what a snapshot has of the files that a command reads.
+fn state(snapshot: &Path, wanted: Wanted) -> Cached {
     let blobs = snapshot.ancestors().nth(2).map(|model| model.join("blobs"));
     let names = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
     let interrupted =
         |blobs: PathBuf| names(&blobs).any(|entry| entry.path().extension().is_some_and(|e| e == "incomplete"));
-    if blobs.is_some_and(interrupted) {
-        return false;
-    }
-    match wanted {
-        Wanted::Bundle => snapshot.join(manifest::FILE_NAME).is_file(),
+    let has_all = |names: Option<Vec<String>>| names.is_none_or(|all| all.iter().all(|n| snapshot.join(n).is_file()));
+    let has_data = match wanted {
+        _ if blobs.is_some_and(interrupted) => false,
+        Wanted::Bundle => open(&snapshot.join(manifest::FILE_NAME)).is_some_and(|file| has_all(stored(file))),
         Wanted::Model => match open(&snapshot.join("model.safetensors.index.json")) {
             None => has_weights(snapshot, DEPTH_MAX),
-            Some(index) => shards(index).is_none_or(|shards| shards.iter().all(|shard| snapshot.join(shard).is_file())),
+            Some(index) => has_all(shards(index)),
         },
+    };
+    match (has_data, wanted) {
+        (false, _) => Cached::Part,
+        (true, Wanted::Model) if !snapshot.join("config.json").is_file() => Cached::Weights,
+        (true, _) => Cached::Complete,
     }
+}
+
+/// Returns the files of a bundle; `None` if its manifest is invalid, which the command itself reports.
+fn stored(manifest: File) -> Option<Vec<String>> {
+    let mut bytes = Vec::new();
+    manifest.take(MANIFEST_MAX).read_to_end(&mut bytes).ok()?;
+    let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME)).ok()?;
+    Some(manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect())
 }
 
 fn has_weights(folder: &Path, depth: usize) -> bool {
@@ -247,6 +289,11 @@ mod tests {
     fn names_of_the_hub() {
         assert_eq!(hub_name("gpt2"), Some(("gpt2", "main")));
         assert_eq!(hub_name("meta-llama/Llama-3.1-8B@refs/pr/1"), Some(("meta-llama/Llama-3.1-8B", "refs/pr/1")));
+        assert_eq!(hub_name("org/name@v1.0+x"), Some(("org/name", "v1.0+x")));
+        assert_eq!(hub_name("org/name@a--b@2/ü"), Some(("org/name", "a--b@2/ü")));
+        for name in ["x@a b", "x@/a", "x@a/", "x@a\\b", "x@a:b", "x@.git", "x@-a", "x@a..b", "x@a.", "x@a\nb"] {
+            assert_eq!(hub_name(name), None, "{name}");
+        }
         for name in ["a/b/c", "../x", "a/..", "/etc", "a b", "x@", "", "a--b", "x@../y", ".hidden", "x/"] {
             assert_eq!(hub_name(name), None, "{name}");
         }

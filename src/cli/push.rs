@@ -55,7 +55,7 @@ struct Report {
     url: String,
     /// Files of the bundle.
     files: u64,
-    /// Files that the repository had.
+    /// Files it had.
     unchanged_files: u64,
     /// Bytes sent to large-file storage.
     uploaded_bytes: u64,

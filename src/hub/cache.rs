@@ -89,13 +89,19 @@ impl Cache {
         .map_err(HubError::file("link the file", &path))
     }
 
-    /// Records the commit of a branch or tag.
+    /// Records the commit of a branch or tag. The cache cannot record both `a` and `a/b`: the second one recorded stays
+    /// without a ref, so each run asks the Hub for it.
     pub(super) fn record(&self, revision: &str, commit: &str) -> Result<(), HubError> {
         if is_etag(revision) {
             return Ok(());
         }
         let path = self.root().join("refs").join(revision);
         let folder = path.parent().unwrap_or(&path);
+        let refs = self.root().join("refs");
+        let is_taken = folder.ancestors().take_while(|parent| *parent != refs).any(Path::is_file) || path.is_dir();
+        if is_taken {
+            return Ok(());
+        }
         create_dir(folder)?;
         let write = || {
             let mut file = tempfile::NamedTempFile::new_in(folder)?;

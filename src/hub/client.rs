@@ -33,6 +33,8 @@ const TRIES: u32 = 4;
 const PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause that a server may ask for.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// The next step after a refusal that another token may change.
+const HAS_ACCESS: &str = "use a token with access to this repository";
 /// Maximum length of a server's reason in a message, characters.
 const REASON_MAX: usize = 200;
 
@@ -42,6 +44,8 @@ pub struct Client {
     endpoint: String,
     /// Value of the `Authorization` header.
     authorization: Option<String>,
+    /// Whether there is a token that may not go to the endpoint.
+    withholds_token: bool,
     cancelled: Box<dyn Fn() -> bool + Send + Sync>,
 }
 
@@ -97,7 +101,8 @@ impl Client {
         let endpoint = settings.endpoint.clone();
         let safe = endpoint.parse::<Uri>().is_ok_and(|uri| keeps_secrets(&uri));
         let authorization = settings.token.as_ref().filter(|_| safe).map(|token| token.header());
-        Ok(Self { agent: config.new_agent(), endpoint, authorization, cancelled: Box::new(cancelled) })
+        let withholds_token = settings.token.is_some() && !safe;
+        Ok(Self { agent: config.new_agent(), endpoint, authorization, withholds_token, cancelled: Box::new(cancelled) })
     }
 
     /// The name of the server, for messages.
@@ -113,6 +118,20 @@ impl Client {
     /// Whether requests have a token.
     pub(super) fn has_token(&self) -> bool {
         self.authorization.is_some()
+    }
+
+    /// Whether there is a token that may not go to the endpoint.
+    pub(super) fn withholds_token(&self) -> bool {
+        self.withholds_token
+    }
+
+    /// Returns how requests get a token, after a refusal without one.
+    pub(super) fn token_help(&self) -> &'static str {
+        match (self.withholds_token, self.has_token()) {
+            (true, _) => "the token is not sent unencrypted: set HF_ENDPOINT to an https address",
+            (_, true) => HAS_ACCESS,
+            _ => "set HF_TOKEN, or run `hf auth login`",
+        }
     }
 
     /// Whether a signal asks to stop.
@@ -277,15 +296,17 @@ impl Client {
             help,
         };
         let error = match (status.as_u16(), text("x-error-code")) {
+            (401 | 403, "GatedRepo") if self.withholds_token => denied(self.token_help()),
             (401 | 403, "GatedRepo") => denied("accept the terms on its page, and set HF_TOKEN"),
-            (_, "RepoNotFound") => HubError::NoRepository { what, host },
+            (_, "RepoNotFound") => HubError::NoRepository { what, host, help: self.token_help() },
             (_, "RevisionNotFound") => HubError::NoRevision { what, host, revision: String::new() },
             (_, "EntryNotFound") => HubError::NoFile { what, host },
-            (401, _) if !self.has_token() => denied("set HF_TOKEN, or run `hf auth login`"),
+            (401, _) if !self.has_token() => denied(self.token_help()),
             (401, _) => denied("the token is not valid: renew it with `hf auth login`"),
-            (403, _) => denied("use a token with access to this repository"),
+            (403, _) if self.withholds_token => denied(self.token_help()),
+            (403, _) => denied(HAS_ACCESS),
             (404, _) if what.contains(": ") => HubError::NoFile { what, host },
-            (404, _) => HubError::NoRepository { what, host },
+            (404, _) => HubError::NoRepository { what, host, help: self.token_help() },
             (status, _) => HubError::Status { what, host, status, reason },
         };
         let may_pass = matches!(status.as_u16(), 408 | 429 | 500 | 502 | 503 | 504);

@@ -53,13 +53,15 @@ pub enum HubError {
     /// No such repository, or no access to it.
     #[error(
         "{what}: {host} has no such repository, or it is private; check the name, write ./{what} for a local path, \
-         or set HF_TOKEN"
+         or get access: {help}"
     )]
     NoRepository {
         /// Repository.
         what: String,
         /// Name of the server.
         host: String,
+        /// How to get access to a private one.
+        help: &'static str,
     },
     /// No such branch, tag or commit.
     #[error("{what}: {host} has no such revision '{revision}'; give a branch, tag or commit after @")]

@@ -17,7 +17,7 @@ use unweight_format::bundle::Progress;
 use ureq::http::header;
 
 use super::{
-    HubError, Repository,
+    HubError, Listing, Repository,
     client::{Call, Client, Content, Failed},
     digest::Etag,
     url::{encode, join},
@@ -33,6 +33,10 @@ const SAMPLE: usize = 512;
 const COMMIT_MAX: u64 = 256 << 20;
 /// Maximum number of parts of a file.
 const PARTS_MAX: u64 = 10_000;
+/// The next step without a token.
+const MAY_WRITE: &str = "pushing needs a token that may write: set HF_TOKEN, or run `hf auth login`";
+/// The branch of a new repository.
+const MAIN: &str = "main";
 /// Bytes that are read at once.
 const CHUNK: usize = 1 << 20;
 
@@ -163,6 +167,13 @@ struct Existing {
     etags: HashMap<String, String>,
 }
 
+impl From<Listing> for Existing {
+    fn from(listing: Listing) -> Self {
+        let etags = listing.files.into_iter().map(|file| (file.name, file.etag)).collect();
+        Self { commit: listing.commit, etags }
+    }
+}
+
 struct Push<'a> {
     client: &'a Client,
     repository: &'a Repository,
@@ -201,28 +212,36 @@ impl Push<'_> {
         Ok(Hashed { file, size, sha256: sha.finish(), git: git.finish() })
     }
 
-    /// Lists the repository, or creates it.
+    /// Lists the repository, or creates it and the branch.
     fn open(&self, private: bool) -> Result<(Existing, bool), HubError> {
-        match self.repository.list_all(self.client) {
-            Ok(listing) => {
-                let etags = listing.files.into_iter().map(|file| (file.name, file.etag)).collect();
-                Ok((Existing { commit: listing.commit, etags }, false))
+        let repository = self.repository;
+        let is_new = match repository.list_all(self.client) {
+            Ok(listing) => return Ok((listing.into(), false)),
+            Err(HubError::NoRepository { what, host, help }) if !self.client.has_token() => {
+                let help = if self.client.withholds_token() { help } else { MAY_WRITE };
+                return Err(HubError::Denied { what, host, status: 401, reason: String::new(), help });
             }
-            Err(HubError::NoRepository { .. }) if self.client.has_token() => {
-                let (organization, name) = self.repository.id.split_once('/').unwrap_or_default();
-                let body = json!({ "type": "model", "name": name, "organization": organization, "private": private });
-                self.post(&self.repository.id, "/api/repos/create", &body.to_string(), "application/json", |_| Ok(()))?;
-                Ok((Existing::default(), true))
+            Err(HubError::NoRepository { host, .. }) if !repository.is_branch() => {
+                let (what, revision) = (repository.id.clone(), repository.revision.clone());
+                return Err(HubError::NoRevision { what, host, revision });
             }
-            Err(HubError::NoRepository { what, host }) => Err(HubError::Denied {
-                what,
-                host,
-                status: 401,
-                reason: String::new(),
-                help: "pushing needs a token that may write: set HF_TOKEN, or run `hf auth login`",
-            }),
-            Err(error) => Err(error),
+            Err(HubError::NoRepository { .. }) => true,
+            Err(HubError::NoRevision { .. }) if repository.is_branch() && self.client.has_token() => false,
+            Err(error) => return Err(error),
+        };
+        let create = |path: &str, body: Value| {
+            self.post(&repository.id, path, &body.to_string(), "application/json", |_| Ok(()))
+        };
+        if is_new {
+            let (organization, name) = repository.id.split_once('/').unwrap_or_default();
+            let body = json!({ "type": "model", "name": name, "organization": organization, "private": private });
+            create("/api/repos/create", body)?;
         }
+        if is_new && repository.revision == MAIN {
+            return Ok((Existing::default(), true));
+        }
+        create(&repository.api(&format!("branch/{}", encode(&repository.revision))), json!({}))?;
+        Ok((repository.list_all(self.client)?.into(), is_new))
     }
 
     fn post<T>(
@@ -234,15 +253,17 @@ impl Push<'_> {
         read: impl Fn(ureq::http::Response<ureq::Body>) -> Result<T, Failed>,
     ) -> Result<T, HubError> {
         let headers = [("content-type", kind), ("accept", accept(kind))];
-        self.client.with_retries(what, || {
-            let call = Call {
-                method: "POST",
-                headers: &headers,
-                body: Some(Content::Bytes(body.as_bytes())),
-                ..Call::get(self.client.url(path))
-            };
-            read(self.client.send(what, &call)?)
-        })
+        self.client
+            .with_retries(what, || {
+                let call = Call {
+                    method: "POST",
+                    headers: &headers,
+                    body: Some(Content::Bytes(body.as_bytes())),
+                    ..Call::get(self.client.url(path))
+                };
+                read(self.client.send(what, &call)?)
+            })
+            .map_err(|error| self.repository.with_revision(error))
     }
 
     /// Returns the names of the files that go to large-file storage.

@@ -117,14 +117,24 @@ impl Repository {
         self.listing(client, None)
     }
 
-    fn listing(&self, client: &Client, usage: Option<Use>) -> Result<Listing, HubError> {
-        let path = format!("{}?blobs=true", self.api(&format!("revision/{}", encode(&self.revision))));
-        let info: ModelInfo = client.json(&self.id, &path, LIST_MAX).map_err(|error| match error {
+    /// Adds the revision to the error of an answer.
+    pub(super) fn with_revision(&self, error: HubError) -> HubError {
+        match error {
             HubError::NoRevision { what, host, .. } => {
                 HubError::NoRevision { what, host, revision: self.revision.clone() }
             }
             other => other,
-        })?;
+        }
+    }
+
+    /// Whether the revision can be a new branch: no commit, and none of the names that the Hub makes.
+    pub(super) fn is_branch(&self) -> bool {
+        !is_etag(&self.revision) && self.revision != "refs" && !self.revision.starts_with("refs/")
+    }
+
+    fn listing(&self, client: &Client, usage: Option<Use>) -> Result<Listing, HubError> {
+        let path = format!("{}?blobs=true", self.api(&format!("revision/{}", encode(&self.revision))));
+        let info: ModelInfo = client.json(&self.id, &path, LIST_MAX).map_err(|error| self.with_revision(error))?;
         let invalid = |reason: String| client.invalid(&self.id, reason);
         if !is_etag(&info.sha) {
             return Err(invalid("the commit is not a digest".into()));

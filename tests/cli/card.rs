@@ -33,6 +33,7 @@ fn a_card_states_what_the_bundle_has() {
     for part in [digest, &tensors, "all files with the source", "unweight generate me/tiny", "`packed`"] {
         assert!(card.contains(part), "{part}: {card}");
     }
+    assert!(!card.contains("| 0.") && card.contains("| all files | 1."), "sizes without a fitting unit: {card}");
     // The source's card keeps its bytes; the bundle stays sound and restores it.
     assert_eq!(fs::read_to_string(home.path().join("bundle/README.md.source")).unwrap(), source_card);
     run(home.path(), &["verify", "bundle", "--against", "model"], 0);

@@ -3,12 +3,19 @@
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use super::super::failure::{Failure, Result};
+use super::super::{
+    failure::{Failure, Result},
+    printable::one_line,
+};
 
 /// The value of `format`.
 pub const FORMAT: &str = "unweight-certificate";
 /// The value of `version`.
 pub const VERSION: u32 = 1;
+/// Maximum number of tokens of a prompt.
+pub const PROMPT_TOKENS: usize = 16;
+/// Maximum number of prompts.
+pub const PROMPTS_MAX: u16 = 1024;
 /// Maximum size of a certificate, bytes.
 pub const BYTES_MAX: u64 = 256 << 20;
 /// Precedes the certificate's own digest, the last field.
@@ -94,6 +101,30 @@ pub struct PromptLogits {
     pub sha256: String,
 }
 
+/// What certificates of all versions have.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    version: u64,
+}
+
+impl Logits {
+    /// Refuses what no program of this version writes: no logits, or so many that computing them takes hours.
+    fn check(&self) -> std::result::Result<(), String> {
+        let count = self.prompts.len();
+        if !(1..=usize::from(PROMPTS_MAX)).contains(&count) {
+            return Err(format!("logits of {count} prompts, but there are 1 to {PROMPTS_MAX}"));
+        }
+        for (number, prompt) in self.prompts.iter().enumerate() {
+            let tokens = prompt.tokens.len();
+            if !(1..=PROMPT_TOKENS).contains(&tokens) {
+                return Err(format!("prompt {number} has {tokens} tokens, but prompts have 1 to {PROMPT_TOKENS}"));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Returns a finished SHA-256 as hexadecimal digits.
 pub fn hex(sha: Sha256) -> String {
     sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
@@ -116,11 +147,15 @@ impl Certificate {
             Failure::mismatch("certificate-invalid", format!("{name}: {reason}"), help)
         };
         let text = std::str::from_utf8(bytes).map_err(|error| damaged(error.to_string()))?;
-        let certificate: Self = serde_json::from_str(text).map_err(|error| damaged(error.to_string()))?;
-        if certificate.format != FORMAT || certificate.version != VERSION {
-            let found = format!("'{}' version {}", certificate.format, certificate.version);
-            return Err(damaged(format!("{found}, but this program reads {FORMAT} version {VERSION}")));
+        // Another version may have other fields.
+        let head: Head = serde_json::from_str(text).map_err(|error| damaged(error.to_string()))?;
+        if head.format != FORMAT || head.version != u64::from(VERSION) {
+            let found = format!("'{}' version {}", one_line(&head.format), head.version);
+            let message = format!("{name}: {found}, but this program reads {FORMAT} version {VERSION}");
+            let help = "update unweight, or make it again with `unweight prove MODEL BUNDLE`";
+            return Err(Failure::mismatch("certificate-invalid", message, help));
         }
+        let certificate: Self = serde_json::from_str(text).map_err(|error| damaged(error.to_string()))?;
         // No string of JSON contains this text: quotes in strings are escaped.
         let (before, after) =
             text.rsplit_once(OWN).ok_or_else(|| damaged("its digest is not the last field".into()))?;
@@ -132,6 +167,7 @@ impl Certificate {
         if own != digest || certificate.certificate_sha256 != digest {
             return Err(damaged(format!("its SHA-256 is {digest}, but it states {own}")));
         }
+        certificate.logits.as_ref().map_or(Ok(()), |logits| logits.check().map_err(damaged))?;
         Ok(certificate)
     }
 
@@ -154,9 +190,10 @@ impl Certificate {
             .or_else(|| {
                 let mut pairs = self.tensors.iter().zip(&found.tensors);
                 let differs = pairs.find(|(this, other)| this != other).map(|(this, _)| this.name.clone());
-                let differs = differs
-                    .or_else(|| (self.tensors.len() != found.tensors.len()).then(|| "the list of tensors".to_owned()));
-                differs.map(|name| format!("tensor '{name}' differs from the certificate"))
+                let lengths = || self.tensors.len() != found.tensors.len();
+                let differs = differs.map(|name| format!("tensor '{name}'"));
+                let differs = differs.or_else(|| lengths().then(|| "the list of tensors".to_owned()));
+                differs.map(|what| format!("{what} differs from the certificate"))
             })
             .or_else(|| match (&self.logits, &found.logits) {
                 (Some(this), Some(other)) if this != other => {

@@ -7,7 +7,7 @@ use unweight::{
     format::{
         Placement,
         bundle::{
-            Bundle,
+            Bundle, BundleError, Progress,
             manifest::{FileEntry, WeightsFile},
         },
         raw::Input,
@@ -20,15 +20,16 @@ use unweight::{
 
 use super::{
     super::failure::{Failure, Result},
-    certificate::{Logits, PromptLogits, hex},
+    certificate::{Logits, PROMPT_TOKENS, PromptLogits, hex},
 };
 
 /// The largest model that the CPU reference runs, parameters.
 const PARAMETERS_MAX: u64 = 64 << 20;
-/// Tokens of a prompt.
-const PROMPT_TOKENS: usize = 16;
 /// The device of the CPU reference.
 pub const CPU: &str = "cpu-reference";
+
+/// Why a tensor could not be read.
+type Cause = Box<dyn std::error::Error + Send + Sync>;
 
 /// Returns `count` prompts of arbitrary tokens, always the same.
 pub fn prompts(config: &ModelConfig, count: usize) -> Vec<Vec<u32>> {
@@ -49,17 +50,29 @@ pub fn runs_on_cpu(bundle: &Bundle) -> bool {
     is_bf16 && config.is_ok_and(|config| config.weight_bytes(Placement::Bf16) / 2 <= PARAMETERS_MAX)
 }
 
-/// Computes logits from the bundle, and from the source if there is one, which must give the same bits.
-pub fn on_cpu(bundle: &Bundle, source: Option<&Path>, prompts: &[Vec<u32>]) -> Result<Logits> {
+/// Computes logits from the bundle, and from the source if there is one, which must give the same bits. `progress` can
+/// end it.
+pub fn on_cpu(bundle: &Bundle, source: Option<&Path>, prompts: &[Vec<u32>], progress: &dyn Progress) -> Result<Logits> {
     let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
     let weights = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
     let mut all = Vec::new();
+    let of_bundle = bundle_values(bundle);
     for tokens in prompts {
-        let logits = Reference::new(&config, &weights, bundle_values(bundle)).logits(tokens);
-        let logits = logits.map_err(Failure::other)?;
+        // The reference asks for each tensor when it needs it.
+        let values = |name: &str| -> std::result::Result<Vec<f32>, Cause> {
+            if progress.cancelled() { Err(BundleError::Cancelled.into()) } else { Ok(of_bundle(name)?) }
+        };
+        let logits = Reference::new(&config, &weights, values).logits(tokens);
+        let failure = |error| if progress.cancelled() { BundleError::Cancelled.into() } else { Failure::other(error) };
+        let logits = logits.map_err(failure)?;
         if let Some(source) = source {
-            let values = |name: &str| source_values(bundle, source, name).map_err(|failure| failure.to_string());
-            let expected = Reference::new(&config, &weights, values).logits(tokens).map_err(Failure::other)?;
+            let values = |name: &str| -> std::result::Result<Vec<f32>, Cause> {
+                if progress.cancelled() {
+                    return Err(BundleError::Cancelled.into());
+                }
+                source_values(bundle, source, name).map_err(|failure| failure.to_string().into())
+            };
+            let expected = Reference::new(&config, &weights, values).logits(tokens).map_err(failure)?;
             let bits = |logits: &[f32]| logits.iter().map(|logit| logit.to_bits()).collect::<Vec<_>>();
             if bits(&logits) != bits(&expected) {
                 let message = format!("the logits of prompt {} differ between source and bundle", all.len());
@@ -98,7 +111,7 @@ fn place(file: &WeightsFile, name: &str) -> Option<(u64, u64)> {
 }
 
 /// Computes logits with the engine on the first GPU, in the default placement.
-pub fn on_gpu(bundle: &Bundle, prompts: &[Vec<u32>]) -> Result<Logits> {
+pub fn on_gpu(bundle: &Bundle, prompts: &[Vec<u32>], progress: &dyn Progress) -> Result<Logits> {
     use unweight::{
         engine::{Engine, EngineOptions},
         rt::{KernelSet, env::Env, raw::device::Device},
@@ -110,6 +123,9 @@ pub fn on_gpu(bundle: &Bundle, prompts: &[Vec<u32>]) -> Result<Logits> {
     let mut engine = Engine::load(&kernels, bundle, EngineOptions::default(), &|_| ())?;
     let mut all = Vec::new();
     for tokens in prompts {
+        if progress.cancelled() {
+            return Err(BundleError::Cancelled.into());
+        }
         let logits = engine.logits(tokens)?;
         let sha = logits.iter().fold(Sha256::new(), |sha, logit| sha.chain_update(logit.to_bits().to_le_bytes()));
         all.push(PromptLogits { tokens: tokens.clone(), sha256: hex(sha) });

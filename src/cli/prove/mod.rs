@@ -18,7 +18,7 @@ use unweight::format::{
         self, Bundle, DecompressOptions, Progress, VerifyOptions,
         manifest::{FILE_NAME, FileEntry, WeightsFile},
     },
-    raw::Input,
+    raw::{CARD_NAME, CARD_SOURCE_NAME, Input},
 };
 
 use super::{
@@ -29,12 +29,12 @@ use super::{
     progress::Bar,
     scratch, sign, source,
 };
-use certificate::{BYTES_MAX, Certificate, FORMAT, FileDigest, Logits, TensorDigest, VERSION, hex};
+use certificate::{BYTES_MAX, Certificate, FORMAT, FileDigest, Logits, PROMPTS_MAX, TensorDigest, VERSION, hex};
 
 /// Arguments of `prove`.
 #[derive(Args)]
 pub struct Prove {
-    /// MODEL BUNDLE; with --check nothing, BUNDLE, or MODEL BUNDLE
+    /// MODEL BUNDLE; with --check also BUNDLE or nothing
     #[arg(value_name = "PATH", num_args = 0..=2)]
     paths: Vec<PathBuf>,
     /// Certificate to write
@@ -46,10 +46,11 @@ pub struct Prove {
     /// Where to compute logits: on the CPU if the model is small, on the first GPU, or nowhere
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
-    /// Number of prompts whose logits are recorded
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    /// Prompts whose logits are recorded
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(PROMPTS_MAX)))]
     prompts: u16,
-    /// Sign the certificate with this minisign secret key, to FILE.minisig
+    /// Sign with this minisign secret key, to FILE.minisig
     #[arg(long, value_name = "KEY", conflicts_with = "check")]
     sign: Option<PathBuf>,
     /// File with the password of the key
@@ -75,7 +76,7 @@ enum Device {
 struct Report {
     /// The certificate.
     certificate: PathBuf,
-    /// SHA-256 that the certificate states of itself.
+    /// Its own SHA-256.
     certificate_sha256: String,
     /// Identifies the bundle.
     manifest_digest: String,
@@ -91,7 +92,7 @@ struct Report {
     bundle_compared: bool,
     /// Whether the source was compared.
     source_compared: bool,
-    /// Whether logits were computed in this run.
+    /// Whether logits were computed.
     logits_compared: bool,
 }
 
@@ -118,7 +119,7 @@ impl Prove {
         let opened = Bundle::open(bundle)?;
         let source = source::find(&[model.to_owned()], console)?;
         let mut certificate = self.examine(&opened, bundle, Some(&source.root), console)?;
-        certificate.logits = self.logits(&opened, Some(&source.root), None)?;
+        certificate.logits = self.logits(&opened, Some(&source.root), None, console)?;
         let text = certificate.seal()?;
         let write =
             |file: &Path, text: &str| scratch::write(file, text.as_bytes()).map_err(Failure::io(file.display()));
@@ -128,7 +129,7 @@ impl Prove {
             write(&signature_of(&self.output), signature)?;
         }
         let report = self.report(&self.output, &certificate, (true, true), signature.is_some());
-        print(&report, console)
+        print(&report, false, console)
     }
 
     fn check(&self, file: &Path, model: Option<&Path>, bundle: Option<&Path>, console: Console) -> Result<()> {
@@ -143,8 +144,10 @@ impl Prove {
             let source = model.map(|model| source::find(&[model.to_owned()], console)).transpose()?;
             let root = source.as_ref().map(|found| &*found.root);
             let mut found = self.examine(&opened, dir, root, console)?;
-            found.logits = self.logits(&opened, root, certificate.logits.as_ref())?;
-            logits_compared = found.logits.is_some() && certificate.logits.is_some();
+            if let Some(recorded) = &certificate.logits {
+                found.logits = self.logits(&opened, root, Some(recorded), console)?;
+            }
+            logits_compared = found.logits.is_some();
             if let Some(difference) = certificate.difference(&found, model.is_some()) {
                 let message = format!("{}: {}", file.display(), one_line(&difference));
                 let help = "use the bundle and the model that the certificate was made for";
@@ -157,7 +160,11 @@ impl Prove {
         if let Some(logits) = certificate.logits.as_ref().filter(|_| bundle.is_some() && !logits_compared) {
             console.note(format_args!("the logits on {} were not computed again", one_line(&logits.device)));
         }
-        print(&report, console)
+        if self.key.is_none() && signature_of(file).exists() {
+            let name = signature_of(file);
+            console.note(format_args!("{} was not checked; give the maker's public key with --key", name.display()));
+        }
+        print(&report, true, console)
     }
 
     fn report(&self, file: &Path, certificate: &Certificate, compared: (bool, bool), signed: bool) -> Report {
@@ -198,10 +205,17 @@ impl Prove {
                 sha256,
             }));
         }
-        let mut names: Vec<_> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
-        names.push(FILE_NAME.to_owned());
-        names.sort();
-        let bundle_files = names.iter().map(|name| digest(dir, name, &bar)).collect::<Result<Vec<_>>>()?;
+        let mut stored: Vec<_> = manifest.files.iter().flat_map(FileEntry::stored).collect();
+        stored.push((FILE_NAME.to_owned(), 0));
+        stored.sort();
+        let bundle_files = stored.iter().map(|(name, bytes)| {
+            // The bundle's own card replaces the source's.
+            let is_replaced =
+                name == CARD_NAME && dir.join(CARD_SOURCE_NAME).metadata().is_ok_and(|found| found.len() == *bytes);
+            let path = dir.join(if is_replaced { CARD_SOURCE_NAME } else { name });
+            digest(&path, name, &bar)
+        });
+        let bundle_files = bundle_files.collect::<Result<Vec<_>>>()?;
         bar.finish();
         Ok(Certificate {
             format: FORMAT.to_owned(),
@@ -226,26 +240,38 @@ impl Prove {
 
     /// Computes logits, on the prompts of `recorded` if its device is here.
     #[cfg(feature = "gpu")]
-    fn logits(&self, bundle: &Bundle, root: Option<&Path>, recorded: Option<&Logits>) -> Result<Option<Logits>> {
+    fn logits(
+        &self,
+        bundle: &Bundle,
+        root: Option<&Path>,
+        recorded: Option<&Logits>,
+        console: Console,
+    ) -> Result<Option<Logits>> {
+        let bar = Bar::new(console, "computing")?;
         let prompts = || -> Result<Vec<Vec<u32>>> {
-            if let Some(recorded) = recorded {
-                return Ok(recorded.prompts.iter().map(|prompt| prompt.tokens.clone()).collect());
-            }
             let config = unweight::model::ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
-            Ok(logits::prompts(&config, self.prompts.into()))
+            let Some(recorded) = recorded else { return Ok(logits::prompts(&config, self.prompts.into())) };
+            let prompts: Vec<_> = recorded.prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
+            let limit = config.max_positions as usize;
+            if prompts.iter().any(|tokens| tokens.len() > limit) {
+                let message = format!("the certificate has a prompt of more than the model's {limit} positions");
+                let help = "make it again with `unweight prove MODEL BUNDLE`";
+                return Err(Failure::mismatch("certificate-invalid", message, help));
+            }
+            Ok(prompts)
         };
         let is_of = |cpu: bool| recorded.is_none_or(|recorded| (recorded.device == logits::CPU) == cpu);
         match self.device {
             Device::Cpu if is_of(true) && logits::runs_on_cpu(bundle) => {
-                logits::on_cpu(bundle, root, &prompts()?).map(Some)
+                logits::on_cpu(bundle, root, &prompts()?, &bar).map(Some)
             }
-            Device::Cuda if is_of(false) => logits::on_gpu(bundle, &prompts()?).map(Some),
+            Device::Cuda if is_of(false) => logits::on_gpu(bundle, &prompts()?, &bar).map(Some),
             _ => Ok(None),
         }
     }
 
     #[cfg(not(feature = "gpu"))]
-    fn logits(&self, _: &Bundle, _: Option<&Path>, _: Option<&Logits>) -> Result<Option<Logits>> {
+    fn logits(&self, _: &Bundle, _: Option<&Path>, _: Option<&Logits>, _: Console) -> Result<Option<Logits>> {
         match self.device {
             Device::Cuda => Err(super::absent::option("--device cuda", "gpu")),
             _ => Ok(None),
@@ -253,21 +279,26 @@ impl Prove {
     }
 }
 
-fn print(report: &Report, console: Console) -> Result<()> {
+fn print(report: &Report, is_check: bool, console: Console) -> Result<()> {
     console.summary("prove", report, |out| {
         let compared = match (report.bundle_compared, report.source_compared) {
             (_, true) => "source and bundle have the same bits",
             (true, false) => "the bundle matches the certificate",
             _ => "the certificate is undamaged; no bundle was compared",
         };
+        let logits = report.logits.as_ref().filter(|_| report.logits_compared);
         writeln!(
             out,
-            "{}: {} files, {} tensors{}{}: {compared}",
+            "{}: {} files, {} tensors{}, {}: {compared}",
             report.certificate.display(),
             report.files,
             report.tensors,
-            report.logits.as_ref().map_or(String::new(), |device| format!(", logits on {}", one_line(device))),
-            if report.signed { ", signed" } else { "" },
+            logits.map_or(String::new(), |device| format!(", logits on {}", one_line(device))),
+            match (report.signed, is_check) {
+                (true, _) => "signed",
+                (false, true) => "signature not checked",
+                (false, false) => "not signed",
+            },
         )
     })
 }
@@ -288,8 +319,8 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 }
 
 /// Returns the SHA-256 of a file of the bundle.
-fn digest(dir: &Path, name: &str, progress: &dyn Progress) -> Result<FileDigest> {
-    let input = Input::open(&dir.join(name))?;
+fn digest(path: &Path, name: &str, progress: &dyn Progress) -> Result<FileDigest> {
+    let input = Input::open(path)?;
     let mut sha = Sha256::new();
     input.stream(0, input.bytes(), |piece| {
         sha.update(piece);

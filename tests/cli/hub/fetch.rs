@@ -300,3 +300,104 @@ fn bundles_and_models_are_told_apart_before_the_download() {
     }
     assert!(hub.asked().is_empty());
 }
+
+/// Puts some files of a directory into the cache, as `hf download --include` does.
+fn cached_part(home: &Path, id: &str, from: &Path, is_wanted: impl Fn(&str) -> bool) -> std::path::PathBuf {
+    let cache = home.join("hf/hub").join(format!("models--{}", id.replace('/', "--")));
+    let snapshot = cache.join("snapshots").join(COMMIT);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(cache.join("refs")).unwrap();
+    fs::write(cache.join("refs/main"), COMMIT).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if is_wanted(&name) {
+            fs::copy(from.join(&name), snapshot.join(&name)).unwrap();
+        }
+    }
+    snapshot
+}
+
+#[test]
+fn a_partly_cached_bundle_is_completed() {
+    let (hub, home) = hub_of_fixture();
+    hub.add("org/bundle", &fixture().join("bundle"));
+    let snapshot = cached_part(home.path(), "org/bundle", &fixture().join("bundle"), |name| name == "unweight.json");
+    hub.run(home.path(), &["verify", "org/bundle"], 0);
+    same(&fixture().join("bundle"), &snapshot);
+    hub.asked();
+    // Each file counts, not only weights.
+    for name in ["tokenizer.json", "config.json.source", SHARD] {
+        if snapshot.join(name).exists() {
+            fs::remove_file(snapshot.join(name)).unwrap();
+            hub.run(home.path(), &["decompress", "org/bundle", "-o", &format!("restored-{name}")], 0);
+            same(&fixture().join("model"), &home.path().join(format!("restored-{name}")));
+            assert!(!hub.asked().is_empty(), "{name}");
+        }
+    }
+    hub.run(home.path(), &["verify", "org/bundle"], 0);
+    assert!(hub.asked().is_empty());
+}
+
+#[test]
+fn a_model_without_its_config_is_completed_or_reported() {
+    let (hub, home) = hub_of_fixture();
+    let weights = |name: &str| name.contains(".safetensors");
+    let snapshot = cached_part(home.path(), "org/tiny", &fixture().join("model"), weights);
+    let note = "cached snapshot of org/tiny has no config.json";
+    // Without the Hub, the weights are used; the command says what is missing.
+    for (variable, value) in [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")] {
+        let output = hub.command(home.path(), &["plan", "org/tiny"]).env(variable, value).output().unwrap();
+        assert!(output.status.success() && stderr(&output).contains(note), "{variable}: {}", stderr(&output));
+    }
+    let output = hub.run(home.path(), &["compress", "org/tiny", "-o", "bundle"], 0);
+    assert!(!stderr(&output).contains(note), "{}", stderr(&output));
+    same(&fixture().join("model"), &snapshot);
+    hub.run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
+    same(&fixture().join("model"), &home.path().join("restored"));
+    // A repository that has none: the weights are not fetched again.
+    hub.state.lock().unwrap().repos.get_mut("org/tiny").unwrap().files.remove("config.json");
+    fs::remove_file(snapshot.join("config.json")).unwrap();
+    hub.asked();
+    let output = hub.run(home.path(), &["plan", "org/tiny"], 0);
+    assert!(!stderr(&output).contains(note), "{}", stderr(&output));
+    assert!(hub.asked().iter().all(|asked| !asked.to_storage));
+}
+
+#[test]
+fn a_withheld_token_is_explained() {
+    let (mut hub, home) = hub_of_fixture();
+    hub.state.lock().unwrap().repos.get_mut("org/tiny").unwrap().private = true;
+    // Another name of this machine, which is not known to be within it.
+    hub.endpoint = hub.endpoint.replace("127.0.0.1", "0.0.0.0");
+    let bundle = fixture().join("bundle");
+    for (arguments, code) in [
+        (&["compress", "org/tiny", "-o", "bundle"][..], "hub-repository-not-found"),
+        (&["push", bundle.to_str().unwrap(), "org/tiny"], "hub-access-denied"),
+    ] {
+        let output = hub.command(home.path(), arguments).env("HF_TOKEN", TOKEN).output().unwrap();
+        assert_eq!((output.status.code(), error_code(&output).as_str()), (Some(2), code));
+        let text = stderr(&output);
+        assert!(text.contains("not sent unencrypted") && text.contains("https address"), "{text}");
+        assert!(!text.contains("set HF_TOKEN"), "{text}");
+    }
+    let asked = hub.asked();
+    assert!(asked.len() > 1 && asked.iter().all(|asked| !asked.headers.contains_key("authorization")));
+}
+
+#[test]
+fn revisions_with_unusual_names() {
+    let names = ["refs", "refs/pr/1", "v1.0+x", "a--b"];
+    for order in [[0, 1, 2, 3], [3, 2, 1, 0]] {
+        let (hub, home) = hub_of_fixture();
+        let branches = names.map(str::to_owned).into();
+        hub.state.lock().unwrap().repos.get_mut("org/tiny").unwrap().branches = branches;
+        for index in order.into_iter().chain(order) {
+            hub.run(home.path(), &["plan", &format!("org/tiny@{}", names[index])], 0);
+        }
+        hub.asked();
+        for name in [names[2], names[3], names[order.into_iter().find(|&index| index < 2).unwrap()]] {
+            hub.run(home.path(), &["plan", &format!("org/tiny@{name}")], 0);
+        }
+        assert!(hub.asked().is_empty());
+    }
+}

@@ -164,3 +164,34 @@ fn unusable_answers_are_errors() {
         assert_eq!(error_code(&output), "hub-answer-invalid");
     }
 }
+
+#[test]
+fn a_missing_branch_is_created() {
+    let (hub, home) = (Hub::start(), home_with_bundle());
+    let branches = |id: &str| hub.state.lock().unwrap().repos[id].branches.iter().cloned().collect::<Vec<_>>();
+    let report = json(&push(&hub, home.path(), &["bundle", "me/new@dev", "--json"], 0));
+    assert_eq!((&report["created"], &report["unchanged_files"]), (&Value::from(true), &Value::from(0)));
+    assert_eq!(branches("me/new"), ["dev"]);
+    assert!(hub.asked().iter().any(|asked| asked.path == "/api/models/me/new/commit/dev"));
+    // Another branch of a repository that has all files.
+    let report = json(&push(&hub, home.path(), &["bundle", "me/new@v1.0+x", "--json"], 0));
+    assert_eq!((&report["created"], &report["unchanged_files"]), (&Value::from(false), &report["files"]));
+    assert_eq!(branches("me/new"), ["dev", "v1.0+x"]);
+    // What cannot be a new branch is refused before anything is created.
+    hub.asked();
+    for repository in ["me/other@refs/pr/1", "me/new@refs/pr/1", &format!("me/other@{}", "1".repeat(40))] {
+        let output = push(&hub, home.path(), &["bundle", repository], 2);
+        assert_eq!(error_code(&output), "hub-revision-not-found", "{repository}");
+        let revision = repository.split_once('@').unwrap().1;
+        assert!(stderr(&output).contains(&format!("'{revision}'")), "{}", stderr(&output));
+    }
+    assert!(hub.asked().iter().all(|asked| asked.method == "GET"));
+    assert!(!hub.state.lock().unwrap().repos.contains_key("me/other"));
+    // A branch that disappears during a push is named.
+    hub.set_hook(|asked, reply| match asked.path.contains("/preupload/") {
+        true => Reply::status(404).header("X-Error-Code", "RevisionNotFound"),
+        false => reply,
+    });
+    let output = push(&hub, home.path(), &["bundle", "me/third@dev", "--quick"], 2);
+    assert!(stderr(&output).contains("no such revision 'dev'"), "{}", stderr(&output));
+}

@@ -1,7 +1,7 @@
 //! A Hub on loopback: an endpoint, and storage on a second port, to which it redirects for large files.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     fs,
     io::{BufRead, BufReader, Read, Write},
     net::{TcpListener, TcpStream},
@@ -75,6 +75,14 @@ pub struct Repo {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
     pub private: bool,
+    /// Branches and tags besides `main`, all of the same commit.
+    pub branches: BTreeSet<String>,
+}
+
+impl Repo {
+    fn has(&self, revision: &str) -> bool {
+        revision == "main" || revision == self.commit || self.branches.contains(revision)
+    }
 }
 
 #[derive(Default)]
@@ -142,7 +150,7 @@ impl Hub {
             let entry = entry.unwrap();
             (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap())
         });
-        let repo = Repo { commit: COMMIT.into(), files: files.collect(), private: false };
+        let repo = Repo { commit: COMMIT.into(), files: files.collect(), ..Repo::default() };
         self.state.lock().unwrap().repos.insert(id.into(), repo);
     }
 
@@ -256,14 +264,14 @@ impl State {
                 let private = wanted["private"].as_bool().unwrap();
                 // The Hub adds this file to each new repository.
                 let files = [(".gitattributes".to_owned(), b"*.safetensors filter=lfs\n".to_vec())].into();
-                self.repos.insert(id, Repo { commit: COMMIT.into(), files, private });
+                self.repos.insert(id, Repo { commit: COMMIT.into(), files, private, ..Repo::default() });
                 Reply::json(&json!({}))
             }
             ("GET", ["api", "models", org, name, "revision", revision]) => {
                 let Some(repo) = self.repos.get(&format!("{org}/{name}")).filter(|repo| owner || !repo.private) else {
                     return missing("RepoNotFound", 401);
                 };
-                if *revision != "main" && *revision != repo.commit {
+                if !repo.has(&decoded(revision)) {
                     return missing("RevisionNotFound", 404);
                 }
                 let siblings: Vec<_> = repo.files.iter().map(|(name, bytes)| sibling(name, bytes)).collect();
@@ -285,7 +293,16 @@ impl State {
                     Some(bytes) => ranged(asked, bytes).header("ETag", format!("\"{}\"", git_digest(bytes))),
                 }
             }
-            ("POST", ["api", "models", _, _, "preupload", "main"]) if owner => {
+            ("POST", ["api", "models", org, name, "branch", branch]) if owner => {
+                let new = self.repos.get_mut(&format!("{org}/{name}")).unwrap().branches.insert(decoded(branch));
+                Reply::status(if new { 200 } else { 409 })
+            }
+            ("POST", ["api", "models", org, name, "preupload" | "commit", revision])
+                if owner && !self.repos[&format!("{org}/{name}")].has(&decoded(revision)) =>
+            {
+                missing("RevisionNotFound", 404)
+            }
+            ("POST", ["api", "models", _, _, "preupload", _]) if owner => {
                 let wanted: Value = serde_json::from_slice(&asked.body).unwrap();
                 let files: Vec<_> = wanted["files"]
                     .as_array()
@@ -306,7 +323,7 @@ impl State {
                 Reply::status(if same { 200 } else { 404 })
             }
             ("POST", ["complete", oid]) if owner => self.complete(asked, oid),
-            ("POST", ["api", "models", org, name, "commit", "main"]) if owner => {
+            ("POST", ["api", "models", org, name, "commit", _]) if owner => {
                 self.commit(asked, &format!("{org}/{name}"))
             }
             ("POST", _) => Reply::status(401),
@@ -404,6 +421,11 @@ impl State {
         (repo.files, repo.commit) = (files, commit.clone());
         Reply::json(&json!({ "commitOid": commit, "commitUrl": format!("{}/{id}/commit/{commit}", self.endpoint) }))
     }
+}
+
+/// Decodes the characters of revisions that URLs encode.
+fn decoded(part: &str) -> String {
+    part.replace("%2F", "/").replace("%2B", "+")
 }
 
 fn sibling(name: &str, bytes: &[u8]) -> Value {
