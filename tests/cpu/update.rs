@@ -61,7 +61,8 @@ impl Tensor {
             packed: Buffer::of(oracle.packed()),
             heads: Buffer::of(oracle.escape_heads()),
             escapes: Buffer::of(&escapes),
-            first: Buffer::new(case.n * case.k / 16 + 4),
+            // Zeros: an end that is not written loses updates, while one beyond the updates would be cut to them.
+            first: Buffer::zeroed(case.n * case.k / 16 + 4),
             listed,
         }
     }
