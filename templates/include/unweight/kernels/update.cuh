@@ -202,12 +202,22 @@ UW_DEVICE u64 digest_of(const Operands& weights, u32 block, u32 lane) {
 UW_DEVICE void count_escapes(const UpdateArgs& args, const Place& place, const Operands& weights) {
     const u32 mask = pack::escape_mask(pack::contain(weights, packed::pair_of_exponents(args.base)));
     if (ptx::vote_sync_ballot(mask != 0) == 0) return;
+#if __CUDA_ARCH__ < 900
+    // With any index, NVRTC copies the weights to local memory on these architectures.
+#pragma unroll
+    for (u32 element = 0; element < 32; ++element) {
+        const u32 weight = element % 2 ? weights.p[element / 2] >> 16 : weights.p[element / 2] & 0xffff;
+        if (mask >> element & 1 && pack::operand_of(args, weight) & packed::kInexact)
+            ptx::red_max_global_u64(args.inexact, ~place.element(args, element));
+    }
+#else
 #pragma unroll 1
     for (u32 left = mask; left != 0; left &= left - 1) {
         const u32 element = ptx::find_first_set(left) - 1;
         if (pack::operand_of(args, element_of(weights, element)) & packed::kInexact)
             ptx::red_max_global_u64(args.inexact, ~place.element(args, element));
     }
+#endif
     const u32 count = pack::warp_sum(ptx::popc(mask));
     if (count > 1 && place.lane == 0) ptx::red_add_global(args.list_words, 1 + count);
 }
