@@ -52,7 +52,7 @@ fn plan_file_gives_the_predicted_sizes() {
     // Only a plan file is replaced.
     let text =
         stdout(&run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
-    let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
+    let line = text.lines().find(|line| line.starts_with("matmuls of a step at batch 1: ")).expect(&text);
     let words: Vec<&str> = line.split(' ').collect();
     assert!(words[7].parse::<f64>().is_ok() && words[8] == "us,", "{line}");
     assert!(line.contains(" times the fastest plan's; encodings that sm_89 runs, "), "{line}");
