@@ -70,6 +70,13 @@ pub fn locate(name: &Path, wanted: Wanted, console: Console) -> Result<PathBuf> 
         Some(Err(failure)) if state == Cached::Weights && failure.report().code.starts_with("hub-") => {
             console.note(format_args!("note: {failure}"));
         }
+        Some(Err(failure)) if failure.report().code == "hub-unreachable" => {
+            let help = format!(
+                "there is no local path {}: check the path and the network, or set HF_ENDPOINT to a mirror",
+                name.display()
+            );
+            return Err(failure.with_help(help));
+        }
         Some(fetched) => return fetched,
         None => {}
     }

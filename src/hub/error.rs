@@ -26,10 +26,7 @@ pub enum HubError {
         endpoint: String,
     },
     /// No connection, or a connection without an answer.
-    #[error(
-        "{what}: no such local path, and no answer from {host}; check the path and the network, or set HF_ENDPOINT to \
-         a mirror"
-    )]
+    #[error("{what}: no answer from {host}; check the network, or set HF_ENDPOINT to a mirror, then run it again")]
     Unreachable {
         /// Repository and file.
         what: String,

@@ -83,7 +83,11 @@ fn no_server_and_a_silent_server() {
     let mut command = hub.command(home.path(), &["plan", "org/tiny"]);
     let output = command.env("HF_ENDPOINT", format!("http://{closed}")).output().unwrap();
     assert_eq!((output.status.code(), error_code(&output).as_str()), (Some(2), "hub-unreachable"));
-    assert!(stderr(&output).contains("and the network"), "{}", stderr(&output));
+    assert!(
+        stderr(&output).contains("there is no local path org/tiny: check the path and the network"),
+        "{}",
+        stderr(&output)
+    );
     let started = Instant::now();
     let (code, _) = fetch_with("/blob/", |reply| Reply { cut: Some(0), hangs: true, ..reply });
     assert_eq!(code, "hub-transfer-stopped");
