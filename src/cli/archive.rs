@@ -145,6 +145,9 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         Failure::new("archive-invalid", message, "make an archive of plain files with relative names")
     };
     let reject = |why: &str| Err(invalid(why));
+    let damaged = |why: String| {
+        Failure::new("archive-invalid", format!("archive on stdin: '{name}': {why}"), "fetch or make the archive again")
+    };
     let kind = entry.header().entry_type();
     if kind == EntryType::XGlobalHeader {
         return Ok(0);
@@ -191,13 +194,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         if progress.cancelled() {
             return Err(BundleError::Cancelled.into());
         }
-        let read = entry.read(&mut piece).map_err(|error| {
-            Failure::new(
-                "archive-invalid",
-                format!("archive on stdin: '{name}': {error}"),
-                "fetch or make the archive again",
-            )
-        })?;
+        let read = entry.read(&mut piece).map_err(|error| damaged(error.to_string()))?;
         if read == 0 {
             break;
         }
@@ -205,11 +202,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         done += read as u64;
     }
     if done != entry.size() {
-        return Err(Failure::new(
-            "archive-invalid",
-            format!("archive on stdin: '{name}': it is truncated"),
-            "fetch or make the archive again",
-        ));
+        return Err(damaged("it is truncated".to_owned()));
     }
     // Times and modes are kept where the file system allows it; failures are ignored.
     let modified = entry.header().mtime().ok().map(Duration::from_secs);

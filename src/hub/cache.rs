@@ -95,9 +95,9 @@ impl Cache {
         if is_etag(revision) {
             return Ok(());
         }
-        let path = self.root().join("refs").join(revision);
-        let folder = path.parent().unwrap_or(&path);
         let refs = self.root().join("refs");
+        let path = refs.join(revision);
+        let folder = path.parent().unwrap_or(&path);
         let is_taken = folder.ancestors().take_while(|parent| *parent != refs).any(Path::is_file) || path.is_dir();
         if is_taken {
             return Ok(());
