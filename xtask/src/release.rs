@@ -127,7 +127,7 @@ fn debootstrap_arguments(suite: &str, packages: &str) -> (Vec<String>, Vec<Strin
     if !DEBIAN.contains(&suite) {
         let (mirror, keys, script) = UBUNTU;
         before.push(format!("--keyring={keys}"));
-        // Without its keys, debootstrap checks nothing unless it is told to.
+        // Without its keys, debootstrap checks no signature unless an option asks for it.
         before.push("--force-check-gpg".to_owned());
         after.extend([mirror, &format!("/usr/share/debootstrap/scripts/{script}")].map(str::to_owned));
     }

@@ -535,7 +535,7 @@ fn hints_about_path_are_absolute_and_name_a_command_that_is_found_first() {
     assert!(!text.contains("warning: "), "{text}");
 }
 
-/// curl and wget are told to give up on a server that sends nothing, and their statuses are told apart.
+/// curl and wget give up on a server that sends nothing, and each of their statuses gets its own message.
 #[test]
 fn clients_give_up_and_a_full_disk_is_named() {
     let site = Site::with_release(&command(VERSION));

@@ -124,8 +124,8 @@ class Runtime:
     def update(
         self, updates: list[tuple[int, int, int, int]], scratch: _Memory
     ) -> list[tuple[str, int, str]]:
-        """Replaces elements of registered arenas, each listed once: addresses of arena, of int64 places in the flattened
-        matrix, and of bfloat16 values, and their number.
+        """Replaces elements of registered arenas, each listed once: addresses of arena, of int64 places in the
+        flattened matrix, and of bfloat16 values, and their number.
 
         Returns for each what was done, the bytes of its escape lists and their digest: `"updated"`, or without a change
         `"whole"` (another window or more escapes than there is room for), `"outside"`, `"skipped"` (a place
