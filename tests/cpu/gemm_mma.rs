@@ -9,12 +9,13 @@ fn check(name: &str, shapes: &[(usize, usize, usize)]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
     for (i, &shape) in shapes.iter().enumerate() {
-        let problem = Problem::random(&spec, shape, 31 + i as u64);
-        for sms in [1, 7] {
-            let outcome = problem
-                .run(&mut kernel, &spec, sms, 1000 * u64::from(sms) + i as u64)
-                .unwrap_or_else(|e| panic!("{spec} {shape:?} on {sms} multiprocessors: {e}"));
-            assert_eq!(problem.mismatches(&outcome), 0, "{spec} {shape:?} on {sms} multiprocessors");
+        for problem in Problem::random(&spec, shape, 31 + i as u64).each_addend() {
+            for sms in [1, 7] {
+                let outcome = problem
+                    .run(&mut kernel, &spec, sms, 1000 * u64::from(sms) + i as u64)
+                    .unwrap_or_else(|e| panic!("{spec} {shape:?} on {sms} multiprocessors: {e}"));
+                assert_eq!(problem.mismatches(&outcome), 0, "{spec} {shape:?} on {sms} multiprocessors");
+            }
         }
     }
 }

@@ -9,11 +9,12 @@ fn check(name: &str, shapes: &[(usize, usize, usize, u32)]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
     for (i, &(m, n, k, sms)) in shapes.iter().enumerate() {
-        let problem = Problem::random(&spec, (m, n, k), 31 + i as u64);
-        let outcome = problem
-            .run(&mut kernel, &spec, sms, i as u64)
-            .unwrap_or_else(|e| panic!("{spec} m={m} n={n} k={k} multiprocessors={sms}: {e}"));
-        assert_eq!(problem.mismatches(&outcome), 0, "{spec} m={m} n={n} k={k} multiprocessors={sms}");
+        for problem in Problem::random(&spec, (m, n, k), 31 + i as u64).each_addend() {
+            let outcome = problem
+                .run(&mut kernel, &spec, sms, i as u64)
+                .unwrap_or_else(|e| panic!("{spec} m={m} n={n} k={k} multiprocessors={sms}: {e}"));
+            assert_eq!(problem.mismatches(&outcome), 0, "{spec} m={m} n={n} k={k} multiprocessors={sms}");
+        }
     }
 }
 
@@ -94,7 +95,11 @@ fn planted_bugs_are_caught() {
     let streaming = "gemm_wgmma_b128_g1p3_streamk_esc_pdl_store";
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
+    let adding = "gemm_wgmma_b64_g2p3_streamk_esc_pdl_store_add";
     for (file, name, from, to) in [
+        // The bias of another row block, of the other half of a fragment.
+        ("epilogue", adding, "p.warp * packed::kBlockRows + p.lane / 4;", "p.lane / 4;"),
+        ("epilogue", adding, "j / 2 % 2 == 0 ? low : high", "j % 2 == 0 ? low : high"),
         // The ring: a slot released while it is read, sums read too early, a wrong byte count, a box of X loaded twice,
         // a box left out, another warp's weights.
         ("mainloop", streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
@@ -132,7 +137,7 @@ fn planted_bugs_are_caught() {
         let spec = spec(name);
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
-        let problem = Problem::random(&spec, (128, 128, 320), 3);
+        let problem = Problem::random(&spec, (128, 128, 320), 3).each_addend().pop().unwrap();
         let caught = (1..=4).any(|seed| {
             // Alternates between all tiles in one block, whose ring and buffers wrap around, and tiles shared by
             // several blocks.

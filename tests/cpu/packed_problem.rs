@@ -19,6 +19,7 @@ const GUARD: u16 = 0x7fc1;
 const GUARD_ROWS: usize = 2;
 
 /// Weights, inputs, and the contents of Y before the launch.
+#[derive(Clone)]
 pub struct Problem {
     pub m: usize,
     pub n: usize,
@@ -28,6 +29,8 @@ pub struct Problem {
     weights: Vec<u16>,
     x: Vec<u16>,
     y: Vec<u16>,
+    /// The row that is added instead of Y.
+    bias: Option<Vec<u16>>,
 }
 
 pub struct Outcome {
@@ -61,7 +64,18 @@ impl Problem {
         let old = |random: &mut Random| (random.bits() as u16 & 0x807f) | 126 << 7;
         let adds = epilogue == Epilogue::StoreAdd;
         let y = (0..m * columns(epilogue, n)).map(|_| if adds { old(&mut random) } else { GUARD }).collect();
-        Self { m, n, k, packed, epilogue, weights, x, y }
+        Self { m, n, k, packed, epilogue, weights, x, y, bias: None }
+    }
+
+    /// Returns the problem, and for a variant that adds to Y also one with a bias: the first row of Y is added to each
+    /// row of the product instead, and Y is poisoned.
+    pub fn each_addend(self) -> Vec<Self> {
+        let biased = (self.epilogue == Epilogue::StoreAdd).then(|| Self {
+            bias: Some(self.y[..self.n].to_vec()),
+            y: vec![GUARD; self.y.len()],
+            ..self.clone()
+        });
+        [Some(self), biased].into_iter().flatten().collect()
     }
 
     /// Returns Y and the workspace after a launch on a device with this many SMs.
@@ -91,6 +105,7 @@ impl Problem {
         let y = Buffer::of(bytemuck::cast_slice(&y));
         let workspace = Buffer::new(needs.bytes as usize);
         let counters = Buffer::zeroed(needs.counters as usize * 4);
+        let bias = self.bias.as_ref().map(|bias| Buffer::of(bytemuck::cast_slice(bias)));
         let map = |kernel: &mut CpuKernel, data, columns: usize, (box_columns, box_rows): (u32, u32)| {
             kernel.tensor_map(&MapSpec {
                 data,
@@ -121,9 +136,10 @@ impl Problem {
             tile_cols: (self.k / TILE) as u32,
             x_data: x.address(),
             x_row_bytes: 2 * self.k as u64,
-            reserved: [0; 10],
+            bias: bias.as_ref().map_or(0, Buffer::address),
+            reserved: [0; 8],
         };
-        let buffers = [
+        let mut buffers = vec![
             ("x", x.slice()),
             ("packed", packed.slice()),
             ("escape_heads", heads.slice()),
@@ -132,6 +148,7 @@ impl Problem {
             ("counters", counters.slice()),
             ("y", &y.slice()[..stored * 2]),
         ];
+        buffers.extend(bias.iter().map(|bias| ("bias", bias.slice())));
         // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernel.run(spec, Run { problem, sms, seed }, &args, &buffers)? };
         assert!(counters.slice().iter().all(|&byte| byte == 0), "counters are not zero after the launch");
@@ -159,7 +176,9 @@ impl Problem {
 
     /// Counts elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
     pub fn mismatches(&self, outcome: &Outcome) -> usize {
-        mismatches(&outcome.y, &self.y, &self.x, &self.weights, self.k, self.epilogue)
+        let rows = self.bias.as_ref().map(|bias| bias.repeat(self.m));
+        let before = rows.as_ref().unwrap_or(&self.y);
+        mismatches(&outcome.y, before, &self.x, &self.weights, self.k, self.epilogue)
     }
 
     /// Checks that the workspace contains the oracle's operands after a dump, including those from lists.

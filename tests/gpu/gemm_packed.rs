@@ -172,6 +172,8 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
         let problem = |m| GemmShape { m, n: case.n as u32, k: case.k as u32 };
         let mut rng = Random::new(99);
         let before: Vec<u16> = (0..ROWS * case.n).map(|_| bf16(rng.normal())).collect();
+        let bias = DeviceMatrix::from_host(&stream, 1, case.n as u32, &before[..case.n]).unwrap();
+        let bias_rows = before[..case.n].repeat(ROWS);
         for spec in &specs {
             let traits = traits(spec);
             if w.has_escapes() && !traits.escapes {
@@ -184,19 +186,28 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                 let x = case.input(&stream, m);
                 let columns = case.columns(traits.epilogue);
                 let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
-                let mut outputs = Vec::new();
-                for _ in 0..2 {
-                    poison(&stream, &mut y);
-                    if traits.epilogue == Epilogue::StoreAdd {
-                        y.write(&stream, 0, &before[..m as usize * columns]).unwrap();
+                let adds = traits.epilogue == Epilogue::StoreAdd;
+                // A variant that adds, adds Y or a bias.
+                for with_bias in [false, true].into_iter().take(1 + usize::from(adds)) {
+                    let mut outputs = Vec::new();
+                    for _ in 0..2 {
+                        poison(&stream, &mut y);
+                        if with_bias {
+                            matmul.enqueue_with_bias(&mut ctx, x.view(), &w, bias.view(), y.view_mut()).unwrap();
+                        } else {
+                            if adds {
+                                y.write(&stream, 0, &before[..m as usize * columns]).unwrap();
+                            }
+                            matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
+                        }
+                        outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
+                        guard_is_intact(&stream, &y, &spec.to_string());
                     }
-                    matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
-                    outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
-                    guard_is_intact(&stream, &y, &spec.to_string());
+                    let added = if with_bias { &bias_rows } else { &before };
+                    let wrong = case.mismatches(&outputs[0], traits.epilogue, added);
+                    assert_eq!(wrong, 0, "{spec} m = {m} {} x {}, bias: {with_bias}", case.n, case.k);
+                    assert!(outputs[0] == outputs[1], "{spec} m = {m}: two runs differ");
                 }
-                let wrong = case.mismatches(&outputs[0], traits.epilogue, &before);
-                assert_eq!(wrong, 0, "{spec} m = {m} {} x {}", case.n, case.k);
-                assert!(outputs[0] == outputs[1], "{spec} m = {m}: two runs differ");
             }
         }
     }

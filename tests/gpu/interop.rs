@@ -220,6 +220,46 @@ fn borrowed_layers_equal_owned_layers() {
     }
 }
 
+/// A bias gives the bits of a Y that contains it in each row.
+#[test]
+#[ignore = "needs a GPU"]
+fn a_bias_equals_rows_of_it() {
+    let stream = stream(gpu());
+    for (shape, expand) in EXPANSIONS.into_iter().flat_map(|expand| SHAPES.map(|shape| (shape, expand))) {
+        let case = Case::new(&stream, shape, Weights::TRAINED, expand, MeasuredTable::default());
+        let mut random = Random::new(11);
+        let bias: Vec<u16> = (0..shape.0).map(|_| bf16(random.normal())).collect();
+        let bias = DeviceMatrix::from_host(&stream, 1, shape.0, &bias).unwrap();
+        for m in BATCHES {
+            let is_direct = expand == Expand::Model || m <= 64;
+            assert_eq!(case.interop.takes_bias(&case.layer, m), is_direct, "{shape:?} m = {m} {expand:?}");
+            if !is_direct {
+                continue;
+            }
+            let x = case.x(&stream, m);
+            let mut ctx = unweight_rt::ExecContext::new(&stream, case.owned.context_size()).unwrap();
+            let rows = bias.to_host(&stream).unwrap().repeat(m as usize);
+            let mut expected = DeviceMatrix::from_host(&stream, m, shape.0, &rows).unwrap();
+            case.owned.enqueue(&mut ctx, x.view(), expected.view_mut(), Epilogue::StoreAdd).unwrap();
+            let expected = expected.to_host(&stream).unwrap();
+            let mut y = DeviceMatrix::zeroed(&stream, m, shape.0).unwrap();
+            let scratch = case.scratch(&stream, m, Epilogue::StoreAdd);
+            for round in 0..3 {
+                y.fill_bytes(&stream, 0xff).unwrap();
+                let rows = (x.data().address(), m, y.data().address());
+                let at = Scratch { address: scratch.address(), bytes: scratch.len() as u64 };
+                // SAFETY: the buffers have these shapes, are on this device, and live until `to_host` has waited.
+                let enqueued = unsafe {
+                    let bias = bias.data().address();
+                    case.interop.enqueue_with_bias(&case.layer, stream.handle(), rows, at, bias)
+                };
+                enqueued.unwrap_or_else(|error| panic!("{shape:?} m = {m}: {error}"));
+                assert!(y.to_host(&stream).unwrap() == expected, "{shape:?} m = {m}, round {round}");
+            }
+        }
+    }
+}
+
 /// A measured table applies to layers of bundles, of matrices and of borrowed memory.
 #[test]
 #[ignore = "needs a GPU"]

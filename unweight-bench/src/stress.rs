@@ -62,7 +62,7 @@ use unweight_rt::{
 
 use crate::{data::normal_bf16, error::BenchError};
 use load::Load;
-use products::{batches, supports};
+use products::{batches, supports, takes_bias};
 pub use report::{Plant, StressOptions, StressReport, StressRow};
 use results::{differs, mismatch};
 use weights::{CodedOnDevice, Weights, exponents_by_tile, with_any_bits};
@@ -232,9 +232,12 @@ impl Run<'_> {
                                 Some(tensor) => self.compact(kernel, (&weights, tensor), shape)?,
                                 None => continue,
                             },
-                            _ => self.packed(kernel, &weights, shape)?,
+                            _ => self.packed(kernel, &weights, shape, false)?,
                         };
                         add(self.subject(subject, compare)?);
+                        if takes_bias(spec) {
+                            add(self.subject(self.packed(kernel, &weights, shape, true)?, compare)?);
+                        }
                     }
                 }
                 Op::DecodeHuffman(_) => {

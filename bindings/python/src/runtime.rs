@@ -301,7 +301,14 @@ impl Runtime {
         self.interop.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
     }
 
-    /// Enqueues `y = x * weight^T`, or `y +=` with `add`. `rows` is (address of x, rows of x, address of y).
+    /// Returns whether `linear` can add a bias to a batch of `m`.
+    fn takes_bias(&self, py: Python<'_>, arena: u64, m: u32) -> PyResult<bool> {
+        Ok(self.interop.takes_bias(&*self.of(py, arena)?, m))
+    }
+
+    /// Enqueues `y = x * weight^T`, or `y +=` with `add`; `y = bias +` if `bias` is an address. `rows` is (address of x,
+    /// rows of x, address of y).
+    #[pyo3(signature = (arena, rows, scratch, stream, add, bias=None))]
     fn linear(
         &self,
         py: Python<'_>,
@@ -310,13 +317,19 @@ impl Runtime {
         scratch: (u64, u64),
         stream: usize,
         add: bool,
+        bias: Option<u64>,
     ) -> PyResult<()> {
         let linear = self.of(py, arena)?;
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
-        unsafe { self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)) }
-            .map_err(|error| raised(py, &error))
+        let enqueued = unsafe {
+            match bias {
+                Some(bias) => self.interop.enqueue_with_bias(&linear, stream, rows, scratch, bias),
+                None => self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)),
+            }
+        };
+        enqueued.map_err(|error| raised(py, &error))
     }
 
     /// Compiles and loads the kernel of `embed`.

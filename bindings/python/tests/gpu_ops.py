@@ -395,6 +395,11 @@ class Operator(Gpu):
         before = bias.clone()
         check_product(self, linear(inputs(1, 320), packed, bias), inputs(1, 320), weight, bias)
         self.assertTrue(torch.equal(bias, before))
+        # Not aligned, not contiguous, negated when it is read, for each row, and the same for all features.
+        for bias in (inputs(193)[1:], inputs(384)[::2], torch._neg_view(inputs(192)), inputs(300, 192), inputs(1)):
+            x = inputs(300, 320)
+            expected = bias.resolve_neg().expand(300, 192).contiguous()
+            check_product(self, linear(x, packed, bias), x, weight, expected)
 
     def test_wrong_operands_are_refused(self):
         packed = pack(weights(192, 320))

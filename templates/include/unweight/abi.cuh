@@ -89,7 +89,8 @@ struct GemmPackedArgs {
     u32 tile_cols;                    // k / 64
     const u8* x_data;                 // bf16 [m, k] again, for variants whose threads copy it themselves
     u64 x_row_bytes;
-    u32 reserved[10];
+    const u16* bias;                  // bf16 [n]: what a store_add variant adds to each row instead of y; may be null
+    u32 reserved[8];
 };
 
 // The same for mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an

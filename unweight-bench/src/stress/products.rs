@@ -24,11 +24,14 @@ use super::{
 use crate::error::BenchError;
 
 impl Run<'_> {
+    /// Makes a subject of a packed matmul, which adds to each row of its product either a bias or, if the variant adds,
+    /// the row of Y.
     pub(super) fn packed<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
         weights: &'a Weights,
         shape: GemmShape,
+        with_bias: bool,
     ) -> Result<Subject<'a>, BenchError> {
         let (escapes, epilogue) = match kernel.spec().op {
             Op::GemmMma(op) => (op.escapes, op.epilogue),
@@ -48,9 +51,19 @@ impl Run<'_> {
             // SAFETY: `y` is one of the outputs of `product`, which has this size and lives until the stream is
             // synchronized.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
-            matmul.enqueue(&mut self.ctx.borrow_mut(), x, &tensor.device, y)
+            let ctx = &mut self.ctx.borrow_mut();
+            if !with_bias {
+                return matmul.enqueue(ctx, x, &tensor.device, y);
+            }
+            let bias = MatrixRef::new(&weights.bias, 1, shape.n, shape.n.into())?;
+            matmul.enqueue_with_bias(ctx, x, &tensor.device, bias, y)
         };
-        self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch))
+        let subject = self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch))?;
+        if !with_bias {
+            return Ok(subject);
+        }
+        let check = move |y: &[u8]| mismatch(y, shape, epilogue, exact, &weights.bias_rows);
+        Ok(Subject { name: format!("{} with a bias", subject.name), before: None, check: Box::new(check), ..subject })
     }
 
     pub(super) fn compact<'a>(
@@ -137,6 +150,15 @@ pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
     let mut batches = vec![1, tile - 1, tile, tile + 1, 2 * tile + tile / 2 + 1];
     batches.retain(|m| *m <= ROWS);
     batches
+}
+
+/// Returns whether a variant adds a bias or Y.
+pub(super) fn takes_bias(spec: &VariantSpec) -> bool {
+    match spec.op {
+        Op::GemmMma(op) => op.epilogue == Epilogue::StoreAdd,
+        Op::GemmWgmma(op) => op.epilogue == Epilogue::StoreAdd,
+        _ => false,
+    }
 }
 
 /// Returns whether a variant can compute a problem at all.

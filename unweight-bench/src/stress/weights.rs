@@ -31,6 +31,10 @@ pub(super) struct Weights {
     pub(super) x: DeviceBuffer<u16>,
     /// bf16 contents of outputs before a launch adds to them.
     pub(super) old: Vec<u8>,
+    /// bf16, the first row of `old`.
+    pub(super) bias: DeviceBuffer<u16>,
+    /// The bias in each row.
+    pub(super) bias_rows: Vec<u8>,
     pub(super) with_escapes: PackedOnDevice,
     pub(super) without_escapes: PackedOnDevice,
     /// `None` for a matrix that is too small for a codebook or happens to have too many escapes.
@@ -167,6 +171,8 @@ impl Weights {
             few_rows: ReconOnDevice::new(stream, &few_rows, (n, k))?,
             no_rows: ReconOnDevice::new(stream, &without, (n, k))?,
             x: DeviceBuffer::from_host(stream, &halves(&x))?,
+            bias: DeviceBuffer::from_host(stream, &halves(&old[..n as usize * 2]))?,
+            bias_rows: old[..n as usize * 2].repeat(ROWS as usize),
             old,
             bytes,
         })

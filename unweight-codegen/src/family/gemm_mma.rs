@@ -104,8 +104,10 @@ args! {
         pub x_data: u64,
         /// Bytes from one row of `x` to the next.
         pub x_row_bytes: u64,
+        /// bf16 `[n]`, which a `store_add` variant adds to each row of the product instead of `y`; 0 for none.
+        pub bias: u64,
         /// Must be 0.
-        pub reserved: [u32; 10],
+        pub reserved: [u32; 8],
     }
 }
 

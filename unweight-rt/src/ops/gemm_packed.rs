@@ -21,7 +21,7 @@ use crate::{
         ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         tma::TensorMapParams,
-        view::{MatrixDesc, check_device},
+        view::{MatrixDesc, check_apart, check_device},
     },
     exec::{ExecContext, context::ContextParts, operands::check_product, workspace::Workspace},
     weight::{self, DevicePacked},
@@ -71,6 +71,20 @@ impl KernelSupport {
         y.check_rows_aligned("y")?;
         y.check_dense("y")?;
         if w.has_escapes && !self.escapes { Err(LaunchError::Escapes) } else { Ok(()) }
+    }
+
+    /// Checks a row that is added to each row of `y`, whose shape was checked.
+    fn check_bias(self, ordinal: usize, bias: &MatrixDesc, y: &MatrixDesc) -> Result<(), LaunchError> {
+        if self.epilogue != Epilogue::StoreAdd {
+            return Err(LaunchError::Epilogue { asked: Epilogue::StoreAdd, loaded: self.epilogue });
+        }
+        let (got, expected) = (u64::from(bias.rows) * u64::from(bias.cols), y.cols);
+        if bias.rows != 1 || bias.cols != expected {
+            return Err(LaunchError::Elements { buffer: "bias", got, expected: expected.into() });
+        }
+        bias.check_device("bias", ordinal)?;
+        bias.check_aligned("bias")?;
+        check_apart(("y", y.span()), [("bias", bias.span())])
     }
 }
 
@@ -128,8 +142,35 @@ impl PackedGemm {
         w: &DevicePacked,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
+        self.enqueue_any(ctx, (x, None), w, y)
+    }
+
+    /// Enqueues `y = x * w^T + bias`, added in fp32 and rounded once, with a `store_add` variant. `bias` is `[1, n]`; the
+    /// other operands are as for [`PackedGemm::enqueue`].
+    ///
+    /// # Errors
+    /// As for [`PackedGemm::enqueue`]; [`LaunchError::Epilogue`] for a variant that adds nothing.
+    pub fn enqueue_with_bias(
+        &self,
+        ctx: &mut ExecContext,
+        x: MatrixRef<'_>,
+        w: &DevicePacked,
+        bias: MatrixRef<'_>,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        self.enqueue_any(ctx, (x, Some(bias)), w, y)
+    }
+
+    fn enqueue_any(
+        &self,
+        ctx: &mut ExecContext,
+        (x, bias): (MatrixRef<'_>, Option<MatrixRef<'_>>),
+        w: &DevicePacked,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
         let ContextParts { stream, workspace, .. } = ctx.parts();
-        match self.prepare(workspace, x.desc(), w, y.desc())? {
+        let bias = bias.as_ref().map(MatrixRef::desc);
+        match self.prepare(workspace, (x.desc(), bias), w, y.desc())? {
             // SAFETY: prepared with this workspace; views were checked against their memory when they were created.
             // Dropping a buffer waits for the kernel.
             Some(launch) => unsafe { launch.enqueue(stream) },
@@ -137,11 +178,12 @@ impl PackedGemm {
         }
     }
 
-    /// Checks the operands without enqueuing anything. Returns `None` if there is nothing to compute.
+    /// Checks the operands, x and perhaps a bias, without enqueuing anything. Returns `None` if there is nothing to
+    /// compute.
     pub(crate) fn prepare(
         &self,
         workspace: &Workspace,
-        x: &MatrixDesc,
+        (x, bias): (&MatrixDesc, Option<&MatrixDesc>),
         w: &DevicePacked,
         y: &MatrixDesc,
     ) -> Result<Option<PackedLaunch<'_>>, DeviceError> {
@@ -149,6 +191,9 @@ impl PackedGemm {
             let ordinal = self.kernel.device().ordinal();
             let weights = Weights { shape: weight::shape(w.grid()), spans: w.spans(), has_escapes: w.has_escapes() };
             self.support.check(ordinal, x, &weights, y)?;
+            if let Some(bias) = bias {
+                self.support.check_bias(ordinal, bias, y)?;
+            }
             check_device("the weights", w.device().ordinal(), ordinal)?;
             workspace.size().check(self.context_size(x.rows, w))?;
             self.kernel.check_grid(problem(x.rows, w.grid()))
@@ -185,7 +230,8 @@ impl PackedGemm {
             tile_cols: k / 64,
             x_data: x.address,
             x_row_bytes: 2 * x.pitch,
-            reserved: [0; 10],
+            bias: bias.map_or(0, |bias| bias.address),
+            reserved: [0; 8],
         };
         Ok(Some(PackedLaunch { kernel: &self.kernel, problem, args }))
     }
@@ -275,6 +321,26 @@ mod tests {
         assert_eq!(plain.check(0, &x, &w, &inside), Err(overlap));
         assert_eq!(support("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(LaunchError::Escapes));
         assert!(matches!(plain.check(0, &x, &weights(192, 64, true), &y), Err(LaunchError::Shape { .. })));
+    }
+
+    #[test]
+    fn a_bias_is_one_aligned_row_apart_from_y_and_needs_a_variant_that_adds() {
+        let adding = support("uw_sm90a_gemm_wgmma_b64_g2p10_esc_store_add");
+        let (y, bias) = (desc(0x8000, 5, 192, 192), desc(0x4000, 1, 192, 192));
+        assert_eq!(adding.check_bias(0, &bias, &y), Ok(()));
+        let plain = support("uw_sm90a_gemm_wgmma_b64_g2p10_esc_store");
+        let epilogue = LaunchError::Epilogue { asked: Epilogue::StoreAdd, loaded: Epilogue::Store };
+        assert_eq!(plain.check_bias(0, &bias, &y), Err(epilogue));
+        for (rows, cols, got) in [(1, 128, 128), (2, 96, 192), (2, 192, 384)] {
+            let wrong = LaunchError::Elements { buffer: "bias", got, expected: 192 };
+            assert_eq!(adding.check_bias(0, &desc(0x4000, rows, cols, cols.into()), &y), Err(wrong));
+        }
+        let odd = adding.check_bias(0, &desc(0x4002, 1, 192, 192), &y);
+        assert!(matches!(odd, Err(LaunchError::Alignment { operand: "bias", bytes: 16, .. })), "{odd:?}");
+        let inside = adding.check_bias(0, &desc(0x8180, 1, 192, 192), &y);
+        assert_eq!(inside, Err(LaunchError::Overlap { written: "y", other: "bias" }));
+        let other = adding.check_bias(1, &bias, &y);
+        assert!(matches!(other, Err(LaunchError::OtherDevice { operand: "bias", .. })), "{other:?}");
     }
 
     #[test]

@@ -113,11 +113,21 @@ class Runtime:
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
-    def linear(self, arena: int, rows: tuple[int, int, int], scratch: _Memory, stream: int, add: bool) -> None:
+    def takes_bias(self, arena: int, m: int) -> bool:
+        """Returns whether `linear` can add a bias to a batch of `m`."""
+    def linear(
+        self,
+        arena: int,
+        rows: tuple[int, int, int],
+        scratch: _Memory,
+        stream: int,
+        add: bool,
+        bias: Optional[int] = None,
+    ) -> None:
         """Enqueues `y = x @ weight.T` (`y +=` with `add`) on `stream`, a CUDA stream of this GPU.
 
-        `rows` is the address of x, its number of rows, and the address of y. The caller keeps all buffers allocated
-        until the work is done.
+        `rows` is the address of x, its number of rows, and the address of y. With `add` and `bias`, the address of
+        bfloat16 `[n]`, `y = bias +`. The caller keeps all buffers allocated until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
     def update_scratch_nbytes(self, arenas: list[int]) -> int: ...

@@ -104,7 +104,7 @@ def _escapes(digest: str, data: Tensor) -> Escapes:
 # Kernels may read so many bytes after the end of a section.
 _PAD = 256
 # The maximum batch of a launch; larger batches need several.
-_MAX_BATCH = 4096
+_MAX_BATCH = 16384
 # Batches above this expand weights to BF16 for cuBLAS; `None` does so where it is predicted to be faster. For tests.
 _EXPAND_ABOVE: Optional[int] = None
 _runtimes: dict[int, _native.Runtime] = {}
@@ -518,7 +518,7 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     if rows.data_ptr() % 16:
         # Kernels need 16-byte alignment.
         rows = rows.clone()
-    m, add = rows.shape[0], bias is not None
+    m, add, addend = rows.shape[0], bias is not None, None
     registered: Optional[Placed] = None
     try:
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
@@ -530,15 +530,21 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
     if bias is not None:
-        # The kernel adds to y before it rounds, so there is one rounding.
-        y.copy_(bias)
+        # The kernel adds before it rounds, so there is one rounding.
+        if bias.device == device and bias.shape == (n,) and not bias.is_neg() and runtime.takes_bias(at, m):
+            # Aligned as x. The name keeps a copy alive until the launch is enqueued.
+            bias = bias.contiguous()
+            bias = bias.clone() if bias.data_ptr() % 16 else bias
+            addend = bias.data_ptr()
+        else:
+            y.copy_(bias)
     scratch = (0, 0)
     if scratch_nbytes:
         # The name keeps it alive until the launch is enqueued; the allocator orders its reuse after the launch.
         buffer = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
         scratch = _memory(buffer)
     memory = (rows.data_ptr(), m, y.data_ptr())
-    runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, add)
+    runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, add, addend)
     return y.view(*x.shape[:-1], n)
 
 

@@ -14,9 +14,9 @@
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must not have any
 //   SmemCopy kCopy       kBulk: an elected lane issues bulk copies (TMA); kAsync: every lane issues 16-byte cp.async
 //                        copies, for architectures without TMA
-//   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
-//                        silu(gate) * up, in fp32 and rounded once: a row block of W has 8 rows of the gate's weights
-//                        and the 8 matching rows of the up projection
+//   Epilogue kEpilogue   kStore; kStoreAdd: y += or, with args.bias, y = bias +, added in fp32 and rounded once;
+//                        kSiluMul: y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: a row block of W has 8 rows
+//                        of the gate's weights and the 8 matching rows of the up projection
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
 //                        touched after it
 //   bool kPersistent     a cluster processes several tasks, and its rings continue across them
@@ -628,7 +628,7 @@ struct Kernel {
             }
             u16* y = static_cast<u16*>(args.y) + y_row(b) * (args.n / packed::kBlockRows * kBlockOut) + first_row + r;
             if constexpr (kStoreAdd<Config>) {
-                const u32 old = ptx::ld_global(y);
+                const u32 old = ptx::ld_global(args.bias != nullptr ? args.bias + first_row + r : y);
                 low += ptx::float_from_bits(old << 16);
                 high += ptx::float_from_bits(old & 0xffff0000u);
             }

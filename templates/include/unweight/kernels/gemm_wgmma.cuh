@@ -15,9 +15,9 @@
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must not have any
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, everything else
 //                        is accessed after it
-//   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
-//                        silu(gate) * up, in fp32 and rounded once: of 16 rows of W, 8 are the gate's weights and 8 the
-//                        matching rows of the up projection
+//   Epilogue kEpilogue   kStore; kStoreAdd: y += or, with args.bias, y = bias +, added in fp32 and rounded once;
+//                        kSiluMul: y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: of 16 rows of W, 8 are the
+//                        gate's weights and 8 the matching rows of the up projection
 //   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not
 //                        with kStreamK
 //
@@ -51,7 +51,7 @@
 // Barriers
 //   full [kStages]      1 arrival and the bytes of X and W; with kEscapes 1 more arrival per warpgroup
 //   empty [kStages]     1 arrival per consumer warp
-//   old [kWarpgroups]   1 arrival and the bytes of the old Y, for kStoreAdd
+//   old [kWarpgroups]   1 arrival and the bytes of the old Y, for kStoreAdd without a bias
 //   NamedBarrier        one per warpgroup, and one for all consumers (kCluster)
 //   cluster             twice per tile: when the sums are in shared memory, and when they have been read
 //
@@ -72,7 +72,7 @@ struct Kernel : Epilogue<Config> {
     using Base::args, Base::shared, Base::ring, Base::schedule, Base::kAccumulators, Base::kBudgets,
         Base::kProducerRegisters, Base::kConsumerRegisters;
     using Base::load, Base::load_escapes, Base::multiply, Base::store_partial_tile, Base::fixup,
-        Base::reduce_in_cluster, Base::sync_cluster, Base::store;
+        Base::reduce_in_cluster, Base::sync_cluster, Base::load_bias, Base::store;
     using Base::Base;
 
     UW_DEVICE void setup() const {
@@ -91,6 +91,8 @@ struct Kernel : Epilogue<Config> {
             float sums[kAccumulators];
 #pragma unroll
             for (u32 i = 0; i < kAccumulators; ++i) sums[i] = 0.0f;
+            // Arrives during the product; with stream-K, the fixup needs the register.
+            u32 bias = Config::kStreamK ? 0 : load_bias(s, p);
             multiply(sums, s, p);
             const typename Schedule<Config>::Peers peers = schedule.peers_of(s);
             const bool is_reducing = schedule.unit - peers.first < peers.reducing;
@@ -100,7 +102,10 @@ struct Kernel : Epilogue<Config> {
                 if (is_reducing && peers.first != peers.last) fixup(sums, peers, p);
             }
             if constexpr (Config::kCluster > 1) reduce_in_cluster(sums, peers, p);
-            if (is_reducing) store(sums, s, peers, buffer, old_parity, p);
+            if (is_reducing) {
+                if constexpr (Config::kStreamK) bias = load_bias(s, p);
+                store(sums, s, peers, bias, buffer, old_parity, p);
+            }
             s = schedule.next();
         }
         if (p.thread == 0) ptx::cp_async_bulk_wait_group<0>();

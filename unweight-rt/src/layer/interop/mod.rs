@@ -17,6 +17,7 @@ mod counters;
 mod scratch;
 
 use std::{
+    collections::HashMap,
     ffi::c_void,
     fmt,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
@@ -91,6 +92,14 @@ pub struct Scratch {
     pub bytes: u64,
 }
 
+/// The operands of a launch, borrowed from a framework.
+struct Borrowed<'a> {
+    stream: Stream,
+    workspace: Workspace,
+    x: MatrixRef<'a>,
+    y: MatrixMut<'a>,
+}
+
 /// Kernels, a packer and counters for layers in another framework's memory. May be used from several threads at once.
 pub struct Interop {
     kernels: KernelSet,
@@ -102,6 +111,8 @@ pub struct Interop {
     embed: OnceLock<Embed>,
     stream: Stream,
     policy: RoutePolicy,
+    /// The loaded routes by `(n, k, escapes)`: models have many layers of few shapes.
+    routes: Mutex<HashMap<(u32, u32, bool), Routes<Arc<LoadedKernel>>>>,
     counters: Counters,
     /// Created for the first layer that needs it; used by one launch at a time.
     cublas: Mutex<Option<Cublas>>,
@@ -122,6 +133,7 @@ impl Interop {
             // No tensor is decoded, hence no code limit.
             policy: expanding(options.wanted(chooser, 0), has_cublas),
             counters: Counters::new(&stream)?,
+            routes: Mutex::default(),
             cublas: Mutex::default(),
             stream,
             kernels,
@@ -191,11 +203,17 @@ impl Interop {
 
     /// Loads every kernel that any batch needs for a shape.
     fn routes(&self, (n, k): (u32, u32), escapes: bool) -> Result<Routes<Arc<LoadedKernel>>, DeviceError> {
+        let cached = || self.routes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(routes) = cached().get(&(n, k, escapes)) {
+            return Ok(routes.clone());
+        }
         let routes = self.policy.packed_routes(&Weight::stored(n, k, EncodingId::PACKED), escapes);
         if routes.iter().any(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. })) {
             self.cublas_of(&mut self.cublas())?;
         }
-        RoutePolicy::take_routes(&self.kernels, &routes)
+        let routes = RoutePolicy::take_routes(&self.kernels, &routes)?;
+        cached().insert((n, k, escapes), routes.clone());
+        Ok(routes)
     }
 
     /// Writes the weights of a layer as contiguous BF16 `[n, k]`. Runs on a stream of its own and waits for it.
@@ -294,31 +312,10 @@ impl Interop {
         if m == 0 {
             return Ok(());
         }
-        let device = self.device();
-        let parts = Parts::of(layer.context_size_at(m, epilogue)?);
-        if !layer.is_packed() {
-            return Err(LaunchError::NotPacked.into());
-        }
-        check_capacity(
-            "bytes of scratch",
-            length("bytes of scratch", scratch.bytes)?,
-            length("bytes", parts.bytes())?,
-        )?;
-        let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
+        let (device, parts) = (self.device(), Parts::of(layer.context_size_at(m, epilogue)?));
         // SAFETY: the caller's promises.
-        let (stream, x, y) = unsafe {
-            (
-                device.borrow_stream(stream),
-                MatrixRef::from_raw(device, x, m, layer.k(), layer.k().into())?,
-                MatrixMut::from_raw(device, y, m, columns, columns.into())?,
-            )
-        };
-        let workspace = if parts.slot_at() == 0 {
-            Workspace { partials: DeviceBuffer::empty(device), counters: DeviceBuffer::empty(device) }
-        } else {
-            // SAFETY: the scratch has room for both and their readable padding, by the caller's promise.
-            unsafe { self.workspace(&stream, scratch.address, parts) }?
-        };
+        let Borrowed { stream, workspace, x, y } =
+            unsafe { self.borrowed(layer, stream, (x, m, y), (scratch, parts), epilogue) }?;
         if !parts.cublas {
             let slot = DeviceBuffer::empty(device);
             return layer.enqueue(&mut ExecContext::of_parts(stream, workspace, slot, None), x, y, epilogue);
@@ -342,6 +339,82 @@ impl Interop {
         let enqueued = layer.enqueue(&mut ctx, x, y, epilogue);
         *guard = ctx.into_cublas();
         enqueued
+    }
+
+    /// Returns whether [`Interop::enqueue_with_bias`] can multiply a batch: not if weights are expanded to BF16.
+    pub fn takes_bias(&self, layer: &Linear, m: u32) -> bool {
+        matches!(layer, Linear::Packed(layer) if layer.takes_bias(m))
+    }
+
+    /// Like [`Interop::enqueue`], but `y[m, n] = x[m, k] * W^T + bias[n]`, added in fp32 and rounded once. The scratch is
+    /// that of [`Epilogue::StoreAdd`].
+    ///
+    /// # Safety
+    /// As for [`Interop::enqueue`]; `bias` is the address of `n` BF16, a multiple of 16, with the duties of `x`.
+    ///
+    /// # Errors
+    /// As for [`Interop::enqueue`], and for a batch that [`Interop::takes_bias`] excludes.
+    pub unsafe fn enqueue_with_bias(
+        &self,
+        layer: &Linear,
+        stream: *mut c_void,
+        (x, m, y): (u64, u32, u64),
+        scratch: Scratch,
+        bias: u64,
+    ) -> Result<(), DeviceError> {
+        if m == 0 {
+            return Ok(());
+        }
+        let Linear::Packed(packed) = layer else { return Err(LaunchError::NotPacked.into()) };
+        let (device, parts) = (self.device(), Parts::of(layer.context_size_at(m, Epilogue::StoreAdd)?));
+        // SAFETY: the caller's promises.
+        let (Borrowed { stream, workspace, x, y }, bias) = unsafe {
+            (
+                self.borrowed(layer, stream, (x, m, y), (scratch, parts), Epilogue::StoreAdd)?,
+                MatrixRef::from_raw(device, bias, 1, layer.n(), layer.n().into())?,
+            )
+        };
+        let mut ctx = ExecContext::of_parts(stream, workspace, DeviceBuffer::empty(device), None);
+        packed.enqueue_with_bias(&mut ctx, x, bias, y)
+    }
+
+    /// Borrows the operands of a launch, and checks that they are those of a packed layer.
+    ///
+    /// # Safety
+    /// As for [`Interop::enqueue`].
+    unsafe fn borrowed<'a>(
+        &'a self,
+        layer: &Linear,
+        stream: *mut c_void,
+        (x, m, y): (u64, u32, u64),
+        (scratch, parts): (Scratch, Parts),
+        epilogue: Epilogue,
+    ) -> Result<Borrowed<'a>, DeviceError> {
+        let device = self.device();
+        if !layer.is_packed() {
+            return Err(LaunchError::NotPacked.into());
+        }
+        check_capacity(
+            "bytes of scratch",
+            length("bytes of scratch", scratch.bytes)?,
+            length("bytes", parts.bytes())?,
+        )?;
+        let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
+        // SAFETY: the caller's promises.
+        let (stream, x, y) = unsafe {
+            (
+                device.borrow_stream(stream),
+                MatrixRef::from_raw(device, x, m, layer.k(), layer.k().into())?,
+                MatrixMut::from_raw(device, y, m, columns, columns.into())?,
+            )
+        };
+        let workspace = if parts.slot_at() == 0 {
+            Workspace { partials: DeviceBuffer::empty(device), counters: DeviceBuffer::empty(device) }
+        } else {
+            // SAFETY: the scratch has room for both and their readable padding, by the caller's promise.
+            unsafe { self.workspace(&stream, scratch.address, parts) }?
+        };
+        Ok(Borrowed { stream, workspace, x, y })
     }
 
     /// Creates the experts of a mixture from packed weights in borrowed memory, and loads every kernel that any batch
@@ -590,14 +663,14 @@ mod tests {
     fn every_architecture_has_the_kernels_of_a_borrowed_layer() {
         for &arch in Arch::ALL {
             let chooser = PackedChooser::of(GpuModel::usual(arch), "a GPU");
-            let policy = LoadOptions::default().max_batch(4096).wanted(chooser, 0);
+            let policy = LoadOptions::default().max_batch(16384).wanted(chooser, 0);
             for (n, k) in [(64, 64), (4096, 14336), (128256, 4096)] {
                 let weight = Weight::stored(n, k, EncodingId::PACKED);
                 for epilogue in [Epilogue::Store, Epilogue::StoreAdd] {
                     for escapes in [true, false] {
                         let mut choices = policy.gemms(&weight, escapes).into_iter();
                         assert!(
-                            choices.any(|choice| choice.epilogue == epilogue && choice.last == 4096),
+                            choices.any(|choice| choice.epilogue == epilogue && choice.last == 16384),
                             "{arch:?} {n} {k}"
                         );
                     }

@@ -93,7 +93,7 @@ impl CompactLinear {
         have.check(slot_size(grid).max(gemm.context_size_of(x.rows, grid)))?;
         // SAFETY: dropped on return. The layer and the context outlive the work enqueued here: dropping a buffer waits.
         let packed = unsafe { self.escapes.over(slot) }?;
-        let Some(launch) = gemm.prepare(workspace, x, &packed, y)? else { return Ok(()) };
+        let Some(launch) = gemm.prepare(workspace, (x, None), &packed, y)? else { return Ok(()) };
         // An ordinary launch: it starts after the last product that read the slot.
         expander.enqueue(stream, &self.weights, self.escapes.window(), slot)?;
         // SAFETY: prepared with this context's workspace and slot; views were checked against their memory when they

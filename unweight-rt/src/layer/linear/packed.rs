@@ -6,7 +6,7 @@ use unweight_codegen::spec::Epilogue;
 
 use super::{
     expanded::{Expanded, ExpandedLaunch, ExpandedProduct},
-    routes::{Routed, load_routes},
+    routes::{Routed, load_routes, parts},
 };
 use crate::{
     choose::route::{BatchRoute, Route, Routes},
@@ -90,6 +90,46 @@ impl PackedLinear {
         (grid.rows() as u32, grid.cols() as u32)
     }
 
+    /// Returns whether [`PackedLinear::enqueue_with_bias`] can multiply a batch: kernels read its weights directly.
+    pub(crate) fn takes_bias(&self, m: u32) -> bool {
+        let Ok((_, rows)) = self.route(m, Epilogue::StoreAdd) else { return false };
+        (self.n, self.k) == self.padded() && [rows, m % rows.max(1)].iter().all(|rows| self.direct(*rows).is_ok())
+    }
+
+    /// Returns the kernel that adds to the product of a batch that is not split.
+    fn direct(&self, rows: u32) -> Result<&PackedGemm, LaunchError> {
+        match self.route(rows, Epilogue::StoreAdd)?.0.kernel {
+            PackedRoute::Direct(ref gemm) => Ok(gemm),
+            PackedRoute::ExpandToBf16(..) => Err(LaunchError::Family { wanted: "a matmul of packed weights" }),
+        }
+    }
+
+    /// Enqueues `y[m, n] = x[m, k] * W^T + bias[1, n]`, added in fp32 and rounded once.
+    ///
+    /// # Errors
+    /// As for [`Linear::enqueue`](super::Linear::enqueue), and for a batch that [`PackedLinear::takes_bias`] excludes.
+    pub(crate) fn enqueue_with_bias(
+        &self,
+        ctx: &mut ExecContext,
+        x: MatrixRef<'_>,
+        bias: MatrixRef<'_>,
+        mut y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (m, rows) = (x.rows(), self.route(x.rows(), Epilogue::StoreAdd)?.1);
+        let w = [u64::from(self.n), self.k.into()];
+        check_product(self.ordinal(), x.desc(), w, self.n.into(), y.desc(), self.spans())?;
+        // Everything is checked before anything is enqueued.
+        for rows in [rows, m % rows.max(1)] {
+            self.direct(rows)?;
+        }
+        for part in parts(m, rows) {
+            let gemm = self.direct(part.end - part.start)?;
+            let (x, y) = (x.part(part.clone(), 0..self.k)?, y.part(part, 0..self.n)?);
+            gemm.enqueue_with_bias(ctx, x, &self.weights, bias, y)?;
+        }
+        Ok(())
+    }
+
     /// Checks the operands without enqueuing anything. Returns `None` if there is nothing to compute.
     fn prepare<'k, 'c>(
         &'k self,
@@ -99,7 +139,7 @@ impl PackedLinear {
         add: bool,
     ) -> Result<Option<Launch<'k, 'c>>, DeviceError> {
         Ok(match route {
-            PackedRoute::Direct(gemm) => gemm.prepare(ctx.workspace, x, &self.weights, y)?.map(Launch::Direct),
+            PackedRoute::Direct(gemm) => gemm.prepare(ctx.workspace, (x, None), &self.weights, y)?.map(Launch::Direct),
             PackedRoute::ExpandToBf16(unpacker, product) => {
                 let spans = self.weights.spans().into_iter();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans };

@@ -15,7 +15,7 @@ struct Epilogue : Reduce<Config> {
     using OutputTile = typename Base::OutputTile;
     using GatedTile = typename Base::GatedTile;
     using Base::args, Base::shared, Base::kAccumulators, Base::kOutputRowBytes, Base::kTileOutputs,
-        Base::wanted_tile_row, Base::batch_row, Base::sync_warpgroup, Base::reduces;
+        Base::wanted_tile_row, Base::tile_row, Base::batch_row, Base::sync_warpgroup, Base::reduces;
     using Base::Base;
 
     UW_DEVICE u32 old_barrier(const Place& p) const { return shared + S::kOldBarriers + p.warpgroup * 8; }
@@ -25,6 +25,16 @@ struct Epilogue : Reduce<Config> {
         high += ptx::float_from_bits(pair & 0xffff0000u);
     }
 
+    // Returns the bias of features lane / 4 (low half) and lane / 4 + 8 of a warp's fragments; 0 without a bias.
+    UW_DEVICE u32 load_bias(const Segment& s, const Place& p) const {
+        if constexpr (kStoreAdd<Config>) {
+            // A row of tiles past the end is not stored.
+            const u16* bias = args.bias + tile_row(s, p.warpgroup) * kTile + p.warp * packed::kBlockRows + p.lane / 4;
+            if (args.bias != nullptr) return ptx::ld_global_u16(bias) | ptx::ld_global_u16(bias + 8) << 16;
+        }
+        return 0;
+    }
+
     // silu(gate) * up, of rows g and g + 8 of a fragment.
     UW_DEVICE float gated(float gate, float up) const { return packed::silu(gate * args.scale) * (up * args.scale); }
 
@@ -32,7 +42,7 @@ struct Epilogue : Reduce<Config> {
     // by TMA, which drops rows past m. Thread 0 issues every store. A buffer is reused after kStoreBuffers pieces:
     // thread 0 arrives at the barrier of the piece before only when the store of that buffer has read it.
     UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Peers& peers,
-                         u32& buffer, u32& old_parity, const Place& p) const {
+                         u32 bias, u32& buffer, u32& old_parity, const Place& p) const {
         const u32 wanted = wanted_tile_row(s, p.warpgroup), column = wanted * kTileOutputs, row = batch_row(s);
         if (wanted * kTile >= args.n) return;
         // A fragment is 16 features by 8 batch rows. Order of the transposed matrices: features 0..7 and 8..15 of one
@@ -45,7 +55,8 @@ struct Epilogue : Reduce<Config> {
             if (!reduces(peers, i, p)) continue;
             const u32 staging = shared + S::kStaging + (p.warpgroup * S::kStoreBuffers + buffer) * S::kPieceBytes;
             buffer = buffer + 1 == S::kStoreBuffers ? 0 : buffer + 1;
-            if constexpr (kStoreAdd<Config>) {
+            const bool adds_old = kStoreAdd<Config> && args.bias == nullptr;
+            if (adds_old) {
                 // The buffer was last written by all threads, each of which fenced before the barrier that preceded its
                 // store, and thread 0 has waited until that store has read it.
                 if (p.thread == 0) {
@@ -78,12 +89,17 @@ struct Epilogue : Reduce<Config> {
                     float* d = sums + (i * S::kStoreRows / 16 + g) * 8;
 #pragma unroll
                     for (u32 j = 0; j < 8; ++j) d[j] *= args.scale;
-                    if constexpr (kStoreAdd<Config>) {
+                    if (adds_old) {
                         const U32x4 old = ptx::ldmatrix_x4_trans(address);
                         add_pair(d[0], d[1], old.x);
                         add_pair(d[2], d[3], old.y);
                         add_pair(d[4], d[5], old.z);
                         add_pair(d[6], d[7], old.w);
+                    } else if constexpr (kStoreAdd<Config>) {
+                        const float low = ptx::float_from_bits(bias << 16);
+                        const float high = ptx::float_from_bits(bias & 0xffff0000u);
+#pragma unroll
+                        for (u32 j = 0; j < 8; ++j) d[j] += j / 2 % 2 == 0 ? low : high;
                     }
                     ptx::stmatrix_x4_trans(address, {ptx::cvt_rn_bf16x2(d[0], d[1]), ptx::cvt_rn_bf16x2(d[2], d[3]),
                                                      ptx::cvt_rn_bf16x2(d[4], d[5]), ptx::cvt_rn_bf16x2(d[6], d[7])});
