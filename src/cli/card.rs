@@ -1,5 +1,7 @@
 //! `unweight card`: the model card of a bundle.
 
+mod speed;
+
 use std::{
     fmt::Write as _,
     fs,
@@ -26,6 +28,7 @@ use super::{
     progress::Bar,
     scratch, source,
 };
+use speed::Speed;
 
 /// Marks cards of this command, which it may replace.
 const MARK: &str = "<!-- `unweight card` wrote this file and replaces it. -->";
@@ -48,6 +51,9 @@ pub struct Card {
     /// Also compare with the source: a directory, file, quoted glob or Hugging Face model
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
+    /// Add a table of speeds from the JSON output of `unweight-bench decode BUNDLE`
+    #[arg(long, value_name = "FILE")]
+    speed: Option<PathBuf>,
     /// File to write; - is stdout [default: README.md of the bundle]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -87,6 +93,7 @@ struct Facts {
     manifest_sha256: String,
     /// Lines of the source's front matter.
     kept: Vec<String>,
+    speed: Option<Speed>,
 }
 
 /// What an engine needs on a GPU.
@@ -105,6 +112,7 @@ impl Card {
         }
         let bundle = Bundle::open(&self.bundle)?;
         let target = self.target(&bundle)?;
+        let speed = self.speed.as_deref().map(Speed::read).transpose()?;
         let source_card = bundle.copied(CARD, CARD_MAX)?.unwrap_or_default();
         let verified = self.verify(console)?;
         let manifest = bundle.manifest();
@@ -119,6 +127,7 @@ impl Card {
             memory: gpu_memory(&bundle),
             manifest_sha256: Sha256::digest(&json).iter().map(|byte| format!("{byte:02x}")).collect(),
             kept: kept_lines(&String::from_utf8_lossy(&source_card)),
+            speed,
         };
         let report = Report {
             card: target.clone(),
@@ -249,6 +258,7 @@ impl Card {
         if let Some(bytes) = facts.memory.cache_token_bytes {
             _ = writeln!(text, "| KV cache, per token, BF16 | {bytes} bytes |");
         }
+        text += &facts.speed.as_ref().map(Speed::section).unwrap_or_default();
         _ = write!(
             text,
             "\n## Run\n\n```sh\nunweight generate {name} --chat --prompt \"Why is the sky blue?\"\n\

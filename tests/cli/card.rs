@@ -47,6 +47,26 @@ fn a_card_states_what_the_bundle_has() {
     fails(home.path(), &["verify", "bundle"], 1, "bundle-damaged");
 }
 
+/// The report is a record of `unweight-bench decode`.
+#[test]
+fn a_card_has_the_speeds_of_a_report() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("bundle"), &home.path().join("bundle"));
+    let record = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/records/2026-11-26/decode-llama-3.1-8b.json");
+    let card = stdout(&run(home.path(), &["card", "bundle", "-o", "-", "--speed", record], 0));
+    let section = card.split("## Speed\n\n").nth(1).unwrap_or_else(|| panic!("{card}"));
+    let expected = "Tokens per second, decoding with 1024 tokens of context on NVIDIA H200, Unweight 0.1.0.\n\n\
+                    | sequences | packed | bf16 |\n|---:|---:|---:|\n| 1 | 325 | 231 |\n";
+    assert!(section.starts_with(expected), "{section}");
+    assert_eq!(section.lines().take_while(|line| !line.starts_with('#')).filter(|l| l.starts_with("| ")).count(), 8);
+    for text in ["", "{}", "{\"command\": \"decode\"}", &fs::read_to_string(record).unwrap().replace("decode", "x")] {
+        fs::write(home.path().join("speed.json"), text).unwrap();
+        fails(home.path(), &["card", "bundle", "--speed", "speed.json"], 2, "speed-report-invalid");
+    }
+    fails(home.path(), &["card", "bundle", "--speed", "absent.json"], 2, "not-found");
+    assert!(!home.path().join("bundle/README.md").exists());
+}
+
 #[test]
 fn cards_go_elsewhere_and_replace_only_cards() {
     let home = tempfile::tempdir().unwrap();
