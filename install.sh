@@ -100,8 +100,12 @@ install() {
 
     sums_of_release
     name=unweight-$version-$target
-    # Alpine and others with musl: the commands that need no GPU have a build of their own.
-    if ! listed "$name.tar.gz" && [ "${target%musl}" != "$target" ]; then
+    # The static build has the commands that need no GPU. It is for Alpine and others with musl, and for machines that
+    # have no other build.
+    if ! listed "$name.tar.gz" && listed "unweight-$version-${target%gnu}musl.tar.gz"; then
+        target=${target%gnu}musl
+        name=unweight-$version-$target
+    elif ! listed "$name.tar.gz" && [ "${target%musl}" != "$target" ]; then
         # gcompat runs programs for glibc.
         [ -e /lib/libgcompat.so.0 ] ||
             fail "release $version has no build for musl libc, which this system uses" \
@@ -133,7 +137,7 @@ install() {
     mv -f "$work/$name/unweight" "$to/unweight" || fail "cannot write $to/unweight" "$elsewhere"
     echo "installed unweight $version to $to/unweight"
     case $target in
-        *musl) echo "this build for musl libc has the commands that need no GPU" ;;
+        *musl) echo "this static build has the commands that need no GPU" ;;
     esac
     case ":${PATH:-}:" in
         *":$to:"* | *":$to/:"*)

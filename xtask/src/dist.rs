@@ -32,6 +32,9 @@ pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 const COMPILER: &str = "1.95.0";
 /// The version of cargo-cyclonedx, which writes the SBOMs.
 const CYCLONEDX: &str = "0.5.9";
+/// The static target of the other architecture.
+pub const OTHER_STATIC: &str =
+    if cfg!(target_arch = "aarch64") { "x86_64-unknown-linux-musl" } else { "aarch64-unknown-linux-musl" };
 /// Features for musl: CPU only, because a static program cannot load the driver.
 const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
@@ -72,12 +75,17 @@ impl Options {
             return Err("--password-file needs --sign KEY".to_owned());
         }
         let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
-        // The build runs the command to write its manual pages, so this machine must be able to run the target.
-        if let Some(other) = options.targets.iter().find(|&target| ![&gnu, &musl].contains(&target)) {
-            return Err(format!("cannot build for '{other}' on this machine; pass --target {gnu} or {musl}"));
+        let known = [gnu.as_str(), &musl, OTHER_STATIC];
+        if let Some(other) = options.targets.iter().find(|target| !known.contains(&target.as_str())) {
+            return Err(format!("cannot build for '{other}' on this machine; pass --target {}", known.join(" or ")));
         }
         if options.targets.is_empty() {
             options.targets.push(gnu);
+        }
+        // The documents of the other architecture are written by this one's build with the same features.
+        options.targets.sort_by_key(|target| target == OTHER_STATIC);
+        if options.targets.iter().any(|target| target == OTHER_STATIC) && !options.targets.contains(&musl) {
+            return Err(format!("--target {OTHER_STATIC} needs --target {musl}, which writes its manual pages"));
         }
         Ok(options)
     }
@@ -106,8 +114,12 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     let cyclonedx = cyclonedx()?;
 
     let out = create_empty(&options.out)?;
+    let mut writer = None;
     for target in &options.targets {
-        build_target(target, &epoch, &cyclonedx, &out)?;
+        let command = build_target(target, &epoch, &cyclonedx, &out, writer.as_deref())?;
+        if target.ends_with("musl") {
+            writer = Some(command);
+        }
     }
     write(&out.join(format!("unweight-{VERSION}.build.txt")), build_record(&epoch)?)?;
     for file in SCRIPTS {
@@ -231,10 +243,18 @@ fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
     Err(format!("CHANGELOG.md has no date for {VERSION}; write '{heading}YYYY-MM-DD', commit and tag again"))
 }
 
-/// Makes the archives, the wheel and the SBOMs for a target.
-fn build_target(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
+/// Makes the archives, the wheel and the SBOMs for a target, and returns the command. `writer` is the static command of
+/// this machine, for the documents of one that it cannot run.
+fn build_target(
+    target: &str,
+    epoch: &str,
+    cyclonedx: &Path,
+    out: &Path,
+    writer: Option<&Path>,
+) -> Result<PathBuf, String> {
     let (command, wheel) = build_command(target, epoch)?;
-    archive(&command, &name(target), epoch, out)?;
+    let writer = writer.filter(|_| target == OTHER_STATIC).unwrap_or(&command);
+    archive(&command, writer, &name(target), epoch, out)?;
     let sbom = |manifest: &str, artifact: &str, features: &[&str], name: &str| {
         generate_sbom(cyclonedx, &root().join(manifest), artifact, &[features, &["--target", target]].concat(), epoch)
             .and_then(|text| write(&out.join(name), text))
@@ -250,7 +270,7 @@ fn build_target(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Resu
         let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
         sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
     }
-    Ok(())
+    Ok(command)
 }
 
 /// Builds the command, and the wheel if this target has one.
@@ -273,15 +293,19 @@ fn build_command(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>)
     if !Path::new(&library).is_dir() {
         return Err(format!("no standard library for {0}; run `rustup target add {0}`", target));
     }
+    let (build, path) = match target {
+        OTHER_STATIC => ("zigbuild", wheel::dist_path()?),
+        _ => ("build", env::var_os("PATH").unwrap_or_default()),
+    };
     let arguments = [
-        &["build", "--profile", "dist", "--locked", "--target", target][..],
+        &[build, "--profile", "dist", "--locked", "--target", target][..],
         &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", MUSL_FEATURES],
     ];
-    Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
+    Ok((gpu_pack::command(cargo().envs(variables).env("PATH", path), &arguments.concat())?, None))
 }
 
-/// Packs the command with its documents, twice: gzip is available everywhere, zstd is smaller.
-fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
+/// Packs the command with its documents, which `writer` writes, twice: gzip is available everywhere, zstd is smaller.
+fn archive(command: &Path, writer: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
     let stage = target_dir("dist-stage");
     setup::remove(&stage)?;
     let folder = stage.join(name);
@@ -292,10 +316,9 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
         fs::copy(root().join(file), folder.join(file)).map_err(io)?;
     }
     write(&folder.join(notices::FILE), notices::text()?)?;
-    let unweight = folder.join("unweight");
     // The output may depend on the language and the width of the terminal.
     let unweight_command = || {
-        let mut command = Command::new(&unweight);
+        let mut command = Command::new(writer);
         command.env_clear().env("LC_ALL", "C");
         command
     };
@@ -473,10 +496,13 @@ mod tests {
         assert_eq!(parsed(&[]).unwrap().targets, [gnu.as_str()]);
         let arguments = ["--target", &gnu, "--target", &musl, "--sign", "k", "--password-file", "p"];
         let options = parsed(&arguments).unwrap();
-        assert_eq!(options.targets, [gnu, musl]);
+        assert_eq!(options.targets, [gnu.as_str(), &musl]);
+        let all = ["--target", OTHER_STATIC, "--target", &musl, "--target", &gnu];
+        assert_eq!(parsed(&all).unwrap().targets, [musl.as_str(), &gnu, OTHER_STATIC]);
         assert_eq!((options.key, options.password_file), (Some("k".into()), Some("p".into())));
         for (arguments, message) in [
             (&["--target", "riscv64gc-unknown-linux-gnu"][..], "cannot build for 'riscv64gc"),
+            (&["--target", OTHER_STATIC], "which writes its manual pages"),
             (&["--password-file", "p"], "needs --sign"),
             (&["--sign"], "needs a value"),
             (&["out"], "unexpected argument 'out'"),

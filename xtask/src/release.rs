@@ -11,7 +11,7 @@ use std::{
 };
 
 use crate::{
-    dist::{self, SUMS, VERSION},
+    dist::{self, OTHER_STATIC, SUMS, VERSION},
     run::{self, cache_dir, root, run, succeeds, target_dir},
     setup,
 };
@@ -65,6 +65,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
         }
     }
     test_musl(&files, &site)?;
+    test_emulated(&files)?;
     test_wheels(&files)
 }
 
@@ -274,6 +275,41 @@ fn test_musl(files: &Path, site: &Site) -> Result<(), String> {
     check_refused("musl", &home, &output, "no build for musl libc", &[])?;
     println!("musl: install.sh refused the system, as it should");
     Ok(())
+}
+
+/// Compresses and restores a model with the static command for the other architecture, under QEMU.
+fn test_emulated(files: &Path) -> Result<(), String> {
+    let name = format!("unweight-{VERSION}-{OTHER_STATIC}");
+    let archive = files.join(format!("{name}.tar.gz"));
+    let emulator = format!("qemu-{}-static", OTHER_STATIC.split('-').next().unwrap_or_default());
+    if !archive.exists() || !succeeds(Command::new(&emulator).arg("--version")) {
+        println!("skipped: {OTHER_STATIC}, for want of its archive or of {emulator} (qemu-user-static)");
+        return Ok(());
+    }
+    let work = target_dir("release-emulated");
+    setup::remove(&work)?;
+    fs::create_dir_all(&work).map_err(|error| format!("{}: {error}", work.display()))?;
+    run(Command::new("tar").arg("-xzf").arg(&archive).arg("-C").arg(&work))?;
+    let unweight = |arguments: &[&str]| {
+        let mut command = Command::new(&emulator);
+        command.current_dir(&work).arg(work.join(&name).join("unweight")).args(arguments);
+        command
+    };
+    let version = run::output(&mut unweight(&["--version"]))?;
+    if version != format!("unweight {VERSION}") {
+        return Err(format!("{archive:?}: `unweight --version` printed '{version}'"));
+    }
+    fs::create_dir(work.join("model")).map_err(|error| format!("{}: {error}", work.display()))?;
+    // 256 x 256 values of BF16: 1.0, and its neighbours in the last mantissa bits.
+    let header = r#"{"w":{"dtype":"BF16","shape":[256,256],"data_offsets":[0,131072]}}"#;
+    let values = (0..65536_u32).flat_map(|at| (0x3f80 + (at % 61) as u16).to_le_bytes());
+    let file: Vec<u8> = (header.len() as u64).to_le_bytes().into_iter().chain(header.bytes()).chain(values).collect();
+    fs::write(work.join("model/model.safetensors"), file).map_err(|error| format!("{}: {error}", work.display()))?;
+    run(&mut unweight(&["compress", "model", "-o", "bundle", "--quiet"]))?;
+    run(&mut unweight(&["decompress", "bundle", "-o", "restored", "--quiet"]))?;
+    run(Command::new("diff").current_dir(&work).args(["-r", "model", "restored"]))?;
+    println!("{OTHER_STATIC}: a model is restored under QEMU");
+    setup::remove(&work)
 }
 
 /// Installs the wheel into each clean Python, then compresses and restores a model.

@@ -112,6 +112,22 @@ pub fn dist(variables: &[(&str, OsString)]) -> Result<(PathBuf, PathBuf), String
     Ok((build(Build::Dist, variables)?, package().join("data/scripts/unweight")))
 }
 
+/// Returns the search path with the programs of [`DIST_TOOLS`].
+pub fn dist_path() -> Result<OsString, String> {
+    Ok(path_of(DIST_VENV, &dist_tools()?))
+}
+
+/// Returns the search path with the programs of an environment in `target`, whose Python is given.
+fn path_of(environment: &str, python: &Path) -> OsString {
+    // The launcher that replaces a virtual environment has its programs elsewhere.
+    let mut path = OsString::from(python.with_file_name("").as_os_str());
+    path.push(":");
+    path.push(target_dir(environment).join("site-0/bin"));
+    path.push(":");
+    path.push(env::var_os("PATH").unwrap_or_default());
+    path
+}
+
 /// Returns a Python with [`DIST_TOOLS`].
 pub fn dist_tools() -> Result<PathBuf, String> {
     let pairs = DIST_TOOLS.map(|tool| format!("{:?}", tool.split("==").collect::<Vec<_>>()));
@@ -243,12 +259,7 @@ fn build(kind: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String>
         Build::Dist => dist_tools()?,
         Build::Release | Build::Tests | Build::Command => python(&[MATURIN])?,
     };
-    // The launcher that replaces a virtual environment has its programs elsewhere.
-    let mut path = OsString::from(maturin.with_file_name("").as_os_str());
-    path.push(":");
-    path.push(target_dir(tools).join("site-0/bin"));
-    path.push(":");
-    path.push(env::var_os("PATH").unwrap_or_default());
+    let path = path_of(tools, &maturin);
     let target = format!("{}-unknown-linux-gnu", env::consts::ARCH);
     let target_of_command = format!("{target}.{GLIBC}");
     let command_arguments = ["--package", "unweight", "--bin", "unweight", "--features", "full"];

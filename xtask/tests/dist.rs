@@ -11,25 +11,31 @@ fn run(command: &mut Command) {
     assert!(status.success(), "{command:?}: {status}");
 }
 
-/// Whether the compiler of a release can build for musl.
-fn has_musl() -> bool {
-    let target = format!("{}-unknown-linux-musl", env::consts::ARCH);
-    let mut command = Command::new("rustc");
-    command.env("RUSTUP_TOOLCHAIN", "1.95.0").args(["--print", "target-libdir", "--target", &target]);
-    let output = command.output().expect("rustc runs");
-    let found = Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir();
-    if !found {
-        println!("left out: musl (rustup target add {target} --toolchain 1.95.0)");
-    }
-    found
+/// Returns the targets of a release for which its compiler has a standard library.
+fn targets() -> Vec<String> {
+    let other = if cfg!(target_arch = "aarch64") { "x86_64" } else { "aarch64" };
+    let own = env::consts::ARCH;
+    let all = [(own, "gnu"), (own, "musl"), (other, "musl")].map(|(cpu, libc)| format!("{cpu}-unknown-linux-{libc}"));
+    let has = |target: &String| {
+        let mut command = Command::new("rustc");
+        command.env("RUSTUP_TOOLCHAIN", "1.95.0").args(["--print", "target-libdir", "--target", target]);
+        let output = command.output().expect("rustc runs");
+        let found = Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir();
+        if !found {
+            println!("left out: {target} (rustup target add {target} --toolchain 1.95.0)");
+        }
+        found
+    };
+    // The last one needs the one before.
+    all.into_iter().take_while(has).collect()
 }
 
 /// Builds the files in a clone of the repository. `.ci/release` and other scripts look for them in `artifacts`.
 fn dist(clone: &Path, artifacts: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut command = Command::new("cargo");
     command.current_dir(clone).args(["xtask", "dist", "--out"]).arg(artifacts);
-    for libc in ["gnu", "musl"].into_iter().filter(|libc| *libc == "gnu" || has_musl()) {
-        command.args(["--target", &format!("{}-unknown-linux-{libc}", env::consts::ARCH)]);
+    for target in targets() {
+        command.args(["--target", &target]);
     }
     // Each clone must build everything itself, including what cargo would share.
     run(command.env_remove("CARGO_TARGET_DIR").env_remove("CARGO_MANIFEST_DIR"));
@@ -55,7 +61,9 @@ fn two_folders_give_equal_bytes() {
     let names = |files: &BTreeMap<String, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
     assert_eq!(names(&one), names(&other));
     assert!(one.len() >= 7 && one.contains_key("SHA256SUMS"), "{:?}", names(&one));
-    assert_eq!(one.keys().any(|name| name.ends_with("-linux-musl.tar.gz")), has_musl());
+    for target in targets() {
+        assert!(one.keys().any(|name| name.ends_with(&format!("{target}.tar.gz"))), "{target}: {:?}", names(&one));
+    }
     let source_folder = root().to_str().expect("the path is UTF-8").as_bytes();
     for (name, bytes) in &one {
         assert!(*bytes == other[name], "{name} differs");

@@ -500,6 +500,16 @@ fn musl_gets_its_own_build_and_is_told_what_it_lacks() {
     assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
 }
 
+/// As a machine with another processor, for which a release has only the static build.
+#[test]
+fn without_a_build_for_glibc_the_static_one_is_installed() {
+    let (site, machine) = (Site::new(), System::new());
+    site.publish_for("musl", VERSION, &command(VERSION));
+    let text = machine.installs(&site, &[]);
+    assert!(text.contains("static build has the commands that need no GPU"), "{text}");
+    assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
+}
+
 #[test]
 fn a_directory_in_the_place_of_the_command_is_refused() {
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
