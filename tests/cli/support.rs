@@ -1,4 +1,4 @@
-//! Checks that docs/reference/support.html shows the registries of the code. `UPDATE_DOCS=1` writes it.
+//! Checks that docs/reference/support.inc shows the registries of the code. `UPDATE_DOCS=1` writes it.
 
 use std::{collections::BTreeMap, fmt::Write, fs, path::Path};
 
@@ -59,7 +59,7 @@ fn the_support_matrix_is_that_of_the_registries() {
         kernels.push(vec![code(arch.compiler_name()), total.to_string(), compact, listed.join(", ")]);
     }
     table(&mut page, "GPUs", &["architecture", "kernels", "compact products", "by family"], &kernels);
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/support.html");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/reference/support.inc");
     if std::env::var_os("UPDATE_DOCS").is_some_and(|value| !value.is_empty()) {
         fs::write(&path, &page).unwrap();
     }

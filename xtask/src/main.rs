@@ -53,7 +53,7 @@ usage: cargo xtask <task> [options]
                         --sample N     only every Nth kernel
                         --compare BEFORE AFTER [--renames FILE]
                                        compare two lists; each line of FILE is `OLD NEW`, two parts of names
-  records             write docs/records/tables.html, the tables of the records
+  records             write docs/records/tables.inc, the tables of the records
   help                print this text
 ";
 

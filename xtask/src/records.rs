@@ -1,4 +1,4 @@
-//! `cargo xtask records`: the tables of docs/records as a page of the book, `docs/records/tables.html`.
+//! `cargo xtask records`: the tables of docs/records as a page of the book, `docs/records/tables.inc`.
 //!
 //! Every CSV file of at most [`ROWS_MAX`] rows becomes a table, and every `rows` list of a JSON file that names its
 //! device. Longer files are listed with their sizes. `xtask/tests/records.rs` checks that the page is current.
@@ -13,7 +13,7 @@ use std::{
 use serde_json::Value;
 
 /// The page, below the root of the repository.
-pub const PAGE: &str = "docs/records/tables.html";
+pub const PAGE: &str = "docs/records/tables.inc";
 /// Maximum rows of a table.
 const ROWS_MAX: usize = 24;
 /// Maximum columns of a table.

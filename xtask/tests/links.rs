@@ -1,4 +1,5 @@
-//! Checks links between the documents: each leads to an existing file and heading. The book contains every page.
+//! Checks links between the documents: each leads to an existing file and heading, those of the book to its own files.
+//! The book contains every page.
 
 use std::{collections::BTreeSet, fs};
 
@@ -83,6 +84,23 @@ fn every_page_is_in_the_book() {
     assert_eq!(unique.len(), listed.len(), "docs/SUMMARY.md lists a page twice");
     let missing: Vec<String> = names.filter(|name| name != "SUMMARY.md" && !unique.contains(name.as_str())).collect();
     assert_eq!(missing, [""; 0], "docs/SUMMARY.md does not list these pages");
+}
+
+/// The published book has no other files of the repository.
+#[test]
+fn links_of_the_book_stay_in_the_book() {
+    let docs = root().join("docs").canonicalize().expect("the documentation");
+    let mut leaving = Vec::new();
+    for page in files(&["docs"], &["md"], &[]) {
+        let folder = page.parent().expect("a directory");
+        for link in links(&fs::read_to_string(&page).expect("a page")).iter().filter(|link| !link.contains("://")) {
+            let path = link.split('#').next().unwrap_or_default();
+            if folder.join(path).canonicalize().is_ok_and(|target| !target.starts_with(&docs)) {
+                leaving.push(format!("{}: ({link})", page.display()));
+            }
+        }
+    }
+    assert_eq!(leaving, [""; 0]);
 }
 
 #[test]

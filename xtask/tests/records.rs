@@ -1,4 +1,4 @@
-//! Checks that `docs/records/tables.html` has the tables of the records. `UPDATE_DOCS=1 cargo test -p xtask --test
+//! Checks that `docs/records/tables.inc` has the tables of the records. `UPDATE_DOCS=1 cargo test -p xtask --test
 //! records` writes it.
 
 use std::fs;
