@@ -145,8 +145,8 @@ impl PackedGemm {
         self.enqueue_any(ctx, (x, None), w, y)
     }
 
-    /// Enqueues `y = x * w^T + bias`, added in fp32 and rounded once, with a `store_add` variant. `bias` is `[1, n]`; the
-    /// other operands are as for [`PackedGemm::enqueue`].
+    /// Enqueues `y = x * w^T + bias`, added in fp32 and rounded once, with a `store_add` variant. `bias` is `[1, n]`;
+    /// the other operands are as for [`PackedGemm::enqueue`].
     ///
     /// # Errors
     /// As for [`PackedGemm::enqueue`]; [`LaunchError::Epilogue`] for a variant that adds nothing.

@@ -346,8 +346,8 @@ impl Interop {
         matches!(layer, Linear::Packed(layer) if layer.takes_bias(m))
     }
 
-    /// Like [`Interop::enqueue`], but `y[m, n] = x[m, k] * W^T + bias[n]`, added in fp32 and rounded once. The scratch is
-    /// that of [`Epilogue::StoreAdd`].
+    /// Like [`Interop::enqueue`], but `y[m, n] = x[m, k] * W^T + bias[n]`, added in fp32 and rounded once. The scratch
+    /// is that of [`Epilogue::StoreAdd`].
     ///
     /// # Safety
     /// As for [`Interop::enqueue`]; `bias` is the address of `n` BF16, a multiple of 16, with the duties of `x`.
