@@ -187,7 +187,10 @@ impl Compress {
                 output::count(report.verified_tensors, "tensor"),
             )?;
             match (&self.base, report.base_tensors) {
-                (Some(base), count) => writeln!(out, "{count} tensors are differences from {}", base.display()),
+                (Some(base), tensors) => {
+                    let tensors = output::count(tensors, "tensor");
+                    writeln!(out, "{tensors} stored as differences from {}", base.display())
+                }
                 (None, _) => Ok(()),
             }
         })

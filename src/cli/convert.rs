@@ -68,10 +68,10 @@ impl Convert {
                     let report = &converted.report;
                     writeln!(
                         out,
-                        "{}: {} weights in {} units, {} of {} ({}, {})",
+                        "{}: {} in {}, {} of {} ({}, {})",
                         self.output.display(),
-                        report.weights,
-                        report.units,
+                        output::count(report.weights, "weight"),
+                        output::count(report.units, "unit"),
                         output::bytes(report.bytes),
                         output::bytes(report.source_bytes),
                         output::seconds(converted.seconds),
@@ -87,10 +87,10 @@ impl Convert {
                     let report = &converted.report;
                     writeln!(
                         out,
-                        "{}: {} weights of {} units, {} from {} ({}, {})",
+                        "{}: {} of {}, {} from {} ({}, {})",
                         self.output.display(),
-                        report.weights,
-                        report.units,
+                        output::count(report.weights, "weight"),
+                        output::count(report.units, "unit"),
                         output::bytes(report.bytes),
                         output::bytes(report.source_bytes),
                         output::seconds(converted.seconds),

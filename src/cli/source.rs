@@ -126,9 +126,9 @@ fn decoded(found: &LocatedModel, destination: Option<&Path>, console: Console) -
     })?;
     bar.finish();
     console.note(format_args!(
-        "a DFloat11 model: {} weights of {} units, decoded to {} of BF16 first",
-        report.weights,
-        report.units,
+        "a DFloat11 model: {} of {}, decoded to {} of BF16 first",
+        super::output::count(report.weights, "weight"),
+        super::output::count(report.units, "unit"),
         super::output::bytes(report.bytes)
     ));
     Ok(LocatedModel { root, only: None, _scratch: Some(scratch) })

@@ -48,7 +48,7 @@ pub struct Tune {
     /// Bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
     bundle: PathBuf,
     /// Batch sizes: any of 1, 8, 16, 32, 64, 128, 192, 256, 512 and 1024; repeatable
-    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_value = "1,64,256,512,1024")]
     batch: Vec<u32>,
     /// Tokens in the KV cache per sequence
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]

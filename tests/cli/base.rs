@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use unweight::format::testing::Weights;
 
-use crate::harness::{fails, json, matrix, run, same};
+use crate::harness::{fails, json, matrix, run, same, stdout};
 
 /// Writes a model of one BF16 matrix. Every `step`-th element differs from the base's by its lowest bit.
 fn model(folder: &Path, step: usize) {
@@ -24,7 +24,8 @@ fn a_fine_tune_is_stored_as_differences_and_restored() {
     model(&at("tuned"), 16);
     run(home.path(), &["compress", "tuned", "-o", "whole"], 0);
     let whole = json(&run(home.path(), &["inspect", "whole", "--json"], 0));
-    run(home.path(), &["compress", "tuned", "-o", "delta", "--base", "base"], 0);
+    let summary = stdout(&run(home.path(), &["compress", "tuned", "-o", "delta", "--base", "base"], 0));
+    assert!(summary.ends_with("\n1 tensor stored as differences from base\n"), "{summary}");
     let delta = json(&run(home.path(), &["inspect", "delta", "--json"], 0));
     let bytes = |report: &serde_json::Value| report["stored_bytes"].as_u64().unwrap();
     assert!(bytes(&delta) < bytes(&whole) / 2, "{} and {}", bytes(&delta), bytes(&whole));

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use crate::harness::{copy, documented, fails, json, run, same, stderr, stdout};
+use crate::harness::{copy, documented, fails, json, one_matrix, run, same, stderr, stdout};
 
 /// Files that the dfloat11 package wrote are accepted as a source and reproduced.
 #[test]
@@ -33,6 +33,17 @@ fn dfloat11_round_trip() {
     let summary = stdout(&run(home.path(), &["convert", "plain", "-o", "third", "--to", "dfloat11"], 0));
     assert!(summary.contains("16 weights in 4 units"), "{summary}");
     same(&home.path().join("again"), &home.path().join("third"));
+
+    fs::create_dir(home.path().join("head")).unwrap();
+    one_matrix(&home.path().join("head/model.safetensors"), "lm_head.weight");
+    fs::write(home.path().join("head/config.json"), r#"{"hidden_size": 64, "vocab_size": 64}"#).unwrap();
+    for (from, to, format, expected) in [
+        ("head", "unit", "dfloat11", "unit: 1 weight in 1 unit, "),
+        ("unit", "back", "bf16", "back: 1 weight of 1 unit, "),
+    ] {
+        let summary = stdout(&run(home.path(), &["convert", from, "-o", to, "--to", format], 0));
+        assert!(summary.contains(expected), "{summary}");
+    }
 
     // `convert` cannot replace an output, so the error does not suggest --force.
     let text = fails(home.path(), &["convert", "plain", "-o", "third", "--to", "dfloat11"], 2, "output-exists");

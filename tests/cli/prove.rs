@@ -9,7 +9,7 @@ use std::{
 use serde_json::Value;
 use sha2::Digest;
 
-use crate::harness::{copy, documented, fails, fixture, json, run, shards, stderr, stdout, unweight};
+use crate::harness::{copy, documented, fails, fixture, json, one_matrix, run, shards, stderr, stdout, unweight};
 
 /// The field with the certificate's own digest.
 const OWN: &str = "\"certificate_sha256\": \"";
@@ -70,6 +70,11 @@ fn a_certificate_has_the_digests_of_every_file_and_tensor() {
     assert_eq!((&report["logits_compared"], &report["source_compared"]), (&has_logits.into(), &false.into()));
     let report = json(&run(home.path(), &["prove", "--check", "certificate.json", &model, &bundle, "--json"], 0));
     assert_eq!((&report["bundle_compared"], &report["source_compared"]), (&true.into(), &true.into()));
+    fs::create_dir(home.path().join("one")).unwrap();
+    one_matrix(&home.path().join("one/model.safetensors"), "x.mlp.up_proj.weight");
+    run(home.path(), &["compress", "one", "-o", "coded"], 0);
+    let summary = stdout(&run(home.path(), &["prove", "one", "coded", "--device", "none", "-o", "one.json"], 0));
+    assert!(summary.starts_with("one.json: 1 file, 1 tensor, not signed: "), "{summary}");
     for arguments in [&["prove"][..], &["prove", &model], &["prove", &model, &bundle, "--check", "c", "--sign", "k"]] {
         fails_with_usage(home.path(), arguments);
     }

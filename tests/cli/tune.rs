@@ -4,7 +4,7 @@ use std::fs;
 
 use unweight::format::bundle::{Bundle, PLAN_BYTES_MAX};
 
-use crate::harness::{attach_plan, copy, fails, fixture, run, stderr};
+use crate::harness::{attach_plan, copy, fails, fixture, run, stderr, stdout};
 
 /// The arguments that `tune` rejects before it opens a GPU, and its error without a GPU.
 #[test]
@@ -22,6 +22,8 @@ fn rejects_bad_arguments_before_loading() {
         let text = stderr(&run(home.path(), &[&["tune", "inference"], &wrong[..]].concat(), 2));
         assert!(text.contains(allowed), "{text}");
     }
+    let help = stdout(&run(home.path(), &["tune", "--help"], 0));
+    assert!(help.contains("[default: 1,64,256,512,1024]"), "{help}");
     fails(home.path(), &["tune", "nowhere"], 2, "path-not-found");
     let text = fails(home.path(), &["tune", "inference", "--context", "8188"], 2, "context-above-model-limit");
     assert!(text.contains("8187"), "{text}");

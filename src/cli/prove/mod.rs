@@ -24,7 +24,7 @@ use unweight::format::{
 use super::{
     common::{Force, Ram},
     failure::{Failure, Result, refuse},
-    output::Console,
+    output::{self, Console},
     printable::one_line,
     progress::Bar,
     scratch, sign, source,
@@ -289,10 +289,10 @@ fn print(report: &Report, is_check: bool, console: Console) -> Result<()> {
         let logits = report.logits.as_ref().filter(|_| report.logits_compared);
         writeln!(
             out,
-            "{}: {} files, {} tensors{}, {}: {compared}",
+            "{}: {}, {}{}, {}: {compared}",
             report.certificate.display(),
-            report.files,
-            report.tensors,
+            output::count(report.files, "file"),
+            output::count(report.tensors, "tensor"),
             logits.map_or(String::new(), |device| format!(", logits on {}", one_line(device))),
             match (report.signed, is_check) {
                 (true, _) => "signed",

@@ -247,7 +247,7 @@ struct SpeculateBench {
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
     geometry: Geometry,
     /// Concurrent sequences; repeatable
-    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8],
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2,4,8",
           value_parser = clap::value_parser!(u32).range(1..=64))]
     batch: Vec<u32>,
     /// Maximum drafted tokens per sequence and step
@@ -272,7 +272,7 @@ struct ReportBench {
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
     geometry: Geometry,
     /// Concurrent sequences, or rows of a product; repeatable
-    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = bench::BATCHES,
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,64,256,512,1024",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: Vec<u32>,
     /// Tokens in the KV cache per sequence

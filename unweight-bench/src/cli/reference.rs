@@ -19,3 +19,17 @@ fn commands_are_those_of_the_program() {
         assert_eq!(fs::read_to_string(path).unwrap(), now, "UPDATE_DOCS=1 cargo test -p unweight-bench -- reference");
     }
 }
+
+/// Help shows lists of defaults as they are written on the command line.
+#[test]
+fn default_batches_are_split() {
+    for (name, batches) in [("speculate", &[1, 2, 4, 8][..]), ("report", &unweight_bench::BATCHES)] {
+        let matches = Cli::command().try_get_matches_from(["unweight-bench", name]).unwrap();
+        let found = matches.subcommand().unwrap().1.get_many::<u32>("batch").unwrap();
+        assert_eq!(found.copied().collect::<Vec<_>>(), batches, "{name}");
+        let shown = batches.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
+        let help = Cli::command().find_subcommand_mut(name).unwrap().render_help().to_string();
+        let help = help.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(help.contains(&format!("[default: {shown}]")), "{help}");
+    }
+}
