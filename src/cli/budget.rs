@@ -17,7 +17,7 @@ use unweight::{
     },
     format::{
         EncodingId,
-        bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport, io_code},
+        bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport},
         raw::glob::matches,
     },
     model::{ModelConfig, TensorHeader, bind},
@@ -44,7 +44,7 @@ pub struct Budget {
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
     /// Largest predicted slowdown of matmuls against the fastest plan, such as 5%
-    #[arg(long, value_name = "PERCENT", value_parser = percent)]
+    #[arg(long, value_name = "PERCENT", value_parser = percent, allow_hyphen_values = true)]
     max_slowdown: Option<f64>,
     /// Concurrent sequences, 1 to 1024
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = sequences())]
@@ -263,9 +263,12 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 fn config(root: &Path) -> Result<ModelConfig> {
     let path = root.join("config.json");
-    let size = fs::metadata(&path).map_err(|error| {
-        let help = "budget needs the directory of a model, with its config.json";
-        Failure::new(io_code(&error), format!("{}: {error}", path.display()), help)
+    let size = fs::metadata(&path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            let message = format!("{}: the model has no config.json", root.display());
+            Failure::new("config-missing", message, "give the directory of a model that contains it")
+        }
+        _ => Failure::io(path.display())(error),
     })?;
     if size.len() > CONFIG_BYTES_MAX {
         let message = format!("{}: {} bytes; a config.json has at most {CONFIG_BYTES_MAX}", path.display(), size.len());

@@ -93,6 +93,19 @@ fn gpu_encoder(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
 }
 
 impl Compress {
+    fn output_exists(&self) -> Failure {
+        let failure = Failure::from(BundleError::OutputExists { path: self.output.clone() });
+        match (self.resume.is_set, self.part) {
+            (false, _) => failure,
+            (true, None) => failure.with_help(
+                "if an earlier run made it, it is complete: `unweight verify` checks it; --force makes it again",
+            ),
+            (true, Some(_)) => {
+                failure.with_help("if an earlier run made it, it is complete: merge it with the other parts")
+            }
+        }
+    }
+
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
@@ -106,7 +119,7 @@ impl Compress {
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         // Checked before an archive of several GiB is read.
         if !self.force.is_set && self.output.symlink_metadata().is_ok() {
-            return Err(BundleError::OutputExists { path: self.output.clone() }.into());
+            return Err(self.output_exists());
         }
         // Fails before any work if stdout cannot receive the bundle.
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;

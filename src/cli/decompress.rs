@@ -51,7 +51,10 @@ impl Decompress {
         }
         // Checked before an archive of several GiB is read.
         if !self.force.is_set && self.output.symlink_metadata().is_ok() {
-            return Err(BundleError::OutputExists { path: self.output.clone() }.into());
+            let error = Failure::from(BundleError::OutputExists { path: self.output.clone() });
+            let resumed = "if an earlier run made it, it is complete: `unweight verify BUNDLE --against DIR` checks it; \
+                           --force makes it again";
+            return Err(if self.resume.is_set { error.with_help(resumed) } else { error });
         }
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
         let unpacked = archive::is_stream(&self.bundle)

@@ -196,9 +196,10 @@ impl Report {
                     writeln!(out, "     remedy: {}", library.remedy.unwrap_or_default())?;
                 }
             }
-            // Report a library that exists but cannot be used; skip names that do not exist.
+            // Report a library that exists but cannot be used, and a variable; skip names that do not exist.
             for tried in &library.tried {
-                if verbose || (!library.found && tried.what.starts_with('/')) {
+                let is_chosen = tried.what.starts_with('/') || tried.what.starts_with("UNWEIGHT_");
+                if verbose || (!library.found && is_chosen) {
                     writeln!(out, "     tried {}: {}", tried.what, tried.why)?;
                 }
             }

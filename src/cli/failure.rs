@@ -396,7 +396,7 @@ fn code_help(code: &str) -> Option<&'static str> {
             "download the bundle again, or compress the model again"
         }
         "safetensors-header-too-large" => {
-            "give a safetensors file; the first 8 bytes of this one do not start a header"
+            "give a safetensors file; if this one is a Git LFS pointer, run `git lfs pull`"
         }
         code if code.starts_with("safetensors-") => "download the file again, or write it again",
         "index-invalid" => "download the file again",

@@ -176,7 +176,11 @@ pub fn find(names: &[PathBuf], console: Console) -> Result<LocatedModel> {
     if !paths.iter().any(|path| path.extension().is_some_and(|extension| extension == "safetensors")) {
         let shown: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
         let message = format!("{}: no .safetensors file", shown.join(", "));
-        return Err(Failure::new("no-weights", message, "give the directory of a model, or .safetensors files"));
+        return Err(Failure::new(
+            "no-weights",
+            message,
+            "pass a model with .safetensors files (convert .bin or .gguf weights first)",
+        ));
     }
     let absolute = |path: &PathBuf| std::path::absolute(path).map_err(Failure::io(path.display()));
     let paths = paths.iter().map(absolute).collect::<Result<Vec<_>>>()?;

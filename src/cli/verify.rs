@@ -6,6 +6,7 @@ use clap::Args;
 use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOptions, manifest::SIGNATURE_NAME};
 
 use super::{
+    archive,
     common::{Base, Ram, Threads},
     failure::{Failure, Result},
     hub,
@@ -43,6 +44,9 @@ pub struct Verify {
 impl Verify {
     /// Runs the command.
     pub fn run(&self, console: Console) -> Result<()> {
+        if self.against.as_deref().is_some_and(archive::is_stream) {
+            return Err(Failure::new("usage", "--against takes no archive", "unpack it, and give the directory"));
+        }
         let dir = hub::bundle(&self.bundle, console)?;
         let against =
             self.against.as_ref().map(|source| source::find(std::slice::from_ref(source), console)).transpose()?;

@@ -64,6 +64,10 @@ fn plan_file_gives_the_predicted_sizes() {
         let text = stderr(&run(home.path(), &["budget", "model", "--max-slowdown", "5%", option, "0"], 2));
         assert!(text.contains(&format!("'{option} <")) && text.contains("'0'"), "{text}");
     }
+    for negative in ["-3", "-3%"] {
+        let text = stderr(&run(home.path(), &["budget", "model", "--max-slowdown", negative], 2));
+        assert!(text.contains(&format!("'{negative}' is not a percentage; write a number")), "{text}");
+    }
     // One of the two is required, and both may be given.
     let text = stderr(&run(home.path(), &["budget", "model"], 2));
     assert!(text.contains("<--memory <SIZE>|--max-slowdown <PERCENT>>"), "{text}");
@@ -77,8 +81,8 @@ fn plan_file_gives_the_predicted_sizes() {
         assert_eq!((groups.any(|group| group["encoding"] == "compact"), &report["arch"]), (compact, &arch.into()));
     }
     fs::remove_file(home.path().join("model/config.json")).unwrap();
-    let text = fails(home.path(), &["budget", "model", "--max-slowdown", "5%"], 2, "path-not-found");
-    assert!(text.contains("config.json"), "{text}");
+    let text = fails(home.path(), &["budget", "model", "--max-slowdown", "5%"], 2, "config-missing");
+    assert!(text.contains("model: the model has no config.json\n  help: "), "{text}");
 }
 
 /// Errors print sizes with units, and an option without a unit is rejected.

@@ -58,9 +58,27 @@ fn name_the_argument_and_the_next_step() {
     copy(&fixture().join("bundle"), &home.path().join("bundle"));
     fs::write(home.path().join("short/model.safetensors"), [9, 0, 0, 0, 0, 0, 0, 0, b'{', b'}']).unwrap();
     fs::write(home.path().join("rules.json"), "{").unwrap();
-    let cases: [(&[&str], &str, &[&str]); 13] = [
+    fs::write(home.path().join("pytorch_model.bin"), "PK").unwrap();
+    fs::create_dir(home.path().join("pointer")).unwrap();
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
+    fs::write(home.path().join("pointer/model.safetensors"), pointer).unwrap();
+    let cases: [(&[&str], &str, &[&str]); 15] = [
         (&["compress", "nowhere", "-o", "out"], "source-not-found", &["nowhere"]),
-        (&["compress", "empty", "-o", "out"], "no-weights", &["empty", "no *.safetensors"]),
+        (
+            &["compress", "empty", "-o", "out"],
+            "no-weights",
+            &["empty", "no *.safetensors", "help: pass a model with .safetensors files (convert .bin or .gguf weights"],
+        ),
+        (
+            &["compress", "pytorch_model.bin", "-o", "out"],
+            "no-weights",
+            &["pytorch_model.bin", "help: pass a model with .safetensors files (convert .bin or .gguf weights first)"],
+        ),
+        (
+            &["compress", "pointer", "-o", "out"],
+            "safetensors-header-too-large",
+            &["pointer/model.safetensors", "help: give a safetensors file; if this one is a Git LFS pointer, run `git"],
+        ),
         (&["compress", "model", "-o", "exists"], "output-exists", &["exists", "--force"]),
         (&["compress", "model", "-o", "model/inside"], "output-overlaps-source", &["model", "elsewhere"]),
         (&["compress", "model", "-o", "bundle/inside"], "output-overlaps-source", &["inside the bundle", "elsewhere"]),
@@ -71,7 +89,7 @@ fn name_the_argument_and_the_next_step() {
         ),
         (&["compress", "model", "-o", "out", "--plan", "rules.json"], "plan-file-invalid", &["rules.json"]),
         (&["compress", "model", "-o", "out", "--ram", "lots"], "usage", &["lots", "4G"]),
-        (&["compress", "model", "-o", "out", "--code-limit", "16"], "usage", &["16"]),
+        (&["compress", "model", "-o", "out", "--code-limit", "16"], "usage", &["code limit 16 is not from 6 to 15"]),
         (&["compress", "model", "-o", "out", "--profile", "zip"], "usage", &["zip", "distribution"]),
         (&["compress", "model"], "usage", &["--output"]),
         (&["verify", "model"], "not-a-bundle", &["model", "not a bundle"]),

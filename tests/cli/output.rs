@@ -152,6 +152,11 @@ fn json_keys_match_the_documentation() {
         assert!(output.status.success(), "{command}: {}", stderr(&output));
         documented(command, &json(&output));
     }
+    // A library that a variable names, and that is not there, is shown with the variable.
+    let nowhere = [("UNWEIGHT_NVRTC", "/nowhere"), ("UNWEIGHT_CUBLAS", "/nowhere")];
+    let output = unweight(&["doctor"]).envs(nowhere).output().unwrap();
+    assert!(stdout(&output).contains("     tried UNWEIGHT_NVRTC=/nowhere: no libnvrtc.so* found\n"), "{output:?}");
+    assert!(stdout(&output).contains(", the BF16 baseline and `--placement bf16`\n"), "{output:?}");
     // Lists that are empty for an intact bundle.
     let broken = tempfile::tempdir().unwrap();
     damaged(broken.path());

@@ -129,7 +129,11 @@ fn a_changed_bit_is_refused() {
     flip(&shard, length - 100);
     // Another bundle of the same model.
     run(home.path(), &["compress", "model", "-o", "other", "--profile", "packed"], 0);
-    fails(home.path(), &["prove", "--check", "certificate.json", "other"], 1, "certificate-mismatch");
+    let text = fails(home.path(), &["prove", "--check", "certificate.json", "other"], 1, "certificate-mismatch");
+    assert!(
+        text.contains(": the bundle's manifest digest is ") && text.contains(", but the certificate is for "),
+        "{text}"
+    );
     // A certificate whose digest was made anew, with one changed digit of a tensor.
     forge(&certificate, &certificate, |text| {
         let at = text.rfind("\"sha256\": \"").unwrap() + "\"sha256\": \"".len();

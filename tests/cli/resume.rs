@@ -66,6 +66,20 @@ fn continues_an_interrupted_run() {
     assert!(!home.path().join("bundle.partial").exists());
 }
 
+/// `--resume` after a run that finished says so.
+#[test]
+fn a_finished_run_is_complete() {
+    let home = tempfile::tempdir().unwrap();
+    let [model, bundle] = ["model", "bundle"].map(|name| fixture().join(name).to_str().unwrap().to_owned());
+    let text = fails(home.path(), &["compress", &model, "-o", &bundle, "--resume"], 2, "output-exists");
+    assert!(text.contains("it is complete: `unweight verify` checks it; --force makes it again"), "{text}");
+    let part = ["compress", &model, "-o", &bundle, "--resume", "--part", "1/2"];
+    let text = fails(home.path(), &part, 2, "output-exists");
+    assert!(text.ends_with("it is complete: merge it with the other parts\n"), "{text}");
+    let text = fails(home.path(), &["decompress", &bundle, "-o", &model, "--resume"], 2, "output-exists");
+    assert!(text.contains("`unweight verify BUNDLE --against DIR` checks it; --force makes it again"), "{text}");
+}
+
 #[test]
 fn file_size_limit_is_named() {
     let home = tempfile::tempdir().unwrap();

@@ -11,7 +11,7 @@ fn names_the_damaged_file() {
     let home = tempfile::tempdir().unwrap();
     let shard = damaged(home.path());
     let output = run(home.path(), &["verify", "bundle"], 1);
-    assert!(stdout(&output).contains(&shard) && stdout(&output).contains("expected"), "{}", stdout(&output));
+    assert!(stdout(&output).contains(&shard) && stdout(&output).contains(": expected digest "), "{}", stdout(&output));
     assert!(stderr(&output).starts_with("error[bundle-damaged]: bundle: 1 problem\n  help: "), "{}", stderr(&output));
     // With --json the only output is the report.
     let report = json(&run(home.path(), &["verify", "bundle", "--json"], 1));
@@ -33,6 +33,8 @@ fn names_the_damaged_file() {
     }
     let report = json(&run(other.path(), &[&against[..], &["--json"]].concat(), 1));
     assert!(report["problems"].as_array().unwrap().iter().all(|problem| problem["in_source"] == true), "{report}");
+    let text = fails(other.path(), &["verify", bundle.to_str().unwrap(), "--against", "-"], 2, "usage");
+    assert!(text.contains("--against takes no archive\n  help: unpack it, and give the directory\n"), "{text}");
 }
 
 /// `--quick` checks only headers, so it does not find damaged weights.

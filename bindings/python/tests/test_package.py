@@ -136,7 +136,7 @@ class Work(Case):
             ({"profile": "zip"}, "known: distribution"),
             ({"scope": "none"}, "known: mlp"),
             ({"verify": "twice"}, "known: none"),
-            ({"code_limit": 99}, "6..=15"),
+            ({"code_limit": 99}, "from 6 to 15"),
             ({"threads": 0}, "give 1 or more"),
             ({"threads": 10**9}, "threads is 1000000000; give 1024 or fewer"),
             ({"threads": -1}, "threads=-1; give a number from 0"),

@@ -175,7 +175,7 @@ impl Certificate {
     pub fn difference(&self, found: &Self, with_source: bool) -> Option<String> {
         if self.manifest_digest != found.manifest_digest {
             return Some(format!(
-                "a bundle with the manifest digest {}, but the certificate is of {}",
+                "the bundle's manifest digest is {}, but the certificate is for {}",
                 found.manifest_digest, self.manifest_digest
             ));
         }

@@ -35,7 +35,7 @@ pub enum CodecError {
         got: usize,
     },
     /// The matrix has no elements or a dimension of 2^32 or more, and so cannot be tiled.
-    #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be 1..=4294967295); store it raw")]
+    #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be from 1 to 4294967295); store it raw")]
     MatrixShape {
         /// Rows of the matrix.
         rows: usize,
@@ -64,8 +64,8 @@ pub enum CodecError {
         /// Rows or columns of the matrix.
         of: usize,
     },
-    /// The code limit is outside 6..=15.
-    #[error("code limit {got} is outside 6..=15")]
+    /// The code limit is not from 6 to 15.
+    #[error("code limit {got} is not from 6 to 15")]
     CodeLimit {
         /// The limit given.
         got: u32,

@@ -181,7 +181,7 @@ impl Base {
         for (file, entry) in tensors {
             let Some(expected) = entry.base else { continue };
             let Some(BaseTensor(at, index)) = self.find(&file.name, &entry.name, entry.dtype, &entry.shape) else {
-                return Err(self.wrong(entry, expected, "no such tensor of this type and shape".into()));
+                return Err(self.wrong(entry, expected, "missing, or of another type or shape".into()));
             };
             if let Model::Bundle(_, shards) = &self.model {
                 let got = shards[at].file.tensors[index].digest;
@@ -202,7 +202,7 @@ impl BaseReader for Base {
     fn read_for(&self, file: &str, entry: &TensorEntry, out: &mut [u8]) -> Result<(), BundleError> {
         let Some(expected) = entry.base else { return Ok(()) };
         let found = self.find(file, &entry.name, entry.dtype, &entry.shape);
-        let found = found.ok_or_else(|| self.wrong(entry, expected, "no such tensor of this type and shape".into()))?;
+        let found = found.ok_or_else(|| self.wrong(entry, expected, "missing, or of another type or shape".into()))?;
         let got = self.read(found, out)?;
         if got == expected { Ok(()) } else { Err(self.wrong(entry, expected, got.to_string())) }
     }

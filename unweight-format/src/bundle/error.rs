@@ -106,7 +106,10 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// The model contains no `*.safetensors`.
-    #[error("{}: no *.safetensors file inside; pass the directory of a model", path.display())]
+    #[error(
+        "{}: no *.safetensors file inside; pass a model with .safetensors files (convert .bin or .gguf weights first)",
+        path.display()
+    )]
     NoWeights {
         /// Path of the source.
         path: PathBuf,
@@ -474,7 +477,8 @@ pub enum BundleError {
     },
     /// A part of a bundle file does not match the manifest.
     #[error(
-        "{file}: {what} at byte {offset}: expected {expected}, got {got}; the file is damaged: fetch or compress it again"
+        "{file}: {what} at byte {offset}: expected {}{expected}, got {got}; the file is damaged: fetch or compress it again",
+        kind_of(expected)
     )]
     Mismatch {
         /// The file, relative to the bundle.
@@ -631,6 +635,11 @@ pub enum BundleError {
         /// Rows or columns of the tensor.
         of: usize,
     },
+}
+
+/// Returns what a value of [`BundleError::Mismatch`] is, if it does not say so itself.
+fn kind_of(value: &str) -> &'static str {
+    if value.parse::<Digest>().is_ok() { "digest " } else { "" }
 }
 
 impl BundleError {

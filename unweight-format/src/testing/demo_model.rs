@@ -104,7 +104,7 @@ impl DemoOptions {
             ("shards", self.shards),
         ];
         if let Some((name, value)) = positive.iter().find(|(_, value)| !(1..=1 << 24).contains(value)) {
-            return fail(format!("{name} is {value}, it must be 1..=16777216"));
+            return fail(format!("{name} is {value}, it must be from 1 to 16777216"));
         }
         if !self.hidden.is_multiple_of(self.heads) {
             return fail(format!("{} heads do not divide hidden {}", self.heads, self.hidden));

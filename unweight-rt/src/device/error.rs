@@ -273,7 +273,7 @@ pub enum LaunchError {
         head_dim: u32,
     },
     /// Kernels do not support the rotated part of a head.
-    #[error("rope_dim = {rope_dim} must be a multiple of 4 in 4..={head_dim}, the elements of a head")]
+    #[error("rope_dim = {rope_dim} must be a multiple of 4 from 4 to {head_dim}, the elements of a head")]
     RopeDim {
         /// Rotated elements of a head.
         rope_dim: u32,
@@ -342,7 +342,7 @@ pub enum LaunchError {
         max: u32,
     },
     /// No kernel supports the head size.
-    #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256")]
+    #[error("head_dim = {head_dim} must be a multiple of 16 from 16 to 256")]
     HeadDim {
         /// Elements of a head.
         head_dim: u32,

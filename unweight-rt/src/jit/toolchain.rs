@@ -53,8 +53,8 @@ impl Library {
             Library::Driver => "everything on the GPU; compression and decompression on the CPU still work",
             Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
             Library::CublasLt | Library::Cublas => {
-                "the matmul of raw tensors, the faster route above batch 64 on GPUs other than Hopper, and the BF16 \
-                 baseline of the benchmarks"
+                "the matmul of raw tensors, the faster route above batch 64 on GPUs other than Hopper, the BF16 baseline \
+                 and `--placement bf16`"
             }
         }
     }

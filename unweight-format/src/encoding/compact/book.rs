@@ -55,7 +55,7 @@ impl ClassWindow {
         if (CLASS_BASE_MIN..=CLASS_BASE_MAX).contains(&base) {
             Ok(Self { base })
         } else {
-            Err(CodecError::Code { section: "class_window", reason: "the base must be 1..=223" })
+            Err(CodecError::Code { section: "class_window", reason: "the base must be from 1 to 223" })
         }
     }
 

@@ -59,7 +59,7 @@ impl Window {
         if (WINDOW_BASE_MIN..=WINDOW_BASE_MAX).contains(&base) {
             Ok(Self { base })
         } else {
-            Err(CodecError::Code { section: "packed_window", reason: "the base must be 1..=239" })
+            Err(CodecError::Code { section: "packed_window", reason: "the base must be from 1 to 239" })
         }
     }
 
