@@ -63,7 +63,7 @@ fn a_card_has_the_speeds_of_a_report() {
         fs::write(home.path().join("speed.json"), text).unwrap();
         fails(home.path(), &["card", "bundle", "--speed", "speed.json"], 2, "speed-report-invalid");
     }
-    fails(home.path(), &["card", "bundle", "--speed", "absent.json"], 2, "not-found");
+    fails(home.path(), &["card", "bundle", "--speed", "absent.json"], 2, "path-not-found");
     assert!(!home.path().join("bundle/README.md").exists());
 }
 
