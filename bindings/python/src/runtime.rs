@@ -306,9 +306,9 @@ impl Runtime {
         Ok(self.interop.takes_bias(&*self.of(py, arena)?, m))
     }
 
-    /// Enqueues `y = x * weight^T`, or `y +=` with `add`; `y = bias +` if `bias` is an address. `rows` is (address of x,
-    /// rows of x, address of y).
-    #[pyo3(signature = (arena, rows, scratch, stream, add, bias=None))]
+    /// Enqueues `y = x * weight^T`, or with the address of a bias, `y = bias +`; if that is 0, `y +=`. `rows` is (address
+    /// of x, rows of x, address of y).
+    #[pyo3(signature = (arena, rows, scratch, stream, bias=None))]
     fn linear(
         &self,
         py: Python<'_>,
@@ -316,7 +316,6 @@ impl Runtime {
         rows: (u64, u32, u64),
         scratch: (u64, u64),
         stream: usize,
-        add: bool,
         bias: Option<u64>,
     ) -> PyResult<()> {
         let linear = self.of(py, arena)?;
@@ -325,8 +324,9 @@ impl Runtime {
         // SAFETY: the caller answers for its tensors and stream (`_native.pyi`).
         let enqueued = unsafe {
             match bias {
+                None => self.interop.enqueue(&linear, stream, rows, scratch, Epilogue::Store),
+                Some(0) => self.interop.enqueue(&linear, stream, rows, scratch, Epilogue::StoreAdd),
                 Some(bias) => self.interop.enqueue_with_bias(&linear, stream, rows, scratch, bias),
-                None => self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)),
             }
         };
         enqueued.map_err(|error| raised(py, &error))

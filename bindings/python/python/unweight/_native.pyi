@@ -121,13 +121,12 @@ class Runtime:
         rows: tuple[int, int, int],
         scratch: _Memory,
         stream: int,
-        add: bool,
         bias: Optional[int] = None,
     ) -> None:
-        """Enqueues `y = x @ weight.T` (`y +=` with `add`) on `stream`, a CUDA stream of this GPU.
+        """Enqueues `y = x @ weight.T` on `stream`, a CUDA stream of this GPU.
 
-        `rows` is the address of x, its number of rows, and the address of y. With `add` and `bias`, the address of
-        bfloat16 `[n]`, `y = bias +`. The caller keeps all buffers allocated until the work is done.
+        `rows` is the address of x, its number of rows, and the address of y. With `bias`, the address of bfloat16
+        `[n]`, `y = bias +`; if it is 0, `y +=`. The caller keeps all buffers allocated until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
     def update_scratch_nbytes(self, arenas: list[int]) -> int: ...

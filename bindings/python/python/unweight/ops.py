@@ -518,7 +518,7 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
     if rows.data_ptr() % 16:
         # Kernels need 16-byte alignment.
         rows = rows.clone()
-    m, add, addend = rows.shape[0], bias is not None, None
+    m, add = rows.shape[0], bias is not None
     registered: Optional[Placed] = None
     try:
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
@@ -529,22 +529,24 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
             raise
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
+    bias_at: Optional[int] = None
     if bias is not None:
         # The kernel adds before it rounds, so there is one rounding.
         if bias.device == device and bias.shape == (n,) and not bias.is_neg() and runtime.takes_bias(at, m):
             # Aligned as x. The name keeps a copy alive until the launch is enqueued.
             bias = bias.contiguous()
             bias = bias.clone() if bias.data_ptr() % 16 else bias
-            addend = bias.data_ptr()
+            bias_at = bias.data_ptr()
         else:
             y.copy_(bias)
+            bias_at = 0
     scratch = (0, 0)
     if scratch_nbytes:
         # The name keeps it alive until the launch is enqueued; the allocator orders its reuse after the launch.
         buffer = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
         scratch = _memory(buffer)
     memory = (rows.data_ptr(), m, y.data_ptr())
-    runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, add, addend)
+    runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, bias_at)
     return y.view(*x.shape[:-1], n)
 
 

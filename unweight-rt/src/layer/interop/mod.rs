@@ -92,6 +92,9 @@ pub struct Scratch {
     pub bytes: u64,
 }
 
+/// Routes by `(n, k, escapes)`.
+type RoutesByShape = HashMap<(u32, u32, bool), Routes<Arc<LoadedKernel>>>;
+
 /// The operands of a launch, borrowed from a framework.
 struct Borrowed<'a> {
     stream: Stream,
@@ -111,8 +114,8 @@ pub struct Interop {
     embed: OnceLock<Embed>,
     stream: Stream,
     policy: RoutePolicy,
-    /// The loaded routes by `(n, k, escapes)`: models have many layers of few shapes.
-    routes: Mutex<HashMap<(u32, u32, bool), Routes<Arc<LoadedKernel>>>>,
+    /// The loaded routes: models have many layers of few shapes.
+    routes: Mutex<RoutesByShape>,
     counters: Counters,
     /// Created for the first layer that needs it; used by one launch at a time.
     cublas: Mutex<Option<Cublas>>,
