@@ -134,14 +134,19 @@ impl Outcomes {
 }
 
 /// Returns the largest distance to the largest logit that rounding explains, relative to the RMS of the logits.
-/// Outliers make rounding larger: it is measured as the difference between logits by steps and by a prompt.
+/// Outliers make rounding larger, in some texts more than in others: it is measured as the largest difference between
+/// logits by steps and by a prompt.
 fn rounding(engine: &mut Engine, vocab: usize) -> f64 {
-    let text = tokens(150, vocab, 9);
-    let (by_steps, by_prompt) = (engine.logits_by_steps(&[&text[..]]).unwrap(), engine.logits(&text).unwrap());
-    let by_prompt: Vec<f32> = by_prompt.iter().map(|logit| logit.to_f32()).collect();
-    let relative = error(&by_steps[0], &by_prompt);
+    let mut relative = 0.0_f64;
+    for seed in 0..8 {
+        let text = tokens(150, vocab, seed);
+        let (by_steps, by_prompt) = (engine.logits_by_steps(&[&text[..]]).unwrap(), engine.logits(&text).unwrap());
+        let by_prompt: Vec<f32> = by_prompt.iter().map(|logit| logit.to_f32()).collect();
+        relative = relative.max(error(&by_steps[0], &by_prompt));
+    }
     // A wrong row differs by about 2.
     assert!(relative < 0.15, "rounding of {relative} hides wrong rows");
+    eprintln!("rounding: {relative}");
     // The difference of two logits, each with an error of up to five times its RMS.
     (10.0 * relative).max(0.08)
 }
@@ -195,6 +200,7 @@ fn attack(bf16: &mut Engine, packed: &mut Engine, model: &DemoOptions, (rounds, 
             }
             if !got.is_empty() && random.below(4) == 0 {
                 let request = request.clone().max_new_tokens(got.len() as u32);
+                eprintln!("{what}");
                 assert_likely(bf16, vocab, (&request, &got), slack_max);
             }
         }
