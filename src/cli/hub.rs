@@ -42,9 +42,9 @@ pub fn bundle(path: &Path, console: Console) -> Result<PathBuf> {
 /// What the cache has of a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cached {
-    /// All files that index or manifest name, and `config.json`.
+    /// All files that index or manifest name, and of a model `config.json` and a tokenizer.
     Complete,
-    /// All weights of a model, but no `config.json`: perhaps other files are missing, too.
+    /// All weights of a model, but no `config.json` or no tokenizer: perhaps other files are missing, too.
     Weights,
     /// Less.
     Part,
@@ -81,7 +81,7 @@ pub fn locate(name: &Path, wanted: Wanted, console: Console) -> Result<PathBuf> 
         None => {}
     }
     if state == Cached::Weights {
-        console.note(format_args!("note: the cached snapshot of {id} has no config.json"));
+        console.note(format_args!("note: the cached snapshot of {id} lacks config.json or the tokenizer"));
     }
     cached
 }
@@ -241,13 +241,13 @@ fn state(snapshot: &Path, wanted: Wanted) -> Cached {
         _ if blobs.is_some_and(interrupted) => false,
         Wanted::Bundle => open(&snapshot.join(manifest::FILE_NAME)).is_some_and(|file| has_all(stored(file))),
         Wanted::Model => match open(&snapshot.join("model.safetensors.index.json")) {
-            None => has_weights(snapshot, DEPTH_MAX),
+            None => has_weights(snapshot, DEPTH_MAX) && has_all_parts(snapshot),
             Some(index) => has_all(shards(index)),
         },
     };
     match (has_data, wanted) {
         (false, _) => Cached::Part,
-        (true, Wanted::Model) if !snapshot.join("config.json").is_file() => Cached::Weights,
+        (true, Wanted::Model) if !snapshot.join("config.json").is_file() || !has_tokenizer(snapshot) => Cached::Weights,
         (true, _) => Cached::Complete,
     }
 }
@@ -273,6 +273,30 @@ fn has_weights(folder: &Path, depth: usize) -> bool {
         }
     }
     depth > 0 && folders.iter().any(|folder| has_weights(folder, depth - 1))
+}
+
+fn has_tokenizer(snapshot: &Path) -> bool {
+    let names = fs::read_dir(snapshot).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.into_iter().any(|name| {
+        let name = name.to_string_lossy();
+        ["tokenizer.", "vocab."].iter().any(|start| name.starts_with(start))
+    })
+}
+
+/// Returns whether a directory has all files of each series `NAME-00001-of-00002.safetensors`.
+fn has_all_parts(folder: &Path) -> bool {
+    let names = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let mut found: HashMap<(String, usize), usize> = HashMap::new();
+    for name in names {
+        let name = name.to_string_lossy().into_owned();
+        let Some((first, total)) = name.strip_suffix(".safetensors").and_then(|stem| stem.rsplit_once("-of-")) else {
+            continue;
+        };
+        if let (Some((series, _)), Ok(total)) = (first.rsplit_once('-'), total.parse()) {
+            *found.entry((series.to_owned(), total)).or_default() += 1;
+        }
+    }
+    found.iter().all(|((_, total), parts)| parts >= total)
 }
 
 /// Returns the files that an index names; `None` if it is invalid, which the command itself reports.

@@ -42,6 +42,8 @@ const REASON_MAX: usize = 200;
 pub struct Client {
     agent: Agent,
     endpoint: String,
+    /// Whether this processor can run the TLS library.
+    has_tls: bool,
     /// Value of the `Authorization` header.
     authorization: Option<String>,
     /// Whether there is a token that may not go to the endpoint.
@@ -69,8 +71,13 @@ impl Client {
     /// The file of certificates cannot be used, or the processor cannot run the TLS library.
     pub fn new(settings: &Settings, cancelled: impl Fn() -> bool + Send + Sync + 'static) -> Result<Self, HubError> {
         let mut tls = TlsConfig::builder();
-        if settings.endpoint.starts_with("https:") {
-            let provider = provider().ok_or_else(|| HubError::Processor { endpoint: settings.endpoint.clone() })?;
+        let provider = provider();
+        let has_tls = provider.is_some();
+        if !has_tls && is_https(&settings.endpoint) {
+            return Err(HubError::Processor { endpoint: settings.endpoint.clone() });
+        }
+        // An endpoint without TLS may redirect to one with it.
+        if let Some(provider) = provider {
             tls = tls.unversioned_rustls_crypto_provider(provider);
         }
         if let Some(file) = &settings.certificates {
@@ -102,7 +109,8 @@ impl Client {
         let safe = endpoint.parse::<Uri>().is_ok_and(|uri| keeps_secrets(&uri));
         let authorization = settings.token.as_ref().filter(|_| safe).map(|token| token.header());
         let withholds_token = settings.token.is_some() && !safe;
-        Ok(Self { agent: config.new_agent(), endpoint, authorization, withholds_token, cancelled: Box::new(cancelled) })
+        let (agent, cancelled) = (config.new_agent(), Box::new(cancelled));
+        Ok(Self { agent, endpoint, has_tls, authorization, withholds_token, cancelled })
     }
 
     /// The name of the server, for messages.
@@ -249,6 +257,9 @@ impl Client {
     }
 
     fn send_to(&self, what: &str, url: &str, call: &Call<'_>) -> Result<Response<Body>, Failed> {
+        if !self.has_tls && is_https(url) {
+            return Err(HubError::Processor { endpoint: host(url) }.into());
+        }
         let mut request = Request::builder().method(call.method).uri(url);
         if let Some(value) = self.authorization.as_ref().filter(|_| origin(url) == origin(&self.endpoint)) {
             request = request.header(header::AUTHORIZATION, value);
@@ -351,6 +362,10 @@ impl Call<'_> {
     pub(super) fn get(url: String) -> Self {
         Self { method: "GET", url, range: None, headers: &[], body: None, follows: Follow::Anywhere }
     }
+}
+
+fn is_https(url: &str) -> bool {
+    url.get(..6).is_some_and(|scheme| scheme.eq_ignore_ascii_case("https:"))
 }
 
 /// Returns the cryptography of TLS; `None` if this processor cannot run it.

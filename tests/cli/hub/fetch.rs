@@ -343,7 +343,7 @@ fn a_model_without_its_config_is_completed_or_reported() {
     let (hub, home) = hub_of_fixture();
     let weights = |name: &str| name.contains(".safetensors");
     let snapshot = cached_part(home.path(), "org/tiny", &fixture().join("model"), weights);
-    let note = "cached snapshot of org/tiny has no config.json";
+    let note = "cached snapshot of org/tiny lacks config.json or the tokenizer";
     // Without the Hub, the weights are used; the command says what is missing.
     for (variable, value) in [("HF_HUB_OFFLINE", "1"), ("HF_ENDPOINT", "http://127.0.0.1:9")] {
         let output = hub.command(home.path(), &["plan", "org/tiny"]).env(variable, value).output().unwrap();
@@ -361,6 +361,34 @@ fn a_model_without_its_config_is_completed_or_reported() {
     let output = hub.run(home.path(), &["plan", "org/tiny"], 0);
     assert!(!stderr(&output).contains(note), "{}", stderr(&output));
     assert!(hub.asked().iter().all(|asked| !asked.to_storage));
+}
+
+/// As `AutoModel.from_pretrained` leaves it; and without an index, which would name the missing shard.
+#[test]
+fn a_model_without_its_tokenizer_or_a_shard_is_completed() {
+    let (hub, home) = hub_of_fixture();
+    let model = |name: &str| name.contains(".safetensors") || name == "config.json";
+    let snapshot = cached_part(home.path(), "org/tiny", &fixture().join("model"), model);
+    hub.run(home.path(), &["plan", "org/tiny"], 0);
+    same(&fixture().join("model"), &snapshot);
+    for name in [SHARD, "model.safetensors.index.json"] {
+        fs::remove_file(snapshot.join(name)).unwrap();
+    }
+    hub.run(home.path(), &["plan", "org/tiny"], 0);
+    same(&fixture().join("model"), &snapshot);
+    hub.asked();
+    hub.run(home.path(), &["plan", "org/tiny"], 0);
+    assert!(hub.asked().is_empty());
+}
+
+/// The server does not speak TLS, to which it redirects.
+#[test]
+fn a_redirect_to_https_is_followed() {
+    let (hub, home) = hub_of_fixture();
+    let endpoint = hub.endpoint.replace("http:", "https:");
+    hub.set_hook(move |asked, _| Reply::status(302).header("Location", format!("{endpoint}{}", asked.path)));
+    let output = hub.run(home.path(), &["plan", "org/tiny"], 2);
+    assert_eq!(error_code(&output), "hub-unreachable", "{}", stderr(&output));
 }
 
 #[test]
