@@ -112,7 +112,8 @@ impl Card {
         }
         let bundle = Bundle::open(&self.bundle)?;
         let target = self.target(&bundle)?;
-        let speed = self.speed.as_deref().map(Speed::read).transpose()?;
+        let digest = bundle.manifest().manifest_digest.to_string();
+        let speed = self.speed.as_deref().map(|file| Speed::read(file, &digest)).transpose()?;
         let source_card = bundle.copied(CARD, CARD_MAX)?.unwrap_or_default();
         let verified = self.verify(console)?;
         let manifest = bundle.manifest();
@@ -136,7 +137,7 @@ impl Card {
             original_bytes,
             stored_bytes: facts.verified.stored_bytes,
             weight_bytes: facts.memory.weight_bytes,
-            manifest_digest: manifest.manifest_digest.to_string(),
+            manifest_digest: digest,
         };
         if let Some(name) = report.base_model.as_ref().filter(|name| !is_name(name)) {
             let help = "give --base-model org/name";

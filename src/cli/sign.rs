@@ -93,7 +93,8 @@ fn secret(key: &Path, password: Option<&Path>) -> Result<SecretKey> {
             Failure::new(
                 "signing-key-invalid",
                 message,
-                "give a secret key of minisign; one with a password needs --password-file FILE",
+                "give a secret key of minisign; one with a password needs --password-file FILE, one of `minisign -W` \
+                 cannot be used",
             )
         })
     };

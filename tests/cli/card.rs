@@ -47,13 +47,19 @@ fn a_card_states_what_the_bundle_has() {
     fails(home.path(), &["verify", "bundle"], 1, "bundle-damaged");
 }
 
-/// The report is a record of `unweight-bench decode`.
+/// The report is a record of `unweight-bench decode`, with the digest of this bundle.
 #[test]
 fn a_card_has_the_speeds_of_a_report() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("bundle"), &home.path().join("bundle"));
     let record = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/records/2026-11-26/decode-llama-3.1-8b.json");
-    let card = stdout(&run(home.path(), &["card", "bundle", "-o", "-", "--speed", record], 0));
+    // The record has random weights.
+    fails(home.path(), &["card", "bundle", "--speed", record], 2, "speed-report-invalid");
+    let digest = json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["manifest_digest"].clone();
+    let mut report: serde_json::Value = serde_json::from_slice(&fs::read(record).unwrap()).unwrap();
+    report["manifest_digest"] = digest;
+    fs::write(home.path().join("speed.json"), report.to_string()).unwrap();
+    let card = stdout(&run(home.path(), &["card", "bundle", "-o", "-", "--speed", "speed.json"], 0));
     let section = card.split("## Speed\n\n").nth(1).unwrap_or_else(|| panic!("{card}"));
     let expected = "Tokens per second, decoding with 1024 tokens of context on NVIDIA H200, Unweight 0.1.0.\n\n\
                     | sequences | packed | bf16 |\n|---:|---:|---:|\n| 1 | 325 | 231 |\n";

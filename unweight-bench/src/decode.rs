@@ -80,6 +80,8 @@ options! {
 pub struct DecodeReport {
     /// The GPU that was measured.
     pub device: DeviceInfo,
+    /// Identifies the bundle; `None` for random weights.
+    pub manifest_digest: Option<String>,
     /// Rounds of each figure.
     pub rounds: usize,
     /// The options of the run.
@@ -312,7 +314,11 @@ pub fn bench_decode(
         }
     }
     let device = kernels.device().info().clone();
-    Ok(DecodeReport { device, rounds, options: options.clone(), engines, tuned, rows, parts })
+    let manifest_digest = match model {
+        DecodeModel::Bundle(bundle) => Some(bundle.manifest().manifest_digest.to_string()),
+        DecodeModel::Geometry(_) => None,
+    };
+    Ok(DecodeReport { device, manifest_digest, rounds, options: options.clone(), engines, tuned, rows, parts })
 }
 
 /// Measures each phase of a step alone.

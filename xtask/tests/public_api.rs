@@ -60,7 +60,7 @@ const CRATES: [Limits; 10] = [
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),
     limits("unweight-rivals", "unweight-rivals", [160, 285, 0]),
-    limits("unweight-bench", "unweight-bench", [193, 385, 0]),
+    limits("unweight-bench", "unweight-bench", [193, 386, 0]),
 ];
 
 const fn limits(name: &'static str, folder: &'static str, [items, items_and_fields, raw]: [usize; 3]) -> Limits {

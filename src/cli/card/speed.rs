@@ -24,6 +24,7 @@ pub struct Speed {
     command: String,
     unweight_version: String,
     device: Device,
+    manifest_digest: Option<String>,
     options: Options,
     rows: Vec<Row>,
 }
@@ -36,6 +37,7 @@ struct Device {
 #[derive(Deserialize)]
 struct Options {
     context: u64,
+    resident_experts: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -55,13 +57,15 @@ impl Row {
 }
 
 impl Speed {
-    /// Reads a report.
-    pub fn read(file: &Path) -> Result<Self> {
+    /// Reads a report on the bundle with this digest.
+    pub fn read(file: &Path, manifest_digest: &str) -> Result<Self> {
         let open = File::open(file).map_err(Failure::io(file.display()))?;
         let read = serde_json::from_reader(BufReader::new(open.take(REPORT_MAX)));
         let is_decode = |speed: &Self| speed.command == "decode" && !speed.rows.is_empty();
+        let is_of_bundle = |speed: &Self| speed.manifest_digest.as_deref() == Some(manifest_digest);
         let why = match read {
-            Ok(speed) if is_decode(&speed) => return Ok(speed),
+            Ok(speed) if is_decode(&speed) && is_of_bundle(&speed) => return Ok(speed),
+            Ok(speed) if is_decode(&speed) => "times of another bundle or of random weights".to_owned(),
             Ok(_) => "no times of decode steps".to_owned(),
             Err(error) => error.to_string(),
         };
@@ -81,8 +85,11 @@ impl Speed {
             });
             lines.entry(row.batch).or_default().insert(column, row.tokens_per_s);
         }
+        let experts = self.options.resident_experts;
+        let experts = experts.map(|count| format!(", {count} experts per layer in GPU memory")).unwrap_or_default();
         let mut text = format!(
-            "\n## Speed\n\nTokens per second, decoding with {} tokens of context on {}, Unweight {}.\n\n| sequences |",
+            "\n## Speed\n\nTokens per second, decoding with {} tokens of context on {}{experts}, Unweight {}.\n\n\
+             | sequences |",
             self.options.context,
             one_line(&self.device.name),
             one_line(&self.unweight_version),
