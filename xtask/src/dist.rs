@@ -22,21 +22,19 @@ use minisign::{SecretKey, SecretKeyBox};
 
 use crate::{
     gpu_pack, notices,
-    run::{self, cargo, root, run, succeeds, target_dir},
-    rustc, setup, wheel,
+    run::{self, cargo, git, read, root, run, target_dir},
+    rustc, sbom, setup, wheel,
 };
 
 /// The version of the release.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The compiler of a release; another one makes other bytes.
 const COMPILER: &str = "1.95.0";
-/// The version of cargo-cyclonedx, which writes the SBOMs.
-const CYCLONEDX: &str = "0.5.9";
 /// The static target of the other architecture.
 pub const OTHER_STATIC: &str =
     if cfg!(target_arch = "aarch64") { "x86_64-unknown-linux-musl" } else { "aarch64-unknown-linux-musl" };
 /// Features for musl: CPU only, because a static program cannot load the driver.
-const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
+pub const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
@@ -111,7 +109,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     }
     check_tags(&git(&["tag", "--points-at", "HEAD", "v*"])?, &read(&root().join("CHANGELOG.md"))?)?;
     let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
-    let cyclonedx = cyclonedx()?;
+    let cyclonedx = sbom::cyclonedx()?;
 
     let out = create_empty(&options.out)?;
     let mut writer = None;
@@ -255,20 +253,19 @@ fn build_target(
     let (command, wheel) = build_command(target, epoch)?;
     let writer = writer.filter(|_| target == OTHER_STATIC).unwrap_or(&command);
     archive(&command, writer, &name(target), epoch, out)?;
-    let sbom = |manifest: &str, artifact: &str, features: &[&str], name: &str| {
-        generate_sbom(cyclonedx, &root().join(manifest), artifact, &[features, &["--target", target]].concat(), epoch)
-            .and_then(|text| write(&out.join(name), text))
-    };
     let features: &[&str] = match wheel {
         Some(_) => &["--features", "full"],
         None => &["--no-default-features", "--features", MUSL_FEATURES],
     };
-    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", name(target)))?;
+    let of_target = ["--target", target];
+    let of_command = sbom::generate(cyclonedx, &sbom::COMMAND, &[features, &of_target].concat(), epoch)?;
+    write(&out.join(format!("{}.cdx.json", name(target))), sbom::text(&of_command))?;
     if let Some(wheel) = &wheel {
         let name = wheel.file_name().ok_or("the wheel has no name")?;
         fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
         let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
-        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+        let of_extension = sbom::generate(cyclonedx, &sbom::EXTENSION, &of_target, epoch)?;
+        write(&out.join(format!("{stem}.cdx.json")), sbom::text(&of_extension))?;
     }
     Ok(command)
 }
@@ -374,48 +371,6 @@ fn tar_archive(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     builder.into_inner()
 }
 
-/// Returns the path of cargo-cyclonedx. Installs it in `target/tools` unless this machine has the right version.
-fn cyclonedx() -> Result<PathBuf, String> {
-    let has_version = |program: &Path| {
-        let output = Command::new(program).args(["cyclonedx", "--version"]).output();
-        output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim().ends_with(CYCLONEDX))
-    };
-    let (host, installed) = (PathBuf::from("cargo-cyclonedx"), target_dir("tools/bin/cargo-cyclonedx"));
-    if let Some(program) = [host, installed.clone()].into_iter().find(|program| has_version(program)) {
-        return Ok(program);
-    }
-    let arguments = ["install", "--locked", "--quiet", "cargo-cyclonedx", "--version", CYCLONEDX, "--root"];
-    run(cargo().args(arguments).arg(target_dir("tools")))?;
-    Ok(installed)
-}
-
-/// Returns the SBOM of a manifest's artifact, without the path of this workspace.
-fn generate_sbom(
-    cyclonedx: &Path,
-    manifest: &Path,
-    artifact: &str,
-    options: &[&str],
-    epoch: &str,
-) -> Result<String, String> {
-    let mut command = Command::new(cyclonedx);
-    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
-    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
-    run(command.env("SOURCE_DATE_EPOCH", epoch))?;
-    // cargo-cyclonedx writes a file next to the manifest of each package.
-    let mut found = None;
-    let written = ["--exclude=*_bin.cdx.json", "--exclude=*_cdylib.cdx.json"];
-    let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
-    let files = git(&files)?;
-    for file in files.lines().map(|file| root().join(file)) {
-        if file.file_name().is_some_and(|name| *name == *format!("{artifact}.cdx.json")) {
-            found = Some(read(&file)?);
-        }
-        fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-    }
-    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {artifact}.cdx.json"))?;
-    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::ROOT_NAME)))
-}
-
 /// Returns the commit and the tools of the build.
 fn build_record(epoch: &str) -> Result<String, String> {
     let version_line = |program: &str| -> Result<String, String> {
@@ -426,7 +381,7 @@ fn build_record(epoch: &str) -> Result<String, String> {
     for program in ["rustc", "cargo"] {
         lines.push(version_line(program)?);
     }
-    lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
+    lines.push(format!("cargo-cyclonedx {}", sbom::CYCLONEDX));
     lines.extend(wheel::DIST_TOOLS.map(|tool| tool.replace("==", " ")));
     Ok(lines.join("\n") + "\n")
 }
@@ -465,19 +420,8 @@ pub fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
     write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
 }
 
-fn read(path: &Path) -> Result<String, String> {
-    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
-}
-
 fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
     fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
-}
-
-fn git(arguments: &[&str]) -> Result<String, String> {
-    if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
-        return Err("this is not a git repository with a commit; build a release from a checkout".to_owned());
-    }
-    run::output(Command::new("git").current_dir(root()).args(arguments))
 }
 
 #[cfg(test)]

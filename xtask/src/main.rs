@@ -10,6 +10,7 @@ mod records;
 mod release;
 mod run;
 mod rustc;
+mod sbom;
 mod setup;
 mod test;
 mod wheel;
