@@ -265,7 +265,8 @@ fn build_target(
         fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
         let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
         let of_extension = sbom::generate(cyclonedx, &sbom::EXTENSION, &of_target, epoch)?;
-        write(&out.join(format!("{stem}.cdx.json")), sbom::text(&of_extension))?;
+        let of_wheel = sbom::merge(of_extension, &of_command)?;
+        write(&out.join(format!("{stem}.cdx.json")), sbom::text(&of_wheel))?;
     }
     Ok(command)
 }

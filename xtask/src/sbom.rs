@@ -7,7 +7,7 @@ use std::{
     process::Command,
 };
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
     run::{self, cargo, git, read, root, run, target_dir},
@@ -130,6 +130,35 @@ fn keep(sbom: &mut Value, built: &BTreeSet<Package>) -> Result<(), String> {
     Ok(())
 }
 
+/// Returns the SBOM of a wheel: that of its extension, with the command that the wheel has, too.
+pub fn merge(mut extension: Value, command: &Value) -> Result<Value, String> {
+    let (described, added) = (&extension["metadata"]["component"], &command["metadata"]["component"]);
+    let (described, command_reference) = (reference(described, "bom-ref")?, reference(added, "bom-ref")?);
+    let mut more = command.clone();
+    let components = array(&mut extension, "components")?;
+    for component in array(&mut more, "components")?.iter().chain([added]) {
+        if !components.iter().any(|known| known["bom-ref"] == component["bom-ref"]) {
+            components.push(component.clone());
+        }
+    }
+    components.sort_by_cached_key(|component| component["bom-ref"].to_string());
+    let dependencies = array(&mut extension, "dependencies")?;
+    let of_wheel = json!({"ref": described, "dependsOn": [command_reference]});
+    for of in array(&mut more, "dependencies")?.iter().chain([&of_wheel]) {
+        let Some(known) = dependencies.iter_mut().find(|known| known["ref"] == of["ref"]) else {
+            dependencies.push(of.clone());
+            continue;
+        };
+        let both = [&known["dependsOn"], &of["dependsOn"]].into_iter().filter_map(Value::as_array).flatten();
+        let both: BTreeSet<&str> = both.filter_map(Value::as_str).collect();
+        if !both.is_empty() {
+            known["dependsOn"] = json!(both);
+        }
+    }
+    dependencies.sort_by_cached_key(|of| of["ref"].to_string());
+    Ok(extension)
+}
+
 fn array<'a>(value: &'a mut Value, key: &str) -> Result<&'a mut Vec<Value>, String> {
     value.get_mut(key).and_then(Value::as_array_mut).ok_or_else(|| format!("the SBOM has no {key}"))
 }
@@ -140,8 +169,6 @@ fn reference(value: &Value, key: &str) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     /// Returns the SBOM of a package, whose components and edges are given.
@@ -174,6 +201,25 @@ mod tests {
         assert_eq!(keep(&mut found, &packages(&["us", "a", "c"])).unwrap_err(), "no component c 1.0.0");
         let other = BTreeSet::from([("a".to_owned(), "2.0.0".to_owned())]);
         assert_eq!(keep(&mut found, &other).unwrap_err(), "no component a 2.0.0");
+    }
+
+    #[test]
+    fn a_wheel_lists_its_command() {
+        let extension = sbom("wheel", &["shared", "pyo3"], &[("wheel", &["shared", "pyo3"]), ("shared", &["pyo3"])]);
+        let command =
+            sbom("command", &["shared", "clap"], &[("command", &["shared"]), ("shared", &["clap"]), ("clap", &[])]);
+        let expected = sbom(
+            "wheel",
+            &["clap", "command", "pyo3", "shared"],
+            &[
+                ("clap", &[]),
+                ("command", &["shared"]),
+                ("shared", &["clap", "pyo3"]),
+                ("wheel", &["command", "pyo3", "shared"]),
+            ],
+        );
+        assert_eq!(merge(extension, &command).unwrap(), expected);
+        assert!(merge(json!({}), &command).is_err());
     }
 
     #[test]
