@@ -291,15 +291,17 @@ fn build_command(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>)
     if !Path::new(&library).is_dir() {
         return Err(format!("no standard library for {0}; run `rustup target add {0}`", target));
     }
-    let (build, path) = match target {
-        OTHER_STATIC => ("zigbuild", wheel::dist_path()?),
-        _ => ("build", env::var_os("PATH").unwrap_or_default()),
-    };
+    // The host's linker would depend on its distribution.
     let arguments = [
-        &[build, "--profile", "dist", "--locked", "--target", target][..],
+        &["zigbuild", "--profile", "dist", "--locked", "--target", target][..],
         &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", MUSL_FEATURES],
     ];
-    Ok((gpu_pack::command(cargo().envs(variables).env("PATH", path), &arguments.concat())?, None))
+    let mut build = cargo();
+    build.envs(variables).env("PATH", wheel::dist_path()?);
+    // Zig ignores rustc's -static-pie, without which the program has the same address in every process.
+    let flags = format!("CARGO_TARGET_{}_RUSTFLAGS", target.to_uppercase().replace('-', "_"));
+    build.env(flags, "-Clink-arg=-pie");
+    Ok((gpu_pack::command(&mut build, &arguments.concat())?, None))
 }
 
 /// Packs the command with its documents, which `writer` writes, twice: gzip is available everywhere, zstd is smaller.
