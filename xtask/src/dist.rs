@@ -409,7 +409,9 @@ fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> 
         }
     };
     secret.map_err(|error| {
-        let help = "pass a minisign secret key; a key with a password needs --password-file FILE";
+        // minisign writes no checksum into a key without a password.
+        let help = "pass a minisign secret key; a key with a password needs --password-file FILE, one without needs \
+                    a password (minisign -C -s KEY)";
         format!("{}: not a usable minisign secret key ({error}); {help}", key.display())
     })
 }
@@ -544,8 +546,15 @@ mod tests {
         "PcBr2j+6g8qfOBAalEaQSL1TZrLzQBVJb5W4vfll9pcoAoo55hi6xMGYVRDxQ5T+2k8lrNdJRQ8yG9VEk9rdZbJf/s1/E4KvipkA858Ok=\n"
     );
 
+    /// Made by `minisign -G -W`, version 0.11.
+    const OPEN_KEY: &str = concat!(
+        "untrusted comment: minisign encrypted secret key\n",
+        "RWQAAEIyAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAUBPNeslg8LULCQVdhBEANoyJhzEMBUjU+E",
+        "al2+xnyMV/sabChZtEO1QU0QbCoe9gYoIiSZKIwDYw81QrKbTazsHOSrQsxaIHAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\n"
+    );
+
     #[test]
-    fn keys_with_a_password_need_it() {
+    fn release_keys_need_their_password() {
         let folder = env::temp_dir().join(format!("unweight-key-{}", std::process::id()));
         setup::remove(&folder).unwrap();
         fs::create_dir(&folder).unwrap();
@@ -554,6 +563,9 @@ mod tests {
         let message = secret_key(&key, None).unwrap_err();
         assert!(message.contains("--password-file") && message.contains("key: not a usable"), "{message}");
         assert!(secret_key(&key, Some(&password)).unwrap_err().contains("password: No such file"));
+        write(&key, OPEN_KEY).unwrap();
+        let message = secret_key(&key, None).unwrap_err();
+        assert!(message.contains("one without needs a password (minisign -C -s KEY)"), "{message}");
         fs::remove_dir_all(&folder).unwrap();
     }
 
