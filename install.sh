@@ -193,6 +193,8 @@ detect() {
 sums_of_release() {
     if [ -n "$version" ]; then base=$releases/download/v$version; else base=$releases/latest/download; fi
     fetch "$base/SHA256SUMS" "$work/SHA256SUMS"
+    is_list || fail "$base/SHA256SUMS is damaged, or another page: it is not a list of digests" \
+        "check the network, which may want you to log in, and UNWEIGHT_RELEASES; then run this again"
     check_signature "$base"
     # DIGEST  unweight-VERSION-ARCH-unknown-linux-LIBC.tar.gz
     pattern='^[0-9a-f]*  unweight-\([0-9][0-9A-Za-z.+-]*\)-[a-z0-9_]*-unknown-linux-[a-z]*\.tar\.gz$'
@@ -202,6 +204,17 @@ sums_of_release() {
         fail "$base/SHA256SUMS is of version $found, not $version" "check UNWEIGHT_RELEASES"
     fi
     version=$found
+}
+
+# Whether SHA256SUMS has only lines of digests. What follows the last end of a line was cut.
+is_list() {
+    lines=''
+    while read -r digest file; do
+        case $digest in *[!0-9a-f]*) return 1 ;; esac
+        [ "${#digest}" = 64 ] && [ -n "$file" ] || return 1
+        lines=yes
+    done < "$work/SHA256SUMS"
+    [ -n "$lines" ] && [ -z "$digest" ]
 }
 
 # Whether the release has this file.

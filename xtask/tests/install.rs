@@ -403,7 +403,7 @@ fn unsuitable_releases_are_refused() {
         site
     };
     let zeros = "0".repeat(64);
-    machine.refuses(&sums(""), &[], "lists no archive");
+    machine.refuses(&sums(&format!("{zeros}  thesis.tex\n")), &[], "lists no archive");
     machine.refuses(&sums(&format!("{zeros}  unweight-0.1.0-riscv64-unknown-linux-gnu.tar.gz\n")), &[], "no build for");
     let newer = format!("{zeros}  unweight-0.2.0-{}-unknown-linux-gnu.tar.gz\n", env::consts::ARCH);
     machine.refuses(&sums(&newer), &["--version", "0.1.0"], "is of version 0.2.0, not 0.1.0");
@@ -531,6 +531,23 @@ fn without_a_build_for_glibc_the_static_one_is_installed() {
     let text = machine.installs(&site, &[]);
     assert!(text.contains("static build has the commands that need no GPU"), "{text}");
     assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
+}
+
+/// A page that asks for a login, or a list that was cut, is no reason to report a forged signature.
+#[test]
+fn what_is_not_a_list_of_digests_is_named() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    machine.fake("minisign", "#!/bin/sh\nexit 1\n");
+    let Answer::Whole(sums) = site.answers.lock().unwrap()["/latest/download/SHA256SUMS"].clone() else { panic!() };
+    let page = b"<!DOCTYPE html>\n<title>Log in</title>\n".to_vec();
+    let cuts = [1, 64, 66, sums.len() - 1].map(|length| sums[..length].to_vec());
+    for text in cuts.into_iter().chain([page, Vec::new(), b"0a  short\n".to_vec(), [&sums[..], b"\n"].concat()]) {
+        site.put("/latest/download/SHA256SUMS", Answer::Whole(text.clone()));
+        let output = machine.script(&site.address, &[]).env("UNWEIGHT_PUBLIC_KEY", KEY).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        let is_named = message.contains("it is not a list of digests") && !message.contains("report");
+        assert!(!output.status.success() && is_named, "{:?}: {message}", String::from_utf8_lossy(&text));
+    }
 }
 
 #[test]
