@@ -523,6 +523,48 @@ fn musl_gets_its_own_build_and_is_told_what_it_lacks() {
     assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
 }
 
+/// As machines with an old or unknown C library, or with glibc where programs do not look for it.
+#[test]
+fn without_a_usable_glibc_the_static_build_is_installed() {
+    let with_both = |gnu: &str| {
+        let site = Site::new();
+        site.publish_for("musl", VERSION, &command(VERSION));
+        let sums = |site: &Site| match site.answers.lock().unwrap()["/latest/download/SHA256SUMS"].clone() {
+            Answer::Whole(text) => text,
+            _ => panic!("a list"),
+        };
+        let of_musl = sums(&site);
+        site.publish_for("gnu", VERSION, gnu);
+        let both = [of_musl, sums(&site)].concat();
+        site.put("/latest/download/SHA256SUMS", Answer::Whole(both));
+        site
+    };
+    let has_requested = |site: &Site, libc: &str| site.requests().iter().any(|path| path.contains(libc));
+    for (program, text, message) in [
+        ("getconf", "echo glibc 2.12", "(glibc '2.12' is too old"),
+        ("ldd", "echo something else", "(cannot tell which C library"),
+    ] {
+        let (site, machine) = (with_both(&command(VERSION)), System::new());
+        if program == "ldd" {
+            machine.remove("getconf");
+        }
+        machine.fake(program, &format!("#!/bin/sh\n{text}\n"));
+        let text = machine.installs(&site, &[]);
+        assert!(text.contains("commands that need no GPU") && text.contains(message), "{text}");
+        assert!(has_requested(&site, "musl") && !has_requested(&site, "gnu"), "{:?}", site.requests());
+    }
+    for (gnu, is_tried) in [("#!/no/such/loader\n", true), ("#!/bin/sh\nexit 1\n", false)] {
+        let (site, machine) = (with_both(gnu), System::new());
+        machine.fake("getconf", "#!/bin/sh\necho glibc 2.39\n");
+        let output = machine.run(&site, &[]);
+        assert_eq!((output.status.success(), has_requested(&site, "musl")), (is_tried, is_tried), "{output:?}");
+        if is_tried {
+            assert!(String::from_utf8_lossy(&output.stdout).contains("(the build for glibc does not run here"));
+            assert_eq!(machine.installed(), only_command(&command(VERSION)));
+        }
+    }
+}
+
 /// As a machine with another processor, for which a release has only the static build.
 #[test]
 fn without_a_build_for_glibc_the_static_one_is_installed() {
