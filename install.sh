@@ -73,7 +73,7 @@ main() {
 }
 
 uninstall() {
-    if [ ! -e "$to/unweight" ]; then
+    if [ ! -e "$to/unweight" ] && [ ! -L "$to/unweight" ]; then
         fail "$to/unweight does not exist" "pass --to DIR with the directory it was installed into"
     fi
     rm "$to/unweight" || fail "cannot remove $to/unweight" "check its permissions"
@@ -118,9 +118,13 @@ install() {
         lacks="the build for glibc does not run here"
         try
     fi
-    # The shell's status for a file that it must not execute.
-    [ "$status" != 126 ] ||
-        fail "programs in $to must not run: $said" "pass --to DIR with a directory that is not mounted noexec"
+    if [ "$status" = 126 ]; then
+        # The shell's status for a file that it must not or cannot execute.
+        case $said in
+            *"xec format"*) fail "the command of $archive is not for this processor, $machine: $said" "$from_source" ;;
+            *) fail "programs in $to must not run: $said" "pass --to DIR with a directory that is not mounted noexec" ;;
+        esac
+    fi
     [ "$status" = 0 ] || fail "the command of $archive does not run on this system: $said" "$from_source"
     if [ "$said" != "unweight $version" ]; then
         fail "the command of $archive says '$said', not 'unweight $version'" "report it"

@@ -343,6 +343,10 @@ fn versions_are_chosen_replaced_and_removed() {
     let text = machine.installs(&site, &["--uninstall"]);
     assert!(text.contains("removed ") && machine.installed().is_empty(), "{text}");
     machine.refuses(&site, &["--uninstall"], "does not exist");
+    let link = machine.0.path("home/.local/bin/unweight");
+    symlink("/nowhere/unweight", &link).unwrap();
+    machine.installs(&site, &["--uninstall"]);
+    assert!(!link.is_symlink());
 }
 
 #[test]
@@ -657,6 +661,8 @@ fn a_directory_without_programs_and_a_wrong_key_are_named() {
     // The shell gives this status for a program that it must not execute.
     let site = Site::with_release("#!/bin/sh\nexit 126\n");
     System::new().refuses(&site, &[], "is not mounted noexec");
+    let site = Site::with_release("#!/bin/sh\necho 'cannot execute binary file: Exec format error'\nexit 126\n");
+    System::new().refuses(&site, &[], "is not for this processor");
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let output = machine.script(&site.address, &[]).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();
