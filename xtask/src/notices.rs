@@ -221,5 +221,8 @@ mod tests {
         let home = cargo().get_current_dir().unwrap().display().to_string();
         assert!(!text.contains(&home), "names a directory of this machine");
         assert_eq!(text, super::text().unwrap());
+        // Everything that is distributed with the command.
+        let container = fs::read_to_string(root().join("Containerfile")).unwrap();
+        assert!(container.contains(&format!(" /unpacked/{FILE} ")), "Containerfile does not copy {FILE}");
     }
 }
