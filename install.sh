@@ -14,7 +14,8 @@ public_key=${UNWEIGHT_PUBLIC_KEY:-}
 # The oldest glibc that the command runs with.
 glibc_major=2
 glibc_minor=17
-from_source="build from source: docs/guide/install.md"
+guide=https://unweight.example/unweight/blob/main/docs/guide/install.md
+from_source="build from source: $guide"
 
 usage() {
     cat <<'END'
@@ -176,7 +177,7 @@ has_static() {
 detect() {
     lacks=''
     system=$(uname -s) machine=$(uname -m)
-    [ "$system" = Linux ] || fail "$system is not supported" "use Linux; see docs/guide/install.md"
+    [ "$system" = Linux ] || fail "$system is not supported" "use Linux; see $guide"
     case $machine in
         x86_64 | amd64) machine=x86_64 ;;
         aarch64 | arm64) machine=aarch64 ;;
