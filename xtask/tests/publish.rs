@@ -135,6 +135,14 @@ fn other_bytes_and_a_broken_registry_are_no_reason_to_publish() {
     assert_eq!(repository.log(), "");
 }
 
+/// `git add --all` in a clone with the key would publish it.
+#[test]
+fn the_secret_key_of_releases_is_never_committed() {
+    let mut command = Command::new("git");
+    command.current_dir(root()).args(["check-ignore", "--quiet", "--no-index", "minisign.key"]);
+    assert!(command.status().expect("git runs").success(), ".gitignore does not have minisign.key");
+}
+
 #[test]
 fn registries_get_time_to_serve_the_files() {
     let repository = Repository::new(9);
