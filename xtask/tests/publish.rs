@@ -1,5 +1,5 @@
 //! Tests `.ci/publish` with programs in the place of cargo, curl, pip and sleep, and a directory in that of the
-//! registries.
+//! registries. Also tests what `.ci/release` refuses.
 
 use std::{
     env, fs,
@@ -133,6 +133,13 @@ fn other_bytes_and_a_broken_registry_are_no_reason_to_publish() {
     let (success, text) = repository.run(&["crates"]);
     assert!(!success && text.contains(": 500; run this again"), "{text}");
     assert_eq!(repository.log(), "");
+}
+
+#[test]
+fn a_release_is_tested_where_it_is_built() {
+    let output = Command::new(root().join(".ci/release")).args(["--out", "elsewhere"]).output().expect("bash runs");
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && text.contains("what is tested is target/artifacts"), "{text}");
 }
 
 /// `git add --all` in a clone with the key would publish it.
