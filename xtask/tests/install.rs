@@ -199,6 +199,9 @@ fn script_with_key(key: &str) -> String {
     let known = line.strip_prefix("public_key=${UNWEIGHT_PUBLIC_KEY:-").and_then(|rest| rest.strip_suffix('}'));
     let known = known.expect("a default for UNWEIGHT_PUBLIC_KEY");
     assert!(known.is_empty() || known.starts_with("RW") && known.len() == KEY.len(), "'{known}' is not a public key");
+    if let Ok(file) = fs::read_to_string(root().join("minisign.pub")) {
+        assert_eq!(file.lines().nth(1), Some(known), "minisign.pub has another key");
+    }
     text.replacen(line, &format!("public_key=${{UNWEIGHT_PUBLIC_KEY:-{key}}}"), 1)
 }
 

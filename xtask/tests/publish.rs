@@ -136,6 +136,41 @@ fn other_bytes_and_a_broken_registry_are_no_reason_to_publish() {
 }
 
 #[test]
+fn the_page_of_a_release_says_how_to_install_and_verify() {
+    let repository = Repository::new(0);
+    let put = |changelog: &str| {
+        repository.put("CHANGELOG.md", changelog);
+        repository.run(&["notes", "https://example.org/a/b"])
+    };
+    fs::create_dir(repository.0.join(".github")).unwrap();
+    fs::copy(root().join(".github/release-notes.txt"), repository.0.join(".github/release-notes.txt")).unwrap();
+    let links = "[a](docs/guide/run.md#models), [b](https://other.example/c.md)";
+    let changelog =
+        format!("# Changelog\n\n## [0.2.0] - x\nnewer\n## [0.1.0] - y\n\n{links}\n\n## [0.0.9] - z\nolder\n");
+    let (success, text) = put(&changelog);
+    assert!(!success && text.contains("minisign.pub does not exist"), "{text}");
+    repository.put("minisign.pub", "");
+    let (success, text) = put("# Changelog\n## [0.1.0-rc.1] - x\nother\n");
+    assert!(!success && text.contains("no section for 0.1.0"), "{text}");
+    let (success, text) = put(&changelog);
+    assert!(
+        success && !["newer", "older", "##  [", "@URL@", "@VERSION@"].iter().any(|part| text.contains(part)),
+        "{text}"
+    );
+    for part in [
+        "curl -fsSL https://example.org/a/b/releases/download/v0.1.0/install.sh | sh -s -- --version 0.1.0\n",
+        "--uninstall",
+        "(https://example.org/a/b/blob/v0.1.0/minisign.pub)",
+        "minisign -V -p minisign.pub -m SHA256SUMS",
+        "sha256sum --check --ignore-missing SHA256SUMS",
+        "https://example.org/a/b/.github/workflows/release.yml@refs/tags/v0.1.0 FILE",
+        "[a](https://example.org/a/b/blob/v0.1.0/docs/guide/run.md#models), [b](https://other.example/c.md)\n",
+    ] {
+        assert!(text.contains(part), "no '{part}': {text}");
+    }
+}
+
+#[test]
 fn a_release_is_tested_where_it_is_built() {
     let output = Command::new(root().join(".ci/release")).args(["--out", "elsewhere"]).output().expect("bash runs");
     let text = String::from_utf8(output.stderr).unwrap();
