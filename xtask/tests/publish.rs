@@ -135,6 +135,26 @@ fn other_bytes_and_a_broken_registry_are_no_reason_to_publish() {
     assert_eq!(repository.log(), "");
 }
 
+/// install.sh takes the latest release.
+#[test]
+fn prereleases_and_backports_are_not_the_latest_release() {
+    let repository = Repository::new(0);
+    for (version, tags, is_latest) in [
+        ("0.1.0", "", true),
+        ("0.10.0", "v0.9.0\nv0.1.0", true),
+        ("0.9.1", "v0.9.0\nv0.10.0", false),
+        ("0.10.0", "v0.10.0\nv0.9.0", true),
+        ("0.2.0-rc.1", "v0.1.0", false),
+    ] {
+        repository.put("Cargo.toml", &format!("[workspace.package]\nversion = \"{version}\"\n"));
+        repository.put("tags", tags);
+        let mut command = Command::new(repository.0.join(".ci/publish"));
+        let tags = fs::File::open(repository.0.join("tags")).unwrap();
+        let output = command.arg("latest").stdin(tags).output().expect("bash runs");
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{is_latest}\n"), "{version}");
+    }
+}
+
 #[test]
 fn the_page_of_a_release_says_how_to_install_and_verify() {
     let repository = Repository::new(0);
