@@ -100,6 +100,11 @@ fn workflows_use_pinned_tools_and_the_compiler_of_a_release() {
             assert_eq!(version, compiler, "{}", shown(&path));
         }
         assert_eq!(unpinned(&text), [""; 0], "{}", shown(&path));
+        // A private repository, as in a rehearsal, asks for the token; git gets it from gh, in this step alone.
+        for step in text.split("- name: Check out\n").skip(1) {
+            let step = step.split("- name: ").next().unwrap_or_default();
+            assert!(step.contains("GH_TOKEN: ${{ github.token }}") && step.contains("gh auth setup-git"), "{step}");
+        }
         // Both are needed to test the files of a release in clean systems.
         assert_eq!(text.contains(" debootstrap "), text.contains(" qemu-user-static "), "{}", shown(&path));
     }
