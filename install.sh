@@ -14,7 +14,8 @@ public_key=${UNWEIGHT_PUBLIC_KEY:-}
 # The oldest glibc that the command runs with.
 glibc_major=2
 glibc_minor=17
-from_source="build from source: see docs/guide/install.md"
+guide=https://unweight.example/unweight/blob/main/docs/guide/install.md
+from_source="build from source: $guide"
 
 usage() {
     cat <<'END'
@@ -73,7 +74,7 @@ main() {
 }
 
 uninstall() {
-    if [ ! -e "$to/unweight" ]; then
+    if [ ! -e "$to/unweight" ] && [ ! -L "$to/unweight" ]; then
         fail "$to/unweight does not exist" "pass --to DIR with the directory it was installed into"
     fi
     rm "$to/unweight" || fail "cannot remove $to/unweight" "check its permissions"
@@ -84,7 +85,7 @@ install() {
     for tool in tar mktemp uname sed; do
         has "$tool" || fail "$tool is not installed" "install it and run this again"
     done
-    target=$(detect)
+    detect
     elsewhere="pass --to DIR with a directory you can write to"
     mkdir -p "$to" || fail "cannot create $to" "$elsewhere"
     # Absolute and without a slash at its end, as in PATH.
@@ -99,37 +100,32 @@ install() {
     trap 'exit 143' TERM
 
     sums_of_release
-    name=unweight-$version-$target
     # The static build has the commands that need no GPU. It is for Alpine and others with musl, and for machines that
     # have no other build.
-    if ! listed "$name.tar.gz" && listed "unweight-$version-${target%gnu}musl.tar.gz"; then
-        target=${target%gnu}musl
-        name=unweight-$version-$target
-    elif ! listed "$name.tar.gz" && [ "${target%musl}" != "$target" ]; then
+    if ! listed "$(archive_for "$target")" && has_static; then
+        target=$static
+    elif ! listed "$(archive_for "$target")" && [ "$target" = "$static" ]; then
+        [ -z "$lacks" ] || fail "$lacks" "$from_source"
         # gcompat runs programs for glibc.
         [ -e /lib/libgcompat.so.0 ] ||
             fail "release $version has no build for musl libc, which this system uses" \
                 "install gcompat (apk add gcompat) and run this again, or build from source"
         target=${target%musl}gnu
-        name=unweight-$version-$target
     fi
-    archive=$name.tar.gz
-    if has zstd && listed "$name.tar.zst"; then
-        archive=$name.tar.zst
-    elif ! has gzip; then
-        fail "gzip is not installed" "install it and run this again"
+    try
+    # The shell's status for a program without its loader, as in systems that keep glibc elsewhere.
+    if [ "$status" = 127 ] && [ "$target" != "$static" ] && has_static; then
+        target=$static
+        lacks="the build for glibc does not run here"
+        try
     fi
-    listed "$archive" || fail "release $version has no build for $target" "$from_source"
-
-    fetch "$releases/download/v$version/$archive" "$work/$archive"
-    check_digest
-    unpack
-    # Only a command that runs here is installed.
-    status=0
-    said=$("$work/$name/unweight" --version 2>&1) || status=$?
-    # The shell's status for a file that it must not execute.
-    [ "$status" != 126 ] ||
-        fail "programs in $to must not run: $said" "pass --to DIR with a directory that is not mounted noexec"
+    if [ "$status" = 126 ]; then
+        # The shell's status for a file that it must not or cannot execute.
+        case $said in
+            *"xec format"*) fail "the command of $archive is not for this processor, $machine: $said" "$from_source" ;;
+            *) fail "programs in $to must not run: $said" "pass --to DIR with a directory that is not mounted noexec" ;;
+        esac
+    fi
     [ "$status" = 0 ] || fail "the command of $archive does not run on this system: $said" "$from_source"
     if [ "$said" != "unweight $version" ]; then
         fail "the command of $archive says '$said', not 'unweight $version'" "report it"
@@ -137,7 +133,7 @@ install() {
     mv -f "$work/$name/unweight" "$to/unweight" || fail "cannot write $to/unweight" "$elsewhere"
     echo "installed unweight $version to $to/unweight"
     case $target in
-        *musl) echo "this static build has the commands that need no GPU" ;;
+        *musl) echo "this static build has the commands that need no GPU${lacks:+ ($lacks)}" ;;
     esac
     case ":${PATH:-}:" in
         *":$to:"* | *":$to/:"*)
@@ -151,15 +147,43 @@ install() {
     esac
 }
 
-# The target of the build for this system.
+# Unpacks the command for $target and runs it: only a command that runs here is installed.
+try() {
+    name=unweight-$version-$target
+    archive=$(archive_for "$target")
+    listed "$archive" || fail "release $version has no build for $target" "$from_source"
+    if has zstd && listed "$name.tar.zst"; then
+        archive=$name.tar.zst
+    elif ! has gzip; then
+        fail "gzip is not installed" "install it and run this again"
+    fi
+    fetch "$releases/download/v$version/$archive" "$work/$archive"
+    check_digest
+    unpack
+    status=0
+    said=$("$work/$name/unweight" --version 2>&1) || status=$?
+}
+
+archive_for() {
+    echo "unweight-$version-$1.tar.gz"
+}
+
+has_static() {
+    listed "$(archive_for "$static")"
+}
+
+# Sets $target to that of the build for this system, $static to that of the static build. Where only the static one
+# can run, $lacks says why.
 detect() {
+    lacks=''
     system=$(uname -s) machine=$(uname -m)
-    [ "$system" = Linux ] || fail "$system is not supported" "use Linux; see docs/guide/install.md"
+    [ "$system" = Linux ] || fail "$system is not supported" "use Linux; see $guide"
     case $machine in
         x86_64 | amd64) machine=x86_64 ;;
         aarch64 | arm64) machine=aarch64 ;;
         *) fail "no build for $machine" "$from_source" ;;
     esac
+    target=$machine-unknown-linux-gnu static=$machine-unknown-linux-musl
     # musl's getconf does not know this variable; some systems have no getconf, and texts of ldd differ.
     if libc=$(getconf GNU_LIBC_VERSION 2> /dev/null) && [ "${libc#glibc }" != "$libc" ]; then
         glibc=$(echo "$libc" | sed -n '1s/^glibc \([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p')
@@ -167,32 +191,36 @@ detect() {
         libc=$( (ldd --version) 2>&1 || true)
         case $libc in
             *musl*)
-                echo "$machine-unknown-linux-musl"
+                target=$static
                 return
                 ;;
             "ldd ("*)
                 glibc=$(echo "$libc" | sed -n '1s/.* \([0-9][0-9]*\.[0-9][0-9]*\).*/\1/p')
                 ;;
             *)
+                target=$static
                 for loader in /lib/ld-musl-*; do
-                    [ ! -e "$loader" ] || { echo "$machine-unknown-linux-musl" && return; }
+                    [ ! -e "$loader" ] || return 0
                 done
-                fail "cannot tell which C library this system has" "$from_source"
+                lacks="cannot tell which C library this system has"
+                return
                 ;;
         esac
     fi
     if [ -z "$glibc" ] || [ "${glibc%%.*}" -lt "$glibc_major" ] || {
         [ "${glibc%%.*}" -eq "$glibc_major" ] && [ "${glibc#*.}" -lt "$glibc_minor" ]
     }; then
-        fail "glibc '$glibc' is too old; the command needs $glibc_major.$glibc_minor" "$from_source"
+        target=$static
+        lacks="glibc '$glibc' is too old; the command needs $glibc_major.$glibc_minor"
     fi
-    echo "$machine-unknown-linux-gnu"
 }
 
 # Fetches and checks the digests of the release; finds out which version the latest is.
 sums_of_release() {
     if [ -n "$version" ]; then base=$releases/download/v$version; else base=$releases/latest/download; fi
     fetch "$base/SHA256SUMS" "$work/SHA256SUMS"
+    is_list || fail "$base/SHA256SUMS is damaged, or another page: it is not a list of digests" \
+        "check the network, which may want you to log in, and UNWEIGHT_RELEASES; then run this again"
     check_signature "$base"
     # DIGEST  unweight-VERSION-ARCH-unknown-linux-LIBC.tar.gz
     pattern='^[0-9a-f]*  unweight-\([0-9][0-9A-Za-z.+-]*\)-[a-z0-9_]*-unknown-linux-[a-z]*\.tar\.gz$'
@@ -202,6 +230,17 @@ sums_of_release() {
         fail "$base/SHA256SUMS is of version $found, not $version" "check UNWEIGHT_RELEASES"
     fi
     version=$found
+}
+
+# Whether SHA256SUMS has only lines of digests. What follows the last end of a line was cut.
+is_list() {
+    lines=''
+    while read -r digest file; do
+        case $digest in *[!0-9a-f]*) return 1 ;; esac
+        [ "${#digest}" = 64 ] && [ -n "$file" ] || return 1
+        lines=yes
+    done < "$work/SHA256SUMS"
+    [ -n "$lines" ] && [ -z "$digest" ]
 }
 
 # Whether the release has this file.

@@ -22,21 +22,19 @@ use minisign::{SecretKey, SecretKeyBox};
 
 use crate::{
     gpu_pack, notices,
-    run::{self, cargo, root, run, succeeds, target_dir},
-    rustc, setup, wheel,
+    run::{self, cargo, git, read, root, run, target_dir},
+    rustc, sbom, setup, wheel,
 };
 
 /// The version of the release.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The compiler of a release; another one makes other bytes.
 const COMPILER: &str = "1.95.0";
-/// The version of cargo-cyclonedx, which writes the SBOMs.
-const CYCLONEDX: &str = "0.5.9";
 /// The static target of the other architecture.
 pub const OTHER_STATIC: &str =
     if cfg!(target_arch = "aarch64") { "x86_64-unknown-linux-musl" } else { "aarch64-unknown-linux-musl" };
 /// Features for musl: CPU only, because a static program cannot load the driver.
-const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
+pub const MUSL_FEATURES: &str = "cli,dfloat11,hub,plots,sign";
 
 /// The file with the digests of the other files.
 pub const SUMS: &str = "SHA256SUMS";
@@ -111,7 +109,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     }
     check_tags(&git(&["tag", "--points-at", "HEAD", "v*"])?, &read(&root().join("CHANGELOG.md"))?)?;
     let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
-    let cyclonedx = cyclonedx()?;
+    let cyclonedx = sbom::cyclonedx()?;
 
     let out = create_empty(&options.out)?;
     let mut writer = None;
@@ -255,20 +253,20 @@ fn build_target(
     let (command, wheel) = build_command(target, epoch)?;
     let writer = writer.filter(|_| target == OTHER_STATIC).unwrap_or(&command);
     archive(&command, writer, &name(target), epoch, out)?;
-    let sbom = |manifest: &str, artifact: &str, features: &[&str], name: &str| {
-        generate_sbom(cyclonedx, &root().join(manifest), artifact, &[features, &["--target", target]].concat(), epoch)
-            .and_then(|text| write(&out.join(name), text))
-    };
     let features: &[&str] = match wheel {
         Some(_) => &["--features", "full"],
         None => &["--no-default-features", "--features", MUSL_FEATURES],
     };
-    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", name(target)))?;
+    let of_target = ["--target", target];
+    let of_command = sbom::generate(cyclonedx, &sbom::COMMAND, &[features, &of_target].concat(), epoch)?;
+    write(&out.join(format!("{}.cdx.json", name(target))), sbom::text(&of_command))?;
     if let Some(wheel) = &wheel {
         let name = wheel.file_name().ok_or("the wheel has no name")?;
         fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
         let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
-        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+        let of_extension = sbom::generate(cyclonedx, &sbom::EXTENSION, &of_target, epoch)?;
+        let of_wheel = sbom::merge(of_extension, &of_command)?;
+        write(&out.join(format!("{stem}.cdx.json")), sbom::text(&of_wheel))?;
     }
     Ok(command)
 }
@@ -293,15 +291,17 @@ fn build_command(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>)
     if !Path::new(&library).is_dir() {
         return Err(format!("no standard library for {0}; run `rustup target add {0}`", target));
     }
-    let (build, path) = match target {
-        OTHER_STATIC => ("zigbuild", wheel::dist_path()?),
-        _ => ("build", env::var_os("PATH").unwrap_or_default()),
-    };
+    // The host's linker would depend on its distribution.
     let arguments = [
-        &[build, "--profile", "dist", "--locked", "--target", target][..],
+        &["zigbuild", "--profile", "dist", "--locked", "--target", target][..],
         &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", MUSL_FEATURES],
     ];
-    Ok((gpu_pack::command(cargo().envs(variables).env("PATH", path), &arguments.concat())?, None))
+    let mut build = cargo();
+    build.envs(variables).env("PATH", wheel::dist_path()?);
+    // Zig ignores rustc's -static-pie, without which the program has the same address in every process.
+    let flags = format!("CARGO_TARGET_{}_RUSTFLAGS", target.to_uppercase().replace('-', "_"));
+    build.env(flags, "-Clink-arg=-pie");
+    Ok((gpu_pack::command(&mut build, &arguments.concat())?, None))
 }
 
 /// Packs the command with its documents, which `writer` writes, twice: gzip is available everywhere, zstd is smaller.
@@ -374,48 +374,6 @@ fn tar_archive(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
     builder.into_inner()
 }
 
-/// Returns the path of cargo-cyclonedx. Installs it in `target/tools` unless this machine has the right version.
-fn cyclonedx() -> Result<PathBuf, String> {
-    let has_version = |program: &Path| {
-        let output = Command::new(program).args(["cyclonedx", "--version"]).output();
-        output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim().ends_with(CYCLONEDX))
-    };
-    let (host, installed) = (PathBuf::from("cargo-cyclonedx"), target_dir("tools/bin/cargo-cyclonedx"));
-    if let Some(program) = [host, installed.clone()].into_iter().find(|program| has_version(program)) {
-        return Ok(program);
-    }
-    let arguments = ["install", "--locked", "--quiet", "cargo-cyclonedx", "--version", CYCLONEDX, "--root"];
-    run(cargo().args(arguments).arg(target_dir("tools")))?;
-    Ok(installed)
-}
-
-/// Returns the SBOM of a manifest's artifact, without the path of this workspace.
-fn generate_sbom(
-    cyclonedx: &Path,
-    manifest: &Path,
-    artifact: &str,
-    options: &[&str],
-    epoch: &str,
-) -> Result<String, String> {
-    let mut command = Command::new(cyclonedx);
-    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
-    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
-    run(command.env("SOURCE_DATE_EPOCH", epoch))?;
-    // cargo-cyclonedx writes a file next to the manifest of each package.
-    let mut found = None;
-    let written = ["--exclude=*_bin.cdx.json", "--exclude=*_cdylib.cdx.json"];
-    let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
-    let files = git(&files)?;
-    for file in files.lines().map(|file| root().join(file)) {
-        if file.file_name().is_some_and(|name| *name == *format!("{artifact}.cdx.json")) {
-            found = Some(read(&file)?);
-        }
-        fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
-    }
-    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {artifact}.cdx.json"))?;
-    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::ROOT_NAME)))
-}
-
 /// Returns the commit and the tools of the build.
 fn build_record(epoch: &str) -> Result<String, String> {
     let version_line = |program: &str| -> Result<String, String> {
@@ -426,7 +384,7 @@ fn build_record(epoch: &str) -> Result<String, String> {
     for program in ["rustc", "cargo"] {
         lines.push(version_line(program)?);
     }
-    lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
+    lines.push(format!("cargo-cyclonedx {}", sbom::CYCLONEDX));
     lines.extend(wheel::DIST_TOOLS.map(|tool| tool.replace("==", " ")));
     Ok(lines.join("\n") + "\n")
 }
@@ -451,7 +409,9 @@ fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> 
         }
     };
     secret.map_err(|error| {
-        let help = "pass a minisign secret key; a key with a password needs --password-file FILE";
+        // minisign writes no checksum into a key without a password.
+        let help = "pass a minisign secret key; a key with a password needs --password-file FILE, one without needs \
+                    a password (minisign -C -s KEY)";
         format!("{}: not a usable minisign secret key ({error}); {help}", key.display())
     })
 }
@@ -465,19 +425,8 @@ pub fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
     write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
 }
 
-fn read(path: &Path) -> Result<String, String> {
-    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
-}
-
 fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
     fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
-}
-
-fn git(arguments: &[&str]) -> Result<String, String> {
-    if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
-        return Err("this is not a git repository with a commit; build a release from a checkout".to_owned());
-    }
-    run::output(Command::new("git").current_dir(root()).args(arguments))
 }
 
 #[cfg(test)]
@@ -597,8 +546,15 @@ mod tests {
         "PcBr2j+6g8qfOBAalEaQSL1TZrLzQBVJb5W4vfll9pcoAoo55hi6xMGYVRDxQ5T+2k8lrNdJRQ8yG9VEk9rdZbJf/s1/E4KvipkA858Ok=\n"
     );
 
+    /// Made by `minisign -G -W`, version 0.11.
+    const OPEN_KEY: &str = concat!(
+        "untrusted comment: minisign encrypted secret key\n",
+        "RWQAAEIyAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAUBPNeslg8LULCQVdhBEANoyJhzEMBUjU+E",
+        "al2+xnyMV/sabChZtEO1QU0QbCoe9gYoIiSZKIwDYw81QrKbTazsHOSrQsxaIHAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=\n"
+    );
+
     #[test]
-    fn keys_with_a_password_need_it() {
+    fn release_keys_need_their_password() {
         let folder = env::temp_dir().join(format!("unweight-key-{}", std::process::id()));
         setup::remove(&folder).unwrap();
         fs::create_dir(&folder).unwrap();
@@ -607,6 +563,9 @@ mod tests {
         let message = secret_key(&key, None).unwrap_err();
         assert!(message.contains("--password-file") && message.contains("key: not a usable"), "{message}");
         assert!(secret_key(&key, Some(&password)).unwrap_err().contains("password: No such file"));
+        write(&key, OPEN_KEY).unwrap();
+        let message = secret_key(&key, None).unwrap_err();
+        assert!(message.contains("one without needs a password (minisign -C -s KEY)"), "{message}");
         fs::remove_dir_all(&folder).unwrap();
     }
 

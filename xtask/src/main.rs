@@ -10,6 +10,7 @@ mod records;
 mod release;
 mod run;
 mod rustc;
+mod sbom;
 mod setup;
 mod test;
 mod wheel;
@@ -35,12 +36,14 @@ usage: cargo xtask <task> [options]
                         --manylinux2014  for every Linux with glibc 2.17 or newer; links with zig from PyPI
   lint                run shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
   dist                build reproducible release files in target/artifacts
-                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); repeatable
+                        --target T     x86_64-unknown-linux-gnu (default), x86_64-unknown-linux-musl or
+                                       aarch64-unknown-linux-musl (both: CPU commands only); repeatable
                         --out DIR      write the files to this directory
                         --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE holds its password
                         --allow-dirty  build even if files differ from the commit
   test-release        test install.sh in clean systems of Debian, Ubuntu (its keyring) and musl (needs debootstrap and
-                      root), and the wheel in every supported Python; takes minutes
+                      root), the build for the other processor under QEMU (qemu-user-static), and the wheel in every
+                      supported Python; takes minutes
                         --files DIR    the files of `dist` (default: target/artifacts)
                         --suite NAME   also test in this suite of Debian or Ubuntu, such as noble; repeatable
   gpu-pack            collect stripped binaries and run.sh in .gpu/ for a GPU machine without Rust

@@ -19,6 +19,8 @@ const NAMES: [&str; 6] = ["COPYING", "COPYRIGHT", "LICENCE", "LICENSE", "NOTICE"
 const LIBRARIES: &str = "\
 The Rust standard library is compiled in: Copyright (c) The Rust Project Contributors, MIT OR Apache-2.0.
 Builds for musl contain musl libc: Copyright (c) 2005-2020 Rich Felker, et al., MIT.
+Macros, build scripts and what only they need run at build time and are not listed here; the SBOMs (*.cdx.json) list
+them, too.
 ";
 
 /// A crate from a registry.
@@ -219,5 +221,8 @@ mod tests {
         let home = cargo().get_current_dir().unwrap().display().to_string();
         assert!(!text.contains(&home), "names a directory of this machine");
         assert_eq!(text, super::text().unwrap());
+        // Everything that is distributed with the command.
+        let container = fs::read_to_string(root().join("Containerfile")).unwrap();
+        assert!(container.contains(&format!(" /unpacked/{FILE} ")), "Containerfile does not copy {FILE}");
     }
 }

@@ -88,6 +88,7 @@ impl Site {
         let home = target_dir("release-site");
         setup::remove(&home)?;
         let io = |error: std::io::Error| format!("{}: {error}", home.display());
+        let keys = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
         for (name, is_sound) in [("sound", true), ("changed", false), ("cut", false)] {
             for folder in ["latest/download".to_owned(), format!("download/v{VERSION}")] {
                 let to = home.join(name).join(folder);
@@ -101,10 +102,9 @@ impl Site {
                     }
                     fs::write(to.join(entry.file_name()), bytes).map_err(io)?;
                 }
+                dist::sign(&to, &keys.sk)?;
             }
         }
-        let keys = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
-        dist::sign(&home.join("sound/latest/download"), &keys.sk)?;
         let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).map_err(io)?.port();
         let mut server = Command::new(setup::host_python()?);
         server.args(["-m", "http.server", "--bind", "127.0.0.1", "--directory"]).arg(&home).arg(port.to_string());
@@ -166,13 +166,13 @@ fn chroot(home: &Path) -> Command {
     command
 }
 
-/// Runs `install.sh` in a root.
-fn install(home: &Path, releases: &str, variables: &[(&str, &str)], arguments: &[&str]) -> Result<Output, String> {
+/// Runs `install.sh` in a root. `key` replaces the publisher's, whose secret key is elsewhere.
+fn install(home: &Path, releases: &str, key: &str, arguments: &[&str]) -> Result<Output, String> {
     let script = home.join("root/install.sh");
     fs::copy(root().join("install.sh"), &script).map_err(|error| format!("{}: {error}", script.display()))?;
     let mut command = chroot(home);
     command.args(["sh", "/root/install.sh"]).args(arguments).env("UNWEIGHT_RELEASES", releases);
-    command.envs(variables.iter().copied()).output().map_err(|error| format!("chroot: {error}"))
+    command.env("UNWEIGHT_PUBLIC_KEY", key).output().map_err(|error| format!("chroot: {error}"))
 }
 
 /// Returns the names in `~/.local/bin` of a root.
@@ -208,13 +208,13 @@ fn test_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), Strin
         for (from, message) in
             [(&release("changed"), "has SHA-256"), (&release("cut"), "has SHA-256"), (&closed, "cannot fetch")]
         {
-            check_refused(system, home, &install(home, from, &[], &[])?, message, left)?;
+            check_refused(system, home, &install(home, from, &site.public_key, &[])?, message, left)?;
         }
         Ok(())
     };
     refused(&[])?;
     let start = Instant::now();
-    let output = install(home, &release("sound"), &[], &[])?;
+    let output = install(home, &release("sound"), &site.public_key, &[])?;
     let seconds = start.elapsed().as_secs_f64();
     if !output.status.success() {
         return Err(format!("{system}: {}", String::from_utf8_lossy(&output.stderr)));
@@ -229,7 +229,7 @@ fn test_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), Strin
     }
     unweight(&["demo"])?;
     refused(&["unweight"])?;
-    let output = install(home, &release("sound"), &[], &["--uninstall"])?;
+    let output = install(home, &release("sound"), &site.public_key, &["--uninstall"])?;
     if !output.status.success() || !installed(home).is_empty() {
         return Err(format!("{system}: install.sh --uninstall failed: {}", String::from_utf8_lossy(&output.stderr)));
     }
@@ -240,7 +240,7 @@ fn test_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), Strin
 /// Checks signatures with the real minisign.
 fn test_signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
     let from = format!("{}/sound", site.address);
-    let install_with_key = |key: &str| install(home, &from, &[("UNWEIGHT_PUBLIC_KEY", key)], &["--require-signature"]);
+    let install_with_key = |key: &str| install(home, &from, key, &["--require-signature"]);
     let other = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
     check_refused(system, home, &install_with_key(&other.pk.to_base64())?, "is not by", &[])?;
     let output = install_with_key(&site.public_key)?;
@@ -271,7 +271,7 @@ fn test_musl(files: &Path, site: &Site) -> Result<(), String> {
     if files.join(format!("unweight-{VERSION}-{}-unknown-linux-musl.tar.gz", env::consts::ARCH)).exists() {
         return test_clean_system("musl", &home, site);
     }
-    let output = install(&home, &format!("{}/sound", site.address), &[], &[])?;
+    let output = install(&home, &format!("{}/sound", site.address), &site.public_key, &[])?;
     check_refused("musl", &home, &output, "no build for musl libc", &[])?;
     println!("musl: install.sh refused the system, as it should");
     Ok(())
@@ -282,9 +282,12 @@ fn test_emulated(files: &Path) -> Result<(), String> {
     let name = format!("unweight-{VERSION}-{OTHER_STATIC}");
     let archive = files.join(format!("{name}.tar.gz"));
     let emulator = format!("qemu-{}-static", OTHER_STATIC.split('-').next().unwrap_or_default());
-    if !archive.exists() || !succeeds(Command::new(&emulator).arg("--version")) {
-        println!("skipped: {OTHER_STATIC}, for want of its archive or of {emulator} (qemu-user-static)");
+    if !archive.exists() {
+        println!("skipped: {OTHER_STATIC}; {} has no archive for it", files.display());
         return Ok(());
+    }
+    if !succeeds(Command::new(&emulator).arg("--version")) {
+        return Err(format!("{emulator} is not installed, which runs {name}; run `apt-get install qemu-user-static`"));
     }
     let work = target_dir("release-emulated");
     setup::remove(&work)?;

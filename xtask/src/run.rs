@@ -3,6 +3,7 @@
 use std::{
     env,
     ffi::OsStr,
+    fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
@@ -53,6 +54,19 @@ pub fn output(command: &mut Command) -> Result<String, String> {
 /// Returns whether the command starts and succeeds. Hides its output.
 pub fn succeeds(command: &mut Command) -> bool {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|s| s.success())
+}
+
+/// Returns git's output in this repository.
+pub fn git(arguments: &[&str]) -> Result<String, String> {
+    if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
+        return Err("this is not a git repository with a commit; build a release from a checkout".to_owned());
+    }
+    output(Command::new("git").current_dir(root()).args(arguments))
+}
+
+/// Reads a file.
+pub fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
 /// Fails if there are arguments.

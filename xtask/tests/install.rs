@@ -191,6 +191,20 @@ fn tool(name: &str) -> Option<PathBuf> {
     env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(name)).find(|path| path.is_file())
 }
 
+/// Returns the script with this public key in the place of the publisher's.
+fn script_with_key(key: &str) -> String {
+    let text = fs::read_to_string(root().join("install.sh")).unwrap();
+    let line = text.lines().find(|line| line.starts_with("public_key=")).expect("a line with the key");
+    // The release workflow reads the key from this line.
+    let known = line.strip_prefix("public_key=${UNWEIGHT_PUBLIC_KEY:-").and_then(|rest| rest.strip_suffix('}'));
+    let known = known.expect("a default for UNWEIGHT_PUBLIC_KEY");
+    assert!(known.is_empty() || known.starts_with("RW") && known.len() == KEY.len(), "'{known}' is not a public key");
+    if let Ok(file) = fs::read_to_string(root().join("minisign.pub")) {
+        assert_eq!(file.lines().nth(1), Some(known), "minisign.pub has another key");
+    }
+    text.replacen(line, &format!("public_key=${{UNWEIGHT_PUBLIC_KEY:-{key}}}"), 1)
+}
+
 /// A machine with its own `home`, and only `tools` on PATH.
 struct System(Folder);
 
@@ -242,7 +256,9 @@ impl System {
     fn script_in(&self, mut command: Command, site: &str, arguments: &[&str]) -> Command {
         command.args(["-s", "--"]).args(arguments).env_clear().env("HOME", self.0.path("home"));
         command.env("PATH", self.0.path("tools")).env("UNWEIGHT_RELEASES", site).current_dir(&self.0.0);
-        command.stdin(fs::File::open(root().join("install.sh")).unwrap());
+        let script = self.0.path("install.sh");
+        fs::write(&script, script_with_key("")).unwrap();
+        command.stdin(fs::File::open(script).unwrap());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
@@ -330,6 +346,10 @@ fn versions_are_chosen_replaced_and_removed() {
     let text = machine.installs(&site, &["--uninstall"]);
     assert!(text.contains("removed ") && machine.installed().is_empty(), "{text}");
     machine.refuses(&site, &["--uninstall"], "does not exist");
+    let link = machine.0.path("home/.local/bin/unweight");
+    symlink("/nowhere/unweight", &link).unwrap();
+    machine.installs(&site, &["--uninstall"]);
+    assert!(!link.is_symlink());
 }
 
 #[test]
@@ -390,7 +410,7 @@ fn unsuitable_releases_are_refused() {
         site
     };
     let zeros = "0".repeat(64);
-    machine.refuses(&sums(""), &[], "lists no archive");
+    machine.refuses(&sums(&format!("{zeros}  thesis.tex\n")), &[], "lists no archive");
     machine.refuses(&sums(&format!("{zeros}  unweight-0.1.0-riscv64-unknown-linux-gnu.tar.gz\n")), &[], "no build for");
     let newer = format!("{zeros}  unweight-0.2.0-{}-unknown-linux-gnu.tar.gz\n", env::consts::ARCH);
     machine.refuses(&sums(&newer), &["--version", "0.1.0"], "is of version 0.2.0, not 0.1.0");
@@ -407,35 +427,45 @@ fn without_a_network_nothing_changes() {
     machine.refuses(&site, &[], "check the network");
 }
 
+/// The key is the script's, or that of a variable, which has precedence.
 #[test]
 fn signatures_are_checked_if_minisign_is_installed() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
-    let run = |arguments: &[&str]| {
-        let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", KEY).output().unwrap();
-        (output.status.success(), [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat())
-    };
-    machine.refuses(&site, &["--require-signature"], "no public key is known");
-    let (success, text) = run(&["--require-signature"]);
-    assert!(!success && text.contains("cannot check the signature: minisign is not installed"), "{text}");
-    let (success, text) = run(&[]);
-    assert!(success && text.contains("signature: not checked, minisign is not installed"), "{text}");
-    machine.installs(&site, &["--uninstall"]);
-
-    // `cargo xtask test-release` tests the real program.
-    let checks = format!(r#"[ "$*" = "-V -P {KEY} -m $5 -x $5.minisig" ] && grep -q good "$7""#);
-    machine.fake("minisign", &format!("#!/bin/sh\nPATH={}\n{checks}\n", env::var("PATH").unwrap()));
-    for (signature, good) in [(None, false), (Some("forged"), false), (Some("good"), true)] {
-        if let Some(signature) = signature {
-            site.put("/latest/download/SHA256SUMS.minisig", Answer::Whole(signature.into()));
-        }
-        let (success, text) = run(&["--require-signature"]);
-        assert_eq!((success, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
-        let message = match signature {
-            None => "cannot fetch",
-            Some("forged") => "is not by RWT",
-            Some(_) => "signature: by RWT",
+    let other = format!("{}AAAA", &KEY[..KEY.len() - 4]);
+    let keys = [("", Some(KEY)), (KEY, None), (&other, Some(KEY))];
+    System::new().refuses(&Site::with_release(&command(VERSION)), &["--require-signature"], "no public key is known");
+    for (of_script, of_variable) in keys {
+        let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+        let script = machine.0.path("with-key.sh");
+        fs::write(&script, script_with_key(of_script)).unwrap();
+        let run = |arguments: &[&str]| {
+            let mut command = machine.script(&site.address, arguments);
+            command.stdin(fs::File::open(&script).unwrap()).envs(of_variable.map(|key| ("UNWEIGHT_PUBLIC_KEY", key)));
+            let output = command.output().unwrap();
+            let text = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat();
+            (output.status.success(), text)
         };
-        assert!(text.contains(message), "{text}");
+        let (success, text) = run(&["--require-signature"]);
+        assert!(!success && text.contains("cannot check the signature: minisign is not installed"), "{text}");
+        let (success, text) = run(&[]);
+        assert!(success && text.contains("signature: not checked, minisign is not installed"), "{text}");
+        machine.installs(&site, &["--uninstall"]);
+
+        // `cargo xtask test-release` tests the real program.
+        let checks = format!(r#"[ "$*" = "-V -P {KEY} -m $5 -x $5.minisig" ] && grep -q good "$7""#);
+        machine.fake("minisign", &format!("#!/bin/sh\nPATH={}\n{checks}\n", env::var("PATH").unwrap()));
+        for (signature, good) in [(None, false), (Some("forged"), false), (Some("good"), true)] {
+            if let Some(signature) = signature {
+                site.put("/latest/download/SHA256SUMS.minisig", Answer::Whole(signature.into()));
+            }
+            let (success, text) = run(&["--require-signature"]);
+            assert_eq!((success, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
+            let message = match signature {
+                None => "cannot fetch",
+                Some("forged") => "is not by RWT",
+                Some(_) => "signature: by RWT",
+            };
+            assert!(text.contains(message), "{text}");
+        }
     }
 }
 
@@ -500,6 +530,48 @@ fn musl_gets_its_own_build_and_is_told_what_it_lacks() {
     assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
 }
 
+/// As machines with an old or unknown C library, or with glibc where programs do not look for it.
+#[test]
+fn without_a_usable_glibc_the_static_build_is_installed() {
+    let with_both = |gnu: &str| {
+        let site = Site::new();
+        site.publish_for("musl", VERSION, &command(VERSION));
+        let sums = |site: &Site| match site.answers.lock().unwrap()["/latest/download/SHA256SUMS"].clone() {
+            Answer::Whole(text) => text,
+            _ => panic!("a list"),
+        };
+        let of_musl = sums(&site);
+        site.publish_for("gnu", VERSION, gnu);
+        let both = [of_musl, sums(&site)].concat();
+        site.put("/latest/download/SHA256SUMS", Answer::Whole(both));
+        site
+    };
+    let has_requested = |site: &Site, libc: &str| site.requests().iter().any(|path| path.contains(libc));
+    for (program, text, message) in [
+        ("getconf", "echo glibc 2.12", "(glibc '2.12' is too old"),
+        ("ldd", "echo something else", "(cannot tell which C library"),
+    ] {
+        let (site, machine) = (with_both(&command(VERSION)), System::new());
+        if program == "ldd" {
+            machine.remove("getconf");
+        }
+        machine.fake(program, &format!("#!/bin/sh\n{text}\n"));
+        let text = machine.installs(&site, &[]);
+        assert!(text.contains("commands that need no GPU") && text.contains(message), "{text}");
+        assert!(has_requested(&site, "musl") && !has_requested(&site, "gnu"), "{:?}", site.requests());
+    }
+    for (gnu, is_tried) in [("#!/no/such/loader\n", true), ("#!/bin/sh\nexit 1\n", false)] {
+        let (site, machine) = (with_both(gnu), System::new());
+        machine.fake("getconf", "#!/bin/sh\necho glibc 2.39\n");
+        let output = machine.run(&site, &[]);
+        assert_eq!((output.status.success(), has_requested(&site, "musl")), (is_tried, is_tried), "{output:?}");
+        if is_tried {
+            assert!(String::from_utf8_lossy(&output.stdout).contains("(the build for glibc does not run here"));
+            assert_eq!(machine.installed(), only_command(&command(VERSION)));
+        }
+    }
+}
+
 /// As a machine with another processor, for which a release has only the static build.
 #[test]
 fn without_a_build_for_glibc_the_static_one_is_installed() {
@@ -508,6 +580,23 @@ fn without_a_build_for_glibc_the_static_one_is_installed() {
     let text = machine.installs(&site, &[]);
     assert!(text.contains("static build has the commands that need no GPU"), "{text}");
     assert!(site.requests().iter().any(|path| path.ends_with("-linux-musl.tar.gz")), "{:?}", site.requests());
+}
+
+/// A page that asks for a login, or a list that was cut, is no reason to report a forged signature.
+#[test]
+fn what_is_not_a_list_of_digests_is_named() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    machine.fake("minisign", "#!/bin/sh\nexit 1\n");
+    let Answer::Whole(sums) = site.answers.lock().unwrap()["/latest/download/SHA256SUMS"].clone() else { panic!() };
+    let page = b"<!DOCTYPE html>\n<title>Log in</title>\n".to_vec();
+    let cuts = [1, 64, 66, sums.len() - 1].map(|length| sums[..length].to_vec());
+    for text in cuts.into_iter().chain([page, Vec::new(), b"0a  short\n".to_vec(), [&sums[..], b"\n"].concat()]) {
+        site.put("/latest/download/SHA256SUMS", Answer::Whole(text.clone()));
+        let output = machine.script(&site.address, &[]).env("UNWEIGHT_PUBLIC_KEY", KEY).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        let is_named = message.contains("it is not a list of digests") && !message.contains("report");
+        assert!(!output.status.success() && is_named, "{:?}: {message}", String::from_utf8_lossy(&text));
+    }
 }
 
 #[test]
@@ -575,6 +664,8 @@ fn a_directory_without_programs_and_a_wrong_key_are_named() {
     // The shell gives this status for a program that it must not execute.
     let site = Site::with_release("#!/bin/sh\nexit 126\n");
     System::new().refuses(&site, &[], "is not mounted noexec");
+    let site = Site::with_release("#!/bin/sh\necho 'cannot execute binary file: Exec format error'\nexit 126\n");
+    System::new().refuses(&site, &[], "is not for this processor");
     let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let output = machine.script(&site.address, &[]).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
     let text = String::from_utf8(output.stderr).unwrap();

@@ -1,5 +1,5 @@
 //! Tests `.ci/publish` with programs in the place of cargo, curl, pip and sleep, and a directory in that of the
-//! registries.
+//! registries. Also tests what `.ci/release` refuses.
 
 use std::{
     env, fs,
@@ -106,8 +106,8 @@ fn publication_continues_after_a_failure() {
     let (success, text) = repository.run(&["crates"]);
     assert!(success && text.contains("has all crates of 0.1.0"), "{text}");
     // In the order of file names; the crate that is there is left out, and the last run publishes nothing.
-    let all = "--locked --package aa-one --package aa-three --package aa-two\n";
-    assert_eq!(repository.log(), format!("{all}--locked --package aa-three --package aa-two\n"));
+    let all = "--locked --no-verify --package aa-one --package aa-three --package aa-two\n";
+    assert_eq!(repository.log(), format!("{all}--locked --no-verify --package aa-three --package aa-two\n"));
 }
 
 #[test]
@@ -133,6 +133,76 @@ fn other_bytes_and_a_broken_registry_are_no_reason_to_publish() {
     let (success, text) = repository.run(&["crates"]);
     assert!(!success && text.contains(": 500; run this again"), "{text}");
     assert_eq!(repository.log(), "");
+}
+
+/// install.sh takes the latest release.
+#[test]
+fn prereleases_and_backports_are_not_the_latest_release() {
+    let repository = Repository::new(0);
+    for (version, tags, is_latest) in [
+        ("0.1.0", "", true),
+        ("0.10.0", "v0.9.0\nv0.1.0", true),
+        ("0.9.1", "v0.9.0\nv0.10.0", false),
+        ("0.10.0", "v0.10.0\nv0.9.0", true),
+        ("0.2.0-rc.1", "v0.1.0", false),
+    ] {
+        repository.put("Cargo.toml", &format!("[workspace.package]\nversion = \"{version}\"\n"));
+        repository.put("tags", tags);
+        let mut command = Command::new(repository.0.join(".ci/publish"));
+        let tags = fs::File::open(repository.0.join("tags")).unwrap();
+        let output = command.arg("latest").stdin(tags).output().expect("bash runs");
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), format!("{is_latest}\n"), "{version}");
+    }
+}
+
+#[test]
+fn the_page_of_a_release_says_how_to_install_and_verify() {
+    let repository = Repository::new(0);
+    let put = |changelog: &str| {
+        repository.put("CHANGELOG.md", changelog);
+        repository.run(&["notes", "https://example.org/a/b"])
+    };
+    fs::create_dir(repository.0.join(".github")).unwrap();
+    fs::copy(root().join(".github/release-notes.txt"), repository.0.join(".github/release-notes.txt")).unwrap();
+    let links = "[a](docs/guide/run.md#models), [b](https://other.example/c.md)";
+    let changelog =
+        format!("# Changelog\n\n## [0.2.0] - x\nnewer\n## [0.1.0] - y\n\n{links}\n\n## [0.0.9] - z\nolder\n");
+    let (success, text) = put(&changelog);
+    assert!(!success && text.contains("minisign.pub does not exist"), "{text}");
+    repository.put("minisign.pub", "");
+    let (success, text) = put("# Changelog\n## [0.1.0-rc.1] - x\nother\n");
+    assert!(!success && text.contains("no section for 0.1.0"), "{text}");
+    let (success, text) = put(&changelog);
+    assert!(
+        success && !["newer", "older", "##  [", "@URL@", "@VERSION@"].iter().any(|part| text.contains(part)),
+        "{text}"
+    );
+    for part in [
+        "curl -fsSL https://example.org/a/b/releases/download/v0.1.0/install.sh | sh -s -- --version 0.1.0\n",
+        "--uninstall",
+        "(https://example.org/a/b/blob/v0.1.0/minisign.pub)",
+        "minisign -V -p minisign.pub -m SHA256SUMS",
+        "sha256sum --check --ignore-missing SHA256SUMS",
+        "https://example.org/a/b/.github/workflows/release.yml@refs/tags/v0.1.0 FILE",
+        "[a](https://example.org/a/b/blob/v0.1.0/docs/guide/run.md#models), [b](https://other.example/c.md)\n",
+    ] {
+        assert!(text.contains(part), "no '{part}': {text}");
+    }
+}
+
+#[test]
+fn a_release_is_tested_where_it_is_built() {
+    let output = Command::new(root().join(".ci/release")).args(["--out", "elsewhere"]).output().expect("bash runs");
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && text.contains("what is tested is target/artifacts"), "{text}");
+}
+
+/// `git add --all` in a clone with the key would publish it.
+#[test]
+fn the_secret_key_of_releases_is_never_committed() {
+    let mut command = Command::new("git");
+    command.current_dir(root()).args(["check-ignore", "--quiet", "--no-index", "minisign.key"]);
+    assert!(command.status().expect("git runs").success(), ".gitignore does not have minisign.key");
 }
 
 #[test]

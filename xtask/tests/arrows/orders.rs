@@ -185,8 +185,8 @@ pub const CRATES: [Crate; 11] = [
             ("run", "programs and their output"),
             ("kernel_digests rustc setup", "digests of machine code; a compiler without places; what `target/` holds"),
             (
-                "gpu_pack lint notices peers records",
-                "a test for a GPU machine; linters; licences; other systems; tables",
+                "gpu_pack lint notices peers records sbom",
+                "a test for a GPU machine; linters; licences; other systems; tables; SBOMs",
             ),
             ("wheel", "the Python package"),
             ("dist test", "the files of a release; all tests"),
