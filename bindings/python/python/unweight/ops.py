@@ -529,9 +529,9 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
             raise
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     y = x.new_empty(m, n)
-    bias_at: Optional[int] = None
+    # The kernel adds before it rounds, so there is one rounding.
+    bias_at = None if bias is None else 0
     if bias is not None:
-        # The kernel adds before it rounds, so there is one rounding.
         if bias.device == device and bias.shape == (n,) and not bias.is_neg() and runtime.takes_bias(at, m):
             # Aligned as x. The name keeps a copy alive until the launch is enqueued.
             bias = bias.contiguous()
@@ -539,7 +539,6 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
             bias_at = bias.data_ptr()
         else:
             y.copy_(bias)
-            bias_at = 0
     scratch = (0, 0)
     if scratch_nbytes:
         # The name keeps it alive until the launch is enqueued; the allocator orders its reuse after the launch.
