@@ -93,8 +93,8 @@ fn secret(key: &Path, password: Option<&Path>) -> Result<SecretKey> {
             Failure::new(
                 "signing-key-invalid",
                 message,
-                "give a secret key of minisign; one with a password needs --password-file FILE, one of `minisign -W` \
-                 cannot be used",
+                "give a secret key of minisign; one with a password needs --password-file FILE, one without needs a \
+                 password (minisign -C -s KEY)",
             )
         })
     };
