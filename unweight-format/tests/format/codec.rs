@@ -273,12 +273,12 @@ fn each_broken_rule_of_the_packed_encoding_has_its_error() {
     }
     type Change = fn(Section, &mut Vec<u8>);
     let cases: [(&str, Change); 8] = [
-        ("1..=239", |s, b| {
+        ("from 1 to 239", |s, b| {
             if s == Section::PACKED_WINDOW {
                 b[0] = 0
             }
         }),
-        ("1..=239", |s, b| {
+        ("from 1 to 239", |s, b| {
             if s == Section::PACKED_WINDOW {
                 b[0] = 240
             }
@@ -723,8 +723,8 @@ fn each_broken_rule_of_the_compact_encoding_has_its_error() {
     }
     type Change = fn(&mut Vec<u8>);
     let cases: [(&str, Section, Change); 17] = [
-        ("1..=223", Section::CLASS_WINDOW, |b| b[0] = 0),
-        ("1..=223", Section::CLASS_WINDOW, |b| b[0] = 224),
+        ("from 1 to 223", Section::CLASS_WINDOW, |b| b[0] = 0),
+        ("from 1 to 223", Section::CLASS_WINDOW, |b| b[0] = 224),
         ("must be 0", Section::CLASS_WINDOW, |b| b[15] = 1),
         ("Kraft", Section::CLASS_BOOK, |b| b.drain(..16).for_each(drop)),
         ("ascend", Section::CLASS_BOOK, |b| b[..4].rotate_left(2)),
