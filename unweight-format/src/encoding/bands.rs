@@ -19,11 +19,13 @@ use crate::{
 struct Tables {
     code: Code,
     /// Low byte of each exponent's code: the whole code if `simd` is set.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
     codes: [u8; 256],
     lengths: [u8; 256],
     wide: [(u16, u8); 256],
     nibbles: [u8; 256],
     /// Codes have at most 8 bits and the processor supports the instructions.
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
     simd: bool,
 }
 

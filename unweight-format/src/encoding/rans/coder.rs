@@ -100,15 +100,17 @@ pub(super) fn has_avx512() -> bool {
 
 /// Splits elements into codes and nibbles (two per byte). An odd last element gets a byte of its own.
 pub(super) fn split(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibbles: &mut [u8]) {
-    let mut done = 0;
+    let done = 0;
     #[cfg(target_arch = "x86_64")]
-    if has_avx512() {
+    let done = if has_avx512() {
         // SAFETY: the processor has the instructions.
-        done = unsafe { avx512::split(symbols, elements, codes, nibbles) };
+        unsafe { avx512::split(symbols, elements, codes, nibbles) }
     } else if has_avx2() {
         // SAFETY: the processor has the instructions.
         return unsafe { split_avx2(symbols, elements, codes, nibbles) };
-    }
+    } else {
+        done
+    };
     split_any(symbols, &elements[2 * done..], &mut codes[done..], &mut nibbles[done / 2..]);
 }
 
@@ -221,15 +223,17 @@ pub(super) fn decode(
     ids: &[u8],
     codes: &mut [u16],
 ) -> bool {
-    let mut done = 0;
+    let done = 0;
     #[cfg(target_arch = "x86_64")]
-    if has_avx512() {
+    let done = if has_avx512() {
         // SAFETY: the processor has the instructions.
-        done = unsafe { avx512::decode(tables, states, (words, at), ids, codes) };
+        unsafe { avx512::decode(tables, states, (words, at), ids, codes) }
     } else if has_avx2() {
         // SAFETY: the processor has the instructions.
-        done = unsafe { avx2::decode(tables, states, (words, at), ids, codes) };
-    }
+        unsafe { avx2::decode(tables, states, (words, at), ids, codes) }
+    } else {
+        done
+    };
     decode_any(tables, states, (words, at), &ids[done..], &mut codes[done..])
 }
 
