@@ -148,6 +148,9 @@ impl Runtime {
     ) -> PyResult<(Option<usize>, Option<String>)> {
         let grid = TileGrid::new(rows as usize, cols as usize).map_err(value_error)?;
         let layout = Layout::new(grid)?;
+        if weights == 0 {
+            return Err(PyValueError::new_err("the address of the weights is 0; pass a tensor with memory"));
+        }
         if arena.1 != layout.bytes() {
             let expected = layout.bytes();
             return Err(PyValueError::new_err(format!(

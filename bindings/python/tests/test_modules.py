@@ -14,6 +14,18 @@ from unweight._offload import Offload, blocks_of, require_two
 from unweight.modules import PackedLinear, PackedWeight
 
 
+class Wrapper(torch.Tensor):
+    """A tensor whose contents are elsewhere, as those of a DTensor."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0]
+
+
 def drawn(module: nn.Module, seed: int = 0) -> nn.Module:
     """Converts a module to BF16 with normally distributed weights."""
     chance = torch.Generator().manual_seed(seed)
@@ -130,6 +142,14 @@ class Packing(Case):
             self.assertIs(other["a"].weight_packed, other["b"].weight_packed)
             for name in module:
                 self.check_outputs(other[name], stock[name], inputs(3, 64))
+
+    def test_layers_that_share_a_weight_with_an_excluded_one_stay(self):
+        module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64), "c": nn.Linear(64, 64)}))
+        module["b"].weight = module["a"].weight
+        report = unweight.pack_model(module, exclude=(name for name in ["b"]))
+        self.assertEqual(report.packed, ["c"])
+        self.assertEqual(report.kept["a"], "it shares its weight with 'b', which is excluded")
+        self.assertIs(module["a"].weight, module["b"].weight)
 
     def test_a_weight_shared_with_an_embedding_stays(self):
         module = nn.ModuleDict({"embed": nn.Embedding(128, 64), "head": nn.Linear(64, 128, bias=False)})
@@ -258,6 +278,19 @@ class Weight(Case):
                 self.layer.weight = new
         self.check_outputs(self.layer, self.stock, inputs(3, 128))
 
+    def test_collectives_do_not_lose_what_they_write(self):
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        self.addCleanup(torch.distributed.destroy_process_group)
+        new = torch.ones_like(self.stock.weight)
+        for write in (
+            lambda: torch.distributed.broadcast(self.layer.weight, src=0),
+            lambda: torch.distributed.scatter(self.layer.weight, [new], src=0),
+            lambda: torch.distributed.all_gather_into_tensor(self.layer.weight, new),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "weight of this layer is packed, and cannot be changed"):
+                write()
+
     def test_update_replaces_it(self):
         other = drawn(nn.Linear(128, 64), seed=9)
         # More weights outside of the window than before, so the escape lists grow.
@@ -323,10 +356,20 @@ class Weight(Case):
             ({"a.scale": (index, values)}, KeyError),
             ({"a.weight": (index, values[1:])}, ValueError),
             ({"a.bias": (index, values.float())}, ValueError),
+            ({"odd.bias": (torch.tensor([0.0]), values[:1])}, ValueError),
+            ({"odd.bias": (torch.tensor([True]), values[:1])}, ValueError),
+            ({"odd.bias": (torch.tensor([3]), values[:1])}, IndexError),
+            ({"odd.bias": (torch.tensor([-1]), values[:1])}, IndexError),
+            ({"a.weight_packed": (index, values.to(torch.uint8))}, KeyError),
             ({"b.weight": (index + 8192, values)}, IndexError),
         ):
+            # Nothing changes, also in the layers that are named before.
             with self.assertRaises(error):
-                unweight.update_sparse_(module, wrong)
+                unweight.update_sparse_(module, {"a.weight": (index, values + 1)} | wrong)
+            for name, weight in stock.state_dict().items():
+                self.same(module.state_dict()[name], weight)
+        unweight.update_sparse_(module, {"odd.bias": (torch.tensor([2, 2]), torch.tensor([5.0, 7.0]).bfloat16())})
+        self.assertEqual(module["odd"].bias[2].item(), 7.0)
         module["b"].weight_packed, module["b"]._held = module["a"].weight_packed, module["a"]._held
         with self.assertRaisesRegex(ValueError, "'b.weight' shares its weight with another layer"):
             unweight.update_sparse_(module, {"a.weight": (index, values), "b.weight": (index, values)})
@@ -398,6 +441,24 @@ class States(Case):
         for says in ('parameter named "embed.weight".*100.00 %', '"blocks.0.up.weight"', '"embed.surplus"'):
             self.assertRegex(str(refused.exception), says)
         self.assertEqual(module.load_state_dict({}, strict=False).unexpected_keys, [])
+
+    def test_modules_packed_in_inference_mode_load_a_state_dict(self):
+        other, module = drawn(Transformer(blocks=1), seed=7), drawn(Transformer(blocks=1))
+        with torch.inference_mode():
+            unweight.pack_model(module)
+        module.load_state_dict(other.state_dict())
+        self.check_outputs(module, other, *self.operands)
+
+    def test_new_weights_may_be_lazy_but_have_memory(self):
+        other = drawn(Transformer(blocks=1), seed=7)
+        module = drawn(Transformer(blocks=1))
+        unweight.pack_model(module)
+        unweight.pack_model(other)
+        layer, new = module.blocks[0].up, other.blocks[0].up
+        layer.update_(new.weight)
+        self.same(layer.unpacked(), new.unpacked())
+        with self.assertRaisesRegex(ValueError, "a Wrapper has no memory of its own; pass a plain tensor"):
+            layer.update_(Wrapper(new.unpacked()))
 
     def test_copies_and_files_are_the_same_module(self):
         file = io.BytesIO()

@@ -410,7 +410,7 @@ class Operator(unittest.TestCase):
     def test_other_devices_are_refused_by_name(self):
         self.assertIsNone(unweight.ops.why_not(torch.device("cpu")))
         self.assertIn("not on meta", unweight.ops.why_not(torch.device("meta")))
-        with self.assertRaisesRegex(ValueError, "NVIDIA GPUs, not on meta; pass weight.cpu"):
+        with self.assertRaisesRegex(ValueError, "NVIDIA GPUs that torch finds, not on meta; pass weight.cpu"):
             pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
         # The operator is also registered for CUDA.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))

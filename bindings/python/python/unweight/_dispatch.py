@@ -1,4 +1,5 @@
-"""Torch's dispatcher around the operators: derivatives are refused, and observers of operators are detected."""
+"""Torch's dispatcher around the operators: derivatives are refused, observers of operators are detected, and lazy
+operands are read."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library import autograd
 from torch.autograd import forward_ad
+
+from ._part import _Fixed
 
 _NO_DERIVATIVES = "packed weights have no backward: they cannot be trained; load the model in BF16 for that"
 
@@ -23,6 +26,17 @@ def _refuse_tangents(*operands: Tensor) -> None:
         return
     if any(forward_ad.unpack_dual(operand, level=0).tangent is not None for operand in operands):
         raise NotImplementedError(_NO_DERIVATIVES)
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose address Rust can read: a lazy one is read. Raises `ValueError` for other subclasses
+    without memory, such as a DTensor."""
+    if isinstance(tensor, _Fixed):
+        return tensor.read()
+    if type(tensor) is not Tensor and tensor.numel() and tensor.data_ptr() == 0:
+        kind = type(tensor).__name__
+        raise ValueError(f"a {kind} has no memory of its own; pass a plain tensor, such as full_tensor() of a DTensor")
+    return tensor
 
 
 def _no_backward(context: Any, *gradients: Any) -> Any:

@@ -51,6 +51,10 @@ class _Fixed(Tensor):
         if func is _aten.copy_.default and args[0].device.type == "meta":
             # A copy to a meta tensor needs only the shape and dtype.
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            # Schemas of collectives do not say what they write.
+            what = next(one._what for one in tree_leaves((args, kwargs)) if isinstance(one, _Fixed))
+            raise _no_change(func, what)
         parameters, source = func._schema.arguments, None
         # A `_Fixed` may be a positional or keyword argument, or in a list.
         for argument, value in [*zip(parameters, args), *((one, kwargs.get(one.name)) for one in parameters)]:

@@ -7,6 +7,7 @@ from typing import Union
 import torch
 from torch import Tensor
 
+from ._dispatch import _with_memory
 from .errors import UnweightError
 from .ops import Escapes, Placed, _escapes, _memory, _pack, _packed_cuda, _runtime, place, unpack
 
@@ -20,7 +21,7 @@ def _pack_into(
     On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
     have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
     """
-    weight = weight.detach().resolve_neg().contiguous()
+    weight = _with_memory(weight.detach()).resolve_neg().contiguous()
     packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
     if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
         raise UnweightError("new weights were packed wrongly: please report this bug")

@@ -278,12 +278,15 @@ class PackedLinear(_PackedState, nn.Linear):
     ) -> None:
         key = f"{prefix}weight"
         rest = {name: value for name, value in state_dict.items() if name.startswith(prefix) and name != key}
-        if self._offload is None:
-            # The arena stays; the new weight is packed into it.
-            rest[f"{prefix}weight_packed"] = self.weight_packed
-        super()._load_from_state_dict(
-            rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        # The arena stays; the new weight is packed into it.
+        arena = self._parameters.pop("weight_packed", None)
+        try:
+            super()._load_from_state_dict(
+                rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            if arena is not None:
+                self._parameters = {"weight_packed": arena, **self._parameters}
         if key in state_dict:
             try:
                 if not self.update_(state_dict[key]):
@@ -381,7 +384,7 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         KeyError: the module has no such parameter.
         ValueError: wrong shapes or dtypes, which changes nothing; or a new weight cannot be packed: its layer keeps
             the old one.
-        IndexError: a position is outside of its parameter; on a GPU, no packed layer has changed.
+        IndexError: a position is outside of its parameter; nothing has changed.
         NotImplementedError: a layer is offloaded.
     """
     packed: dict[int, tuple[PackedLinear, Tensor, Tensor]] = {}
@@ -393,21 +396,38 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             parameter = None if isinstance(owner, PackedLinear) and leaf == "weight" else owner.get_parameter(leaf)
         except AttributeError as error:
             raise KeyError(f"the module has no parameter '{key}'") from error
+        if isinstance(owner, PackedLinear) and leaf == "weight_packed":
+            raise KeyError(f"'{key}' is an arena; name '{name}.weight'")
         if parameter is not None:
-            if index.dim() != 1 or index.shape != values.shape or values.dtype != parameter.dtype:
+            is_integer = not index.is_floating_point() and index.dtype != torch.bool
+            if index.dim() != 1 or index.shape != values.shape or values.dtype != parameter.dtype or not is_integer:
                 raise ValueError(
                     f"sparse values of '{key}' are an integer index [m] and {parameter.dtype} values [m], got "
-                    f"{list(index.shape)} and {values.dtype} {list(values.shape)}"
+                    f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
                 )
+            _check_positions(index, parameter.numel(), f"sparse values of '{key}'")
             plain.append((parameter, index, values))
         elif id(owner._held) in packed:
             raise ValueError(f"'{key}' shares its weight with another layer of the update; name one of them")
         else:
             packed[id(owner._held)] = owner._sparse(index, values)
+    for layer, index, _ in packed.values():
+        # On a GPU, the kernels check.
+        if index.device.type == "cpu":
+            _check_positions(index, layer.out_features * layer.in_features, f"sparse weights of {layer._describe()}")
     is_valid = _update_layers(list(packed.values()))
     for parameter, index, values in plain:
-        parameter.data.view(-1)[index.to(parameter.device)] = values.to(parameter.device)
+        index, values = _ascending(index.to(parameter.device, torch.int64), values.to(parameter.device))
+        parameter.data.view(-1)[index] = values
     return is_valid
+
+
+def _check_positions(index: Tensor, numel: int, what: str) -> None:
+    """Raises `IndexError` if a position is outside of a flattened parameter."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < numel:
+        raise IndexError(
+            f"{what} have positions {int(index.min())} to {int(index.max())}, but there are {numel} elements"
+        )
 
 
 def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
@@ -482,6 +502,7 @@ def pack_model(
         raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
     if isinstance(exclude, str):
         raise TypeError(f"exclude is a string; give a list of patterns: [{exclude!r}]")
+    exclude = tuple(exclude)
     if offload:
         from ._offload import blocks_of, offload_blocks, require_two
 
@@ -512,15 +533,18 @@ def _pack_layers(
     # By the id of the weight: the arena of the layers that share it, or why it cannot be packed. An id stays unique,
     # because the weights of all layers existed at once.
     done: dict[int, Union[tuple[nn.Parameter, _Held], str]] = {}
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    excluded = {name for name, _ in layers if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)}
+    stays = {id(layer._parameters.get("weight")): name for name, layer in layers if name in excluded}
     reports = []
-    for name, layer in list(module.named_modules()):
-        if not isinstance(layer, nn.Linear):
-            continue
+    for name, layer in layers:
         weight = layer._parameters.get("weight")
         nbytes = 0 if weight is None or is_lazy(weight) or id(weight) in done else weight.nbytes
         reason = _reason_to_keep(layer, others)
-        if reason is None and any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
+        if reason is None and name in excluded:
             reason = "excluded"
+        if reason is None and id(weight) in stays:
+            reason = f"it shares its weight with '{stays[id(weight)]}', which is excluded"
         if reason is None and id(weight) not in done:
             done[id(weight)] = _pack_weight(weight.data, target, to_cpu)
         result = reason or done[id(weight)]

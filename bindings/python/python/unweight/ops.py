@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _native
-from ._dispatch import _is_watched, _refuse_derivatives
+from ._dispatch import _is_watched, _refuse_derivatives, _with_memory
 from .errors import UnweightError
 
 __all__ = [
@@ -114,8 +114,8 @@ def why_not(device: torch.device) -> Optional[str]:
     """Returns the reason why packed weights cannot run on a `torch.device`, or `None` if they can."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or torch.version.cuda is None:
-        return f"packed weights run on CPUs and on NVIDIA GPUs, not on {device}"
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return f"packed weights run on CPUs and on NVIDIA GPUs that torch finds, not on {device}"
     return _without_kernels(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
@@ -310,7 +310,7 @@ def _pack(weight: Tensor, memory: Optional[Tensor] = None) -> Union[Packed, str]
     if (reason := why_not(weight.device)) is not None:
         raise ValueError(f"{reason}; pass weight.cpu()")
     # This may be a temporary copy (rows of a shard are strided); the name keeps it alive until Rust has read it.
-    contiguous = weight.detach().resolve_neg().contiguous()
+    contiguous = _with_memory(weight.detach()).resolve_neg().contiguous()
     n, k = contiguous.shape
     if contiguous.device.type == "cuda":
         return _pack_cuda(contiguous, memory)
@@ -393,7 +393,7 @@ def _pack_experts(gate_up: Tensor, down: Tensor) -> Union[PackedExperts, str]:
         raise ValueError(f"gate_up and down are {shapes}, which are not the shapes of one mixture")
     if rows % 128 or hidden % 64:
         return _SHAPE
-    gate_up, down = gate_up.detach().resolve_neg(), down.detach().resolve_neg()
+    gate_up, down = (_with_memory(one.detach()).resolve_neg() for one in (gate_up, down))
     interleaved = gate_up.reshape(experts, 2, rows // 2 // _GATE_ROWS, _GATE_ROWS, hidden).transpose(1, 2)
     upper, lower = interleaved.reshape(experts * rows, hidden), down.reshape(experts * hidden, rows // 2)
     if gate_up.device.type != "cuda":
