@@ -94,16 +94,11 @@ fn gpu_encoder(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
 
 impl Compress {
     fn output_exists(&self) -> Failure {
-        let failure = Failure::from(BundleError::OutputExists { path: self.output.clone() });
-        match (self.resume.is_set, self.part) {
-            (false, _) => failure,
-            (true, None) => failure.with_help(
-                "if an earlier run made it, it is complete: `unweight verify` checks it; --force makes it again",
-            ),
-            (true, Some(_)) => {
-                failure.with_help("if an earlier run made it, it is complete: merge it with the other parts")
-            }
-        }
+        let complete = match self.part {
+            None => "`unweight verify` checks it; --force makes it again",
+            Some(_) => "merge it with the other parts",
+        };
+        Failure::output_exists(&self.output, self.resume.is_set, complete)
     }
 
     /// Runs the command.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use unweight::format::{
-    bundle::{self, BundleError, DecompressOptions, ErrorClass},
+    bundle::{self, DecompressOptions, ErrorClass},
     raw::discard_partial,
 };
 
@@ -51,10 +51,8 @@ impl Decompress {
         }
         // Checked before an archive of several GiB is read.
         if !self.force.is_set && self.output.symlink_metadata().is_ok() {
-            let error = Failure::from(BundleError::OutputExists { path: self.output.clone() });
-            let resumed = "if an earlier run made it, it is complete: `unweight verify BUNDLE --against DIR` checks it; \
-                           --force makes it again";
-            return Err(if self.resume.is_set { error.with_help(resumed) } else { error });
+            let complete = "`unweight verify BUNDLE --against DIR` checks it; --force makes it again";
+            return Err(Failure::output_exists(&self.output, self.resume.is_set, complete));
         }
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
         let unpacked = archive::is_stream(&self.bundle)

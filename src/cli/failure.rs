@@ -4,6 +4,7 @@ use std::{
     error::Error,
     fmt,
     io::{self, IsTerminal, Write},
+    path::Path,
 };
 
 use super::{
@@ -101,6 +102,16 @@ pub struct ErrorReport {
 pub type Result<T> = std::result::Result<T, Failure>;
 
 impl Failure {
+    /// Creates the failure for an output that exists. With `--resume`, `complete` says what to do if an earlier run made
+    /// it.
+    pub fn output_exists(output: &Path, resumes: bool, complete: &str) -> Self {
+        let failure = Self::from(BundleError::OutputExists { path: output.to_owned() });
+        match resumes {
+            true => failure.with_help(format!("if an earlier run made it, it is complete: {complete}")),
+            false => failure,
+        }
+    }
+
     /// Creates a failure with a stable code and the next step.
     pub fn new(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
         let (message, help) = (message.into(), Some(help.into()));

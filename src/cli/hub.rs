@@ -213,12 +213,7 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     if plain && snapshot.is_dir() {
         return Ok(snapshot);
     }
-    let mut snapshots: Vec<String> = fs::read_dir(model.join("snapshots"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
+    let mut snapshots: Vec<String> = names(&model.join("snapshots")).collect();
     snapshots.sort();
     let message = format!("{id}: revision '{revision}' is not in the Hugging Face cache");
     let snapshots = if snapshots.is_empty() {
@@ -233,9 +228,8 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
 /// Returns what a snapshot has of the files that a command reads.
 fn state(snapshot: &Path, wanted: Wanted) -> Cached {
     let blobs = snapshot.ancestors().nth(2).map(|model| model.join("blobs"));
-    let names = |folder: &Path| fs::read_dir(folder).into_iter().flatten().flatten();
     let interrupted =
-        |blobs: PathBuf| names(&blobs).any(|entry| entry.path().extension().is_some_and(|e| e == "incomplete"));
+        |blobs: PathBuf| names(&blobs).any(|name| Path::new(&name).extension().is_some_and(|e| e == "incomplete"));
     let has_all = |names: Option<Vec<String>>| names.is_none_or(|all| all.iter().all(|n| snapshot.join(n).is_file()));
     let has_data = match wanted {
         _ if blobs.is_some_and(interrupted) => false,
@@ -275,20 +269,20 @@ fn has_weights(folder: &Path, depth: usize) -> bool {
     depth > 0 && folders.iter().any(|folder| has_weights(folder, depth - 1))
 }
 
+/// Returns the names in a directory; none if it cannot be read.
+fn names(folder: &Path) -> impl Iterator<Item = String> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned())
+}
+
 fn has_tokenizer(snapshot: &Path) -> bool {
-    let names = fs::read_dir(snapshot).into_iter().flatten().flatten().map(|entry| entry.file_name());
-    names.into_iter().any(|name| {
-        let name = name.to_string_lossy();
-        ["tokenizer.", "vocab."].iter().any(|start| name.starts_with(start))
-    })
+    names(snapshot).any(|name| ["tokenizer.", "vocab."].iter().any(|start| name.starts_with(start)))
 }
 
 /// Returns whether a directory has all files of each series `NAME-00001-of-00002.safetensors`.
 fn has_all_parts(folder: &Path) -> bool {
-    let names = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
     let mut found: HashMap<(String, usize), usize> = HashMap::new();
-    for name in names {
-        let name = name.to_string_lossy().into_owned();
+    for name in names(folder) {
         let Some((first, total)) = name.strip_suffix(".safetensors").and_then(|stem| stem.rsplit_once("-of-")) else {
             continue;
         };

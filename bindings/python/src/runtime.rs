@@ -309,8 +309,8 @@ impl Runtime {
         Ok(self.interop.takes_bias(&*self.of(py, arena)?, m))
     }
 
-    /// Enqueues `y = x * weight^T`, or with the address of a bias, `y = bias +`; if that is 0, `y +=`. `rows` is (address
-    /// of x, rows of x, address of y).
+    /// Enqueues `y = x * weight^T`, or with the address of a bias, `y = bias +`; if that is 0, `y +=`. `rows` is
+    /// (address of x, rows of x, address of y).
     #[pyo3(signature = (arena, rows, scratch, stream, bias=None))]
     fn linear(
         &self,

@@ -237,26 +237,17 @@ class PackedLinear(_PackedState, nn.Linear):
         """Checks new elements, except their positions, and moves them to the device of the arena."""
         if self._offload is not None:
             raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
-        is_integer = not index.is_floating_point() and index.dtype != torch.bool
-        if index.dim() != 1 or index.shape != values.shape or not is_integer or values.dtype != torch.bfloat16:
-            raise ValueError(
-                f"sparse weights of {self._describe()} are an integer index [m] and bfloat16 values [m], got "
-                f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
-            )
+        _check_sparse(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
         device = self.weight_packed.device
         return self, index.to(device, torch.int64).contiguous(), values.detach().to(device).contiguous()
 
-    def _outside(self, index: Tensor) -> IndexError:
-        return IndexError(
-            f"sparse weights of {self._describe()} have positions {int(index.min())} to {int(index.max())}, but the "
-            f"weight has {self.out_features * self.in_features} elements"
-        )
+    def _sparse_what(self) -> tuple[int, str, str]:
+        """Returns the elements of the weight, and what errors call the positions and the weight."""
+        return self.out_features * self.in_features, f"sparse weights of {self._describe()}", "weight"
 
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
-        """Unpacks the weight, replaces elements and packs it again."""
+        """Unpacks the weight, replaces elements at checked positions and packs it again."""
         weight = self.unpacked()
-        if not 0 <= int(index.min()) <= int(index.max()) < weight.numel():
-            raise self._outside(index)
         index, values = _ascending(index, values)
         weight.view(-1)[index] = values
         return self.update_(weight)
@@ -353,13 +344,19 @@ def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
     for update in updates:
         if update[1].numel() != 0:
             by_device.setdefault(update[0].weight_packed.device, []).append(update)
+    for device, rest in by_device.items():
+        # Before anything changes; a GPU's kernels check by themselves.
+        for layer, index, _ in rest if device.type != "cuda" else ():
+            _check_positions(index, *layer._sparse_what())
     is_valid = True
     for device, rest in by_device.items():
         if device.type == "cuda":
             done = _update_in_place([(layer.weight_packed.data, layer._escapes, *one) for layer, *one in rest])
             for (layer, index, _), what in zip(rest, done):
                 if what == "outside":
-                    raise layer._outside(index)
+                    raise _outside(index, *layer._sparse_what())
+                if what == "whole":
+                    _check_positions(index, *layer._sparse_what())
                 if what == "differs":
                     raise UnweightError(f"{layer._describe()}: new weights were packed wrongly: please report this bug")
             rest = [update for update, what in zip(rest, done) if what == "whole"]
@@ -399,22 +396,13 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         if isinstance(owner, PackedLinear) and leaf == "weight_packed":
             raise KeyError(f"'{key}' is an arena; name '{name}.weight'")
         if parameter is not None:
-            is_integer = not index.is_floating_point() and index.dtype != torch.bool
-            if index.dim() != 1 or index.shape != values.shape or values.dtype != parameter.dtype or not is_integer:
-                raise ValueError(
-                    f"sparse values of '{key}' are an integer index [m] and {parameter.dtype} values [m], got "
-                    f"{index.dtype} {list(index.shape)} and {values.dtype} {list(values.shape)}"
-                )
-            _check_positions(index, parameter.numel(), f"sparse values of '{key}'")
+            _check_sparse(index, values, parameter.dtype, what := f"sparse values of '{key}'")
+            _check_positions(index, parameter.numel(), what, "parameter")
             plain.append((parameter, index, values))
         elif id(owner._held) in packed:
             raise ValueError(f"'{key}' shares its weight with another layer of the update; name one of them")
         else:
             packed[id(owner._held)] = owner._sparse(index, values)
-    for layer, index, _ in packed.values():
-        # On a GPU, the kernels check.
-        if index.device.type == "cpu":
-            _check_positions(index, layer.out_features * layer.in_features, f"sparse weights of {layer._describe()}")
     is_valid = _update_layers(list(packed.values()))
     for parameter, index, values in plain:
         index, values = _ascending(index.to(parameter.device, torch.int64), values.to(parameter.device))
@@ -422,12 +410,25 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
     return is_valid
 
 
-def _check_positions(index: Tensor, numel: int, what: str) -> None:
+def _check_sparse(index: Tensor, values: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Raises `ValueError` unless these are positions and as many values of a dtype."""
+    is_integer = not index.is_floating_point() and index.dtype != torch.bool
+    if index.dim() != 1 or index.shape != values.shape or not is_integer or values.dtype != dtype:
+        raise ValueError(
+            f"{what} are an integer index [m] and {str(dtype).removeprefix('torch.')} values [m], got {index.dtype} "
+            f"{list(index.shape)} and {values.dtype} {list(values.shape)}"
+        )
+
+
+def _check_positions(index: Tensor, numel: int, what: str, flattened: str) -> None:
     """Raises `IndexError` if a position is outside of a flattened parameter."""
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < numel:
-        raise IndexError(
-            f"{what} have positions {int(index.min())} to {int(index.max())}, but there are {numel} elements"
-        )
+        raise _outside(index, numel, what, flattened)
+
+
+def _outside(index: Tensor, numel: int, what: str, flattened: str) -> IndexError:
+    bounds = f"positions {int(index.min())} to {int(index.max())}"
+    return IndexError(f"{what} have {bounds}, but the {flattened} has {numel} elements")
 
 
 def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
