@@ -20,6 +20,7 @@ import time
 import torch
 import torch.nn.functional as F
 import unweight
+from records import provenance
 from torch import Tensor, nn
 from unweight.modules import PackedLinear
 
@@ -332,9 +333,7 @@ def main() -> int:
     widths = ((1, given.tokens, 64), (1, given.text_tokens, 4096), (1, 256))
     operands = tuple(draw(torch.Size(width), 10**6 + at, device).mul_(50) for at, width in enumerate(widths))
     record: dict = {
-        "torch": torch.__version__,
-        "unweight": unweight.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        **provenance(device=given.device),
         "options": {name: value for name, value in vars(given).items() if name not in ("out", "plan", "end")},
     }
     with torch.no_grad():

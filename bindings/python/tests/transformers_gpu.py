@@ -14,11 +14,9 @@ those of BF16.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import pathlib
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +33,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from unweight.ops import Linear
 from models import GEOMETRIES, of_geometry
+from records import provenance
 
 ROUNDS = 3
 # The maximum error of logits against float32, in units of the error of BF16.
@@ -132,12 +131,7 @@ def main() -> None:
     begin = time.monotonic()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(0) if device.type == "cuda" else platform.processor(),
-        "date": datetime.date.today().isoformat(),
-        "command": sys.argv,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "unweight": unweight.__version__,
+        **provenance("transformers"),
         "models": {},
         "left_out": [],
         "faults": [],

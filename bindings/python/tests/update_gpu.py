@@ -11,7 +11,6 @@ product. Exit status 1 if one differs.
 """
 
 import argparse
-import datetime
 import json
 import pathlib
 import statistics
@@ -22,6 +21,7 @@ from collections.abc import Iterable
 import torch
 import unweight
 from models import GEOMETRIES, MIXTURES, digest
+from records import provenance
 from torch import Tensor, nn
 from unweight.ops import pack
 
@@ -154,11 +154,7 @@ def main() -> int:
         return 0
     begin, device = time.monotonic(), torch.device(given.device)
     record: dict = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "date": datetime.date.today().isoformat(),
-        "command": sys.argv,
-        "torch": torch.__version__,
-        "unweight": unweight.__version__,
+        **provenance(device=given.device),
         "layers": len(shapes),
         "weights": weights,
     }

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
 import pathlib
-import platform
 import re
 import signal
 import statistics
@@ -36,6 +34,7 @@ import time
 from typing import Any
 
 from models import GEOMETRIES, of_geometry
+from records import provenance
 
 ROUNDS = 3
 RANK = 16
@@ -320,23 +319,6 @@ def engines_of(arguments: argparse.Namespace, home: pathlib.Path) -> dict[str, t
     return engines
 
 
-def provenance() -> dict[str, Any]:
-    """Returns what a record says of its run: machine, date, command and versions."""
-    import torch
-    import vllm
-
-    import unweight
-
-    return {
-        "machine": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
-        "date": datetime.date.today().isoformat(),
-        "command": sys.argv,
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "unweight": unweight.__version__,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("vllm.json"))
@@ -409,7 +391,7 @@ def main() -> None:
             total = torch.cuda.get_device_properties(0).total_memory * arguments.tp * arguments.pp
             llm["gpu_memory_utilization"] = arguments.memory or min(0.9, max(0.15, 2 * weight_bytes / total))
         report: dict[str, Any] = {
-            **provenance(),
+            **provenance("vllm"),
             "weight_bytes": weight_bytes,
             "llm": llm,
             "engines": {},

@@ -19,6 +19,7 @@ import tempfile
 import time
 
 from models import digest, of_geometry
+from records import provenance
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1")
 
@@ -72,7 +73,7 @@ def run(given: argparse.Namespace) -> dict:
         # For the batches here only: capturing all takes longer than the rest.
         **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if given.few_graphs else {}),
     )
-    record: dict = {"device": torch.cuda.get_device_name()}
+    record: dict = {}
     random = torch.Generator().manual_seed(1)
     prompts = [torch.randint(2, 500, (length,), generator=random).tolist() for length in (5, 17, 40)]
     sampling = SamplingParams(temperature=0, max_tokens=64, logprobs=1, detokenize=False, ignore_eos=True)
@@ -149,9 +150,9 @@ def main() -> int:
         write_rotated(source, home / "other")
         fresh = child(end, "--model", str(home / "other"), *options)
     record = {
+        **provenance("vllm"),
         "geometry": given.geometry,
         "layers": given.layers,
-        "device": updated["device"],
         "update_s": updated["update_s"],
         "outputs_equal_a_new_engine": updated["outputs"] == fresh["outputs"],
         "outputs_changed": updated["outputs"] != updated["before"],

@@ -27,7 +27,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from models import GEOMETRIES, MIXTURES, of_geometry
-from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, apart, compared, faults, numbers, over_bf16, provenance, run
+from records import provenance
+from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, apart, compared, faults, numbers, over_bf16, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -303,7 +304,7 @@ def main() -> None:
     if torch.cuda.is_available():
         llm["gpu_memory_utilization"] = arguments.memory
     report: dict[str, Any] = {
-        **provenance(),
+        **provenance("vllm"),
         "options": options,
         "formats": {},
         "left_out": [],
