@@ -442,6 +442,24 @@ class States(Case):
             self.assertRegex(str(refused.exception), says)
         self.assertEqual(module.load_state_dict({}, strict=False).unexpected_keys, [])
 
+    def test_other_dtypes_are_rounded_as_torch_does(self):
+        stock, state = self.stock, drawn(Transformer(blocks=1), seed=7).state_dict()
+        for dtype in (torch.float32, torch.float16, torch.float64):
+            other = {name: tensor.to(dtype).mul(1.001) for name, tensor in state.items()}
+            stock.load_state_dict(other)
+            self.module.load_state_dict(other)
+            self.check_outputs(self.module, stock, *self.operands)
+            self.same(self.module.embed.unpacked(), stock.embed.weight.detach())
+        # As a parameter that is replaced: a packed one has no other dtype.
+        with self.assertRaisesRegex(RuntimeError, 'named "embed.weight": .*is bfloat16 .* got torch.float64'):
+            self.module.load_state_dict(other, assign=True)
+        with self.assertRaisesRegex(RuntimeError, 'named "embed.weight": expected a tensor, got list'):
+            self.module.load_state_dict({**state, "embed.weight": [1.0]})
+
+    def test_tensors_of_a_state_dict_are_copies(self):
+        self.module.state_dict()["embed.weight"].zero_()
+        self.check_outputs(self.module, self.stock, *self.operands)
+
     def test_modules_packed_in_inference_mode_load_a_state_dict(self):
         other, module = drawn(Transformer(blocks=1), seed=7), drawn(Transformer(blocks=1))
         with torch.inference_mode():

@@ -143,8 +143,8 @@ class PackedLinear(_PackedState, nn.Linear):
     """An `nn.Linear` whose weight is packed; `pack_model` changes the class of layers to it, or to a subclass.
 
     It computes what the BF16 layer computes, on the CPU bit for bit. Without BF16 operands, such as under autocast to
-    float16, it unpacks the weight for the call. There is no backward. `state_dict` has the BF16 weight, and
-    `load_state_dict` packs a new one.
+    float16, it unpacks the weight for the call. There is no backward. `state_dict` has a copy of the BF16 weight.
+    `load_state_dict` packs a new one, and rounds other dtypes to BF16, as it does for a BF16 `nn.Linear`.
     """
 
     weight_packed: nn.Parameter
@@ -280,13 +280,13 @@ class PackedLinear(_PackedState, nn.Linear):
                 self._parameters = {"weight_packed": arena, **self._parameters}
         if key in state_dict:
             try:
-                if not self.update_(state_dict[key]):
+                if not self.update_(_as_loaded(state_dict[key], local_metadata)):
                     warnings.warn(
                         f"the new weight of {self._describe()} has another exponent window or more escapes than there "
                         "was room for: capture CUDA graphs with this layer again",
                         stacklevel=2,
                     )
-            except (ValueError, NotImplementedError) as error:
+            except (TypeError, ValueError, NotImplementedError) as error:
                 error_msgs.append(f'while packing the parameter named "{key}": {error}')
         elif strict:
             missing_keys.append(key)
@@ -310,6 +310,13 @@ class PackedLinear(_PackedState, nn.Linear):
 
     _class_before: type[nn.Linear] = nn.Linear
     """The class before packing."""
+
+
+def _as_loaded(weight: Any, local_metadata: Mapping[str, Any]) -> Tensor:
+    """Returns a weight of a state_dict as `load_state_dict` stores it: in BF16, but with `assign` in its own dtype."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"expected a tensor, got {type(weight).__name__}")
+    return weight if local_metadata.get("assign_to_params_buffers", False) else weight.to(torch.bfloat16)
 
 
 @functools.cache
@@ -481,7 +488,7 @@ def pack_model(
 
     Layers that cannot be packed stay as they are; the report has the reasons. The module is for inference afterwards:
     its parameters have `requires_grad` false, and a backward through a packed layer raises `NotImplementedError`.
-    `state_dict()` has the original names and bits.
+    `state_dict()` has the original names and bits; its tensors are copies, so writes to them change no packed layer.
 
     Args:
         module: any module, such as a diffusion transformer, a text encoder or an embedding model.
