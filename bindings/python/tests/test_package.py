@@ -453,6 +453,24 @@ class Errors(Case):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertFalse((self.home / "out").exists())
 
+    def test_extras_install_the_versions_that_are_not_refused(self):
+        from importlib import metadata
+
+        from unweight._extras import _TESTED, refuse_untested
+
+        declared = [requirement.partition(";")[0].strip() for requirement in metadata.requires("unweight")]
+        for package, (first, last) in _TESTED.items():
+            requirements = {one for one in declared if one.startswith(package)}
+            before, after = f"{first[0]}.{first[1]}", f"{last[0]}.{last[1] + 1}"
+            # The order of the two bounds varies with the tool that builds the wheel.
+            bounds = {frozenset(one.removeprefix(package).split(",")) for one in requirements}
+            self.assertEqual(bounds, {frozenset((f">={before}", f"<{after}"))}, package)
+            refuse_untested(package, f"{before}.0")
+            refuse_untested(package, f"{last[0]}.{last[1]}.99+cpu")
+            for version in (f"{after}.0", f"{first[0]}.{first[1] - 1}.1", f"{last[0] + 1}.0", "main"):
+                with self.assertRaisesRegex(ImportError, f"unweight supports {package} {before} to .* but {version}"):
+                    refuse_untested(package, version)
+
     def test_dfloat11_is_decoded_and_never_stored_as_bytes(self):
         model, dfloat11 = self.home / "model", self.home / "dfloat11"
         self.tensors = models.small(model)

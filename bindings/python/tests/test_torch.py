@@ -4,7 +4,10 @@ import copy
 import gc
 import pathlib
 import pickle
+import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 import unittest
 import warnings
@@ -41,6 +44,45 @@ def weights(n: int, k: int, seed: int = 0, wide: int = 0) -> torch.Tensor:
 
 def inputs(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+class Versions(unittest.TestCase):
+    def run_with(self, versions: dict[str, str], program: str) -> None:
+        """Runs a program in a process in which these packages have other versions."""
+        program = (
+            "import pathlib, sys, types\n"
+            "import torch, unweight\n"
+            "home = pathlib.Path(sys.argv[1])\n"
+            f"for name, version in {versions}.items():\n"
+            "    sys.modules.setdefault(name, types.ModuleType(name)).__version__ = version\n"
+        ) + textwrap.dedent(program)
+        with tempfile.TemporaryDirectory() as home:
+            run = [sys.executable, "-c", program, home]
+            done = subprocess.run(run, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr[-2000:])
+
+    def test_an_unknown_torch_is_refused_where_its_private_parts_are_used(self):
+        for version in ("2.8.0", "2.12.0+cu130", "3.0.0", "unknown"):
+            program = """
+                from safetensors.torch import save_file
+                (home / "model").mkdir()
+                save_file({"w": torch.ones(64, 64, dtype=torch.bfloat16)}, home / "model" / "model.safetensors")
+                unweight.compress(home / "model", home / "bundle")
+                assert unweight.Bundle(home / "bundle").torch("w").sum() == 64 * 64
+                try:
+                    unweight.pack_model(torch.nn.Linear(64, 64))
+                except ImportError as error:
+                    says = f"unweight supports torch 2.9 to 2.11, but {torch.__version__} is installed: pip install "
+                    assert str(error).startswith(says), error
+                else:
+                    sys.exit("it is not refused")
+            """
+            with self.subTest(version):
+                self.run_with({"torch": version}, program)
+
+    def test_versions_of_packages_that_are_not_used_do_not_matter(self):
+        others = {name: "99.0" for name in ("transformers", "vllm", "accelerate", "safetensors", "numpy")}
+        self.run_with(others, "assert unweight.pack_model(torch.nn.Linear(64, 64).bfloat16()).kept == {}")
 
 
 class Parts(unittest.TestCase):

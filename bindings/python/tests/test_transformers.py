@@ -235,7 +235,12 @@ class Models(unittest.TestCase):
         )
         done = subprocess.run([sys.executable, "-c", program, str(bundle), str(null)], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr[-2000:])
-        expected, got = (AutoModelForCausalLM.from_pretrained(path) for path in (model, null))
+        try:
+            expected = AutoModelForCausalLM.from_pretrained(model)
+        except AttributeError:
+            self.assertLess(tuple(map(int, transformers.__version__.split(".")[:2])), (5, 12))
+            self.skipTest("this version of transformers reads no configuration with null")
+        got = AutoModelForCausalLM.from_pretrained(null)
         self.assertEqual(packed(got), 15)
         self.assertTrue(torch.equal(logits(got), logits(expected)))
 
@@ -281,16 +286,25 @@ class Models(unittest.TestCase):
         self.assertNotIn("model.layers.0.self_attn.q_proj.bias", held.keys())
 
     def test_other_versions_of_transformers_are_refused(self):
+        for version in ("4.57.6", "5.2.0", "5.18.0", "6.0.0"):
+            program = (
+                "import sys, transformers\n"
+                f"transformers.__version__ = {version!r}\n"
+                "before = set(sys.modules)\n"
+                "try: import unweight.transformers\n"
+                "except ImportError as error: print(error)\n"
+                "assert 'transformers.modeling_utils' not in set(sys.modules) - before\n"
+            )
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+            self.assertIn(f"5.3 to 5.17, but {version} is installed: pip install 'tr", done.stdout, done.stderr)
+
+    def test_a_bundle_read_without_unweight_is_refused(self):
         from unittest import mock
 
         from transformers import modeling_utils
 
-        model, bundle = self.bundle()
-        with mock.patch.object(transformers, "__version__", "5.18.0"):
-            with self.assertRaisesRegex(ValueError, "bundles can be loaded by transformers 5.17, this is 5.18.0"):
-                AutoModelForCausalLM.from_pretrained(bundle)
-            AutoModelForCausalLM.from_pretrained(model)
-        # A version that opens shards by another function.
+        _, bundle = self.bundle()
+        # Something else has replaced the function that opens shards.
         with mock.patch.object(modeling_utils, "safe_open", unweight.transformers._safe_open):
             with self.assertRaisesRegex(ValueError, "has read a bundle without unweight"):
                 AutoModelForCausalLM.from_pretrained(bundle)
@@ -424,8 +438,14 @@ def shared(model: str, bundle: str) -> None:
     """Runs one of two processes: compares logits of a bundle with those of BF16, both sharded by transformers."""
     from transformers.distributed import DistributedConfig
 
+    try:
+        options = dict(distributed_config=DistributedConfig(tp_plan="auto"))
+    except TypeError:
+        # Before transformers 5.14.
+        options = dict(tp_plan="auto")
+
     def load(path):
-        return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_plan="auto"))
+        return AutoModelForCausalLM.from_pretrained(path, **options)
 
     expected, got = load(model), load(bundle)
     q = got.model.layers[0].self_attn.q_proj

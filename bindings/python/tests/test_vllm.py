@@ -603,16 +603,22 @@ class Engine(Case):
 
     def test_an_unsupported_vllm_runs_without_unweight(self):
         program = (
+            "import vllm\n"
             "import vllm.model_executor.model_loader as loader\n"
             "from vllm.model_executor.model_loader.default_loader import DefaultModelLoader\n"
             "from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS\n"
             "import unweight.vllm\n"
             "before = dict(loader._LOAD_FORMAT_TO_MODEL_LOADER)\n"
-            "stock = DefaultModelLoader.get_all_weights\n"
+            "stock, version = DefaultModelLoader.get_all_weights, vllm.__version__\n"
+            "def refused():\n"
+            "    unweight.vllm.register()\n"
+            "    assert loader._LOAD_FORMAT_TO_MODEL_LOADER == before\n"
+            "    assert 'unweight' not in QUANTIZATION_METHODS\n"
+            "vllm.__version__ = '0.27.1'\n"
+            "refused()\n"
+            "vllm.__version__ = version\n"
             "DefaultModelLoader.get_all_weights = lambda self, model: iter(())\n"
-            "unweight.vllm.register()\n"
-            "assert loader._LOAD_FORMAT_TO_MODEL_LOADER == before\n"
-            "assert 'unweight' not in QUANTIZATION_METHODS\n"
+            "refused()\n"
             "DefaultModelLoader.get_all_weights = stock\n"
             "unweight.vllm.register()\n"
             "assert loader._LOAD_FORMAT_TO_MODEL_LOADER['auto'] is not before['auto']\n"
@@ -622,8 +628,10 @@ class Engine(Case):
         environment = {**os.environ, **ENVIRONMENT, "VLLM_PLUGINS": ""}
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
         self.assertEqual(done.returncode, 0, done.stderr[-4000:])
-        warnings = (done.stdout + done.stderr).count("unweight does not support this vLLM")
-        self.assertEqual(warnings, 1, done.stderr[-4000:])
+        warnings = re.findall("unweight does not support this vLLM, so [^:]*: (.*)", done.stdout + done.stderr)
+        self.assertEqual(len(warnings), 2, done.stderr[-4000:])
+        self.assertIn("unweight supports vllm 0.24 to 0.26, but 0.27.1 is installed: pip install 'vllm>=", warnings[0])
+        self.assertIn("its DefaultModelLoader.get_all_weights has the parameters (self, model)", warnings[1])
 
     def test_experts_on_a_device_without_kernels_stay_in_bf16_with_a_warning(self):
         program = (

@@ -6,6 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from ._extras import refuse_untested
+
+# This module uses private functions of torch.
+refuse_untested("torch", torch.__version__)
+
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch._library import autograd

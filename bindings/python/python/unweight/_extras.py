@@ -1,10 +1,15 @@
-"""Imports of optional dependencies."""
+"""Imports of optional dependencies, and the versions of them that work."""
 
 from __future__ import annotations
 
 import importlib
+import re
 from importlib import metadata
 from typing import Any
+
+# The first and the last minor version of each package that the tests have passed with. Modules that replace or call
+# private parts of a package refuse all others.
+_TESTED = {"torch": ((2, 9), (2, 11)), "transformers": ((5, 3), (5, 17)), "vllm": ((0, 24), (0, 26))}
 
 
 def _install(extra: str) -> str:
@@ -36,3 +41,21 @@ def require(extra: str, *modules: str) -> Any:
             message = f"{module} is not installed; {_install(extra)}"
             raise ModuleNotFoundError(message, name=module) from error
     return imported
+
+
+def supported(package: str) -> str:
+    """Returns the package with the range of versions that the tests have passed with."""
+    first, last = _TESTED[package]
+    return f"{package} {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+
+
+def refuse_untested(package: str, version: str) -> None:
+    """Raises `ImportError` unless this version of a package is in the range of `supported`."""
+    first, last = _TESTED[package]
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not first <= tuple(map(int, found.groups())) <= last:
+        requirement = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+        raise ImportError(
+            f"unweight supports {supported(package)}, but {version} is installed: pip install '{requirement}'",
+            name=package,
+        )

@@ -16,12 +16,16 @@ import weakref
 from types import TracebackType
 from typing import Any, Iterator, Optional, Union
 
-from ._extras import require
+from ._extras import refuse_untested, require, supported
 
 require("transformers", "torch", "transformers")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+
+# This module replaces private functions of its loader.
+refuse_untested("transformers", transformers.__version__)
+
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import modeling_utils
@@ -40,8 +44,6 @@ __all__ = ["UnweightConfig"]
 
 _logger = logging.get_logger(__name__)
 _MANIFEST = "unweight.json"
-# The supported version of transformers: this module replaces private functions of its loader.
-_SUPPORTED = (5, 17)
 
 
 @register_quantization_config("unweight")
@@ -112,6 +114,17 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 ALL_EXPERTS_FUNCTIONS.register("unweight", _experts_forward)
+
+
+def _set_experts_implementation(model: modeling_utils.PreTrainedModel) -> None:
+    """Makes a model use `_experts_forward`: none of transformers' own implementations supports packed weights."""
+    try:
+        model.set_experts_implementation("unweight")
+    except ValueError:
+        # Before transformers 5.8, only its own names are accepted, but registered implementations are found.
+        for part in model.modules():
+            if isinstance(part, modeling_utils.PreTrainedModel):
+                part.config._experts_implementation_internal = "unweight"
 
 
 class _Pack(ConversionOps):
@@ -191,7 +204,6 @@ class UnweightHfQuantizer(HfQuantizer):
         transformers without this package refuses the bundle. Also notes that the next model is to be packed.
         """
         if getattr(config, "transformers_weights", None) == _MANIFEST:
-            _check_version()
             config.transformers_weights = None
         _loading_state.is_packed, _loading_state.named_digest = True, self.quantization_config.manifest
         return config
@@ -226,15 +238,14 @@ class UnweightHfQuantizer(HfQuantizer):
         if not _loading_state.bundles <= _loading_state.opened:
             raise ValueError(
                 f"transformers {transformers.__version__} has read a bundle without unweight: it did not find its "
-                "tensors, and the model's weights are random; install transformers 5.17, which unweight supports"
+                f"tensors, and the model's weights are random; unweight supports {supported('transformers')}"
             )
         if self._unpackable:
             _logger.warning(_bf16_experts(self._unpackable))
         # The operator has no backward. Without gradients, a trace contains the operator itself.
         model.requires_grad_(False)
         if any(isinstance(module, Experts) for module in model.modules()):
-            # None of transformers' own implementations supports packed weights.
-            model.set_experts_implementation("unweight")
+            _set_experts_implementation(model)
         return model
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -349,17 +360,6 @@ class _Shard:
         return self._bundle.torch(name, device=self._device, file=self._file)
 
 
-def _check_version() -> None:
-    """Raises `ValueError` unless transformers has the version whose loader this module supports."""
-    version = transformers.__version__
-    supported = ".".join(map(str, _SUPPORTED))
-    if version.split(".")[:2] != supported.split("."):
-        raise ValueError(
-            f"bundles can be loaded by transformers {supported}, this is {version}; install "
-            f"transformers=={supported}.*, or load the original files (`unweight decompress BUNDLE -o MODEL`)"
-        )
-
-
 _safe_open = modeling_utils.safe_open
 _resolved = modeling_utils._get_resolved_checkpoint_files
 
@@ -368,7 +368,6 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
     """Replaces `_get_resolved_checkpoint_files`: also finds the files of bundles, and records the bundles."""
     if kwargs.get("transformers_explicit_filename") == _MANIFEST:
         # The model has another quantization; `update_tp_plan` of ours would have removed the key.
-        _check_version()
         kwargs["transformers_explicit_filename"] = None
     # Reset first, so that an error does not carry this model's state to the next.
     is_packed, _loading_state.is_packed = _loading_state.is_packed, False
@@ -378,7 +377,6 @@ def _resolve(*args: Any, **kwargs: Any) -> Any:
     _loading_state.bundles = {folder for folder in folders if (folder / _MANIFEST).is_file()}
     _loading_state.opened = set()
     for folder in _loading_state.bundles:
-        _check_version()
         _bundle(folder).refuse_other(named_digest)
         if not is_packed:
             _logger.warning(

@@ -26,5 +26,5 @@ def register() -> None:
     # No error may stop vLLM from running BF16 models.
     except Exception as error:
         logging.getLogger("vllm.unweight").warning(
-            "unweight does not support this vLLM, so bundles cannot be served (%s); it is tested with vllm 0.26", error
+            "unweight does not support this vLLM, so bundles cannot be served and no weights are packed: %s", error
         )

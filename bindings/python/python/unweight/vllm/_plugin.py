@@ -7,6 +7,13 @@ import inspect
 from typing import Any, Optional
 
 import torch
+from vllm import __version__ as vllm_version
+
+from .._extras import refuse_untested
+
+# This package replaces parts of its loader.
+refuse_untested("vllm", vllm_version)
+
 from torch import nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
