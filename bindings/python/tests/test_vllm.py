@@ -313,6 +313,27 @@ class Engine(Case):
         (second,), _ = engines([dict(model=str(other), enforce_eager=True)])
         self.assertNotEqual(first, second)
 
+    def test_new_weights_of_a_compiled_model(self):
+        """Without CUDA graphs: as packed ones they are used, as BF16 ones they are refused."""
+        import safetensors.torch
+        import torch
+
+        model = make(self.home / "model", "llama")
+        other, wide = self.home / "other" / "model", self.home / "wide" / "model"
+        tensors, random = safetensors.torch.load_file(model / "model.safetensors"), torch.Generator().manual_seed(7)
+        others = {name: torch.randn(one.shape, generator=random).mul(0.05).bfloat16() for name, one in tensors.items()}
+        for path in (other, wide):
+            shutil.copytree(model, path)
+            safetensors.torch.save_file(others, path / "model.safetensors", metadata={"format": "pt"})
+            # For the second: too many zeros for the packed encoding.
+            others["model.layers.1.self_attn.o_proj.weight"].view(-1)[::50] = 0
+        packed = dict(model=str(model), quantization="unweight")
+        runs = [dict(model=str(other)), dict(packed, exchange=str(other))]
+        log = self.hold_equal(runs, enforce_eager=False)
+        self.assertIn("CompilationMode.DYNAMO_TRACE_ONCE", log)
+        (said,), _ = engines([dict(packed, exchange=str(wide), enforce_eager=False, refused=True)])
+        self.assertIn("the new weight of model.layers.1.self_attn.o_proj cannot be packed", str(said))
+
     def test_experts_of_a_running_engine_are_not_replaced(self):
         model = make(self.home / "model", "qwen3 moe")
         bundle, more = bundle_of(model), dict(refused=True, enforce_eager=True)

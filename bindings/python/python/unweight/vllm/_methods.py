@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
-from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
+from vllm.config import CompilationMode, CUDAGraphMode, get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -181,6 +181,9 @@ class UnweightMethod(LinearMethodBase):
         vllm = get_current_vllm_config_or_none()
         mode = None if vllm is None else vllm.compilation_config.cudagraph_mode
         self._has_graphs = current_platform.is_cuda_alike() and mode is not None and mode != CUDAGraphMode.NONE
+        # What torch.compile has traced uses the arena, whatever method the layer gets later.
+        compiled = None if vllm is None else vllm.compilation_config.mode
+        self._is_compiled = compiled is not None and compiled != CompilationMode.NONE
 
     def create_weights(
         self,
@@ -235,12 +238,12 @@ class UnweightMethod(LinearMethodBase):
     def _exchange(self, layer: nn.Module, weight: Tensor) -> None:
         """Packs a new weight of a running engine into the layer's arena, at the same address.
 
-        A weight that cannot be packed stays in BF16, with a warning. Raises `ValueError` if the engine has CUDA graphs,
-        which cannot use it, and so for one with another exponent window.
+        A weight that cannot be packed stays in BF16, with a warning. Raises `ValueError` if the engine has CUDA graphs
+        or uses torch.compile, which cannot use it. With CUDA graphs, also for one with another exponent window.
         """
         packed, prefix = layer.unweight_packed, arrivals_of[layer].prefix
         holder = _pack_into(packed.arena, packed.escapes, weight, keep_graphs=self._has_graphs)
-        if isinstance(holder, str) and self._has_graphs:
+        if isinstance(holder, str) and (self._has_graphs or self._is_compiled):
             raise ValueError(
                 f"unweight: the new weight of {prefix} cannot be packed into the old one's place: {holder}; other "
                 "layers may have new weights already: start another engine, or use --enforce-eager for such updates"
