@@ -102,8 +102,8 @@ pub struct ErrorReport {
 pub type Result<T> = std::result::Result<T, Failure>;
 
 impl Failure {
-    /// Creates the failure for an output that exists. With `--resume`, `complete` says what to do if an earlier run made
-    /// it.
+    /// Creates the failure for an output that exists. With `--resume`, `complete` says what to do if an earlier run
+    /// made it.
     pub fn output_exists(output: &Path, resumes: bool, complete: &str) -> Self {
         let failure = Self::from(BundleError::OutputExists { path: output.to_owned() });
         match resumes {

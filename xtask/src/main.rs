@@ -27,8 +27,10 @@ usage: cargo xtask <task> [options]
   test-wheel          build the Python wheel and test it in an empty virtual environment; a part of `test`
   test-python         test the wheel with torch and transformers on the CPU; downloads 5 GB, unless
                       UNWEIGHT_TORCH_PYTHON names a Python that has them
+                        --torch V, --transformers V  test these versions; TEST  run only this test
   test-vllm           test the wheel with vLLM on the CPU in many minutes; downloads 6 GB, unless
                       UNWEIGHT_VLLM_PYTHON names a Python that has it
+                        --vllm V  test this version; TEST  run only this test
   test-candle         lint and test bindings/candle on the CPU; the first build takes minutes
                         --if-prepared  (test-python, test-vllm, test-candle) download nothing; skip what is not
                                        installed or slow
