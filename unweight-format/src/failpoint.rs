@@ -45,9 +45,10 @@ pub(crate) fn failpoint(name: &str) {
 }
 
 /// Operations that a test can make fail: the swap of two names, the rename of the finished output, the rename that
-/// restores the old output, starting a thread, and the thread that writes weights, which panics.
+/// restores the old output, starting a thread, the thread that writes weights, which panics, and the storage, which
+/// flips a bit of a written tensor or of a finished shard.
 #[cfg(feature = "failpoints")]
-pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread", "writer"];
+pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread", "writer", "flip-written", "flip-finished"];
 
 /// Whether `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th call with that name. Always false
 /// without the feature `failpoints`.

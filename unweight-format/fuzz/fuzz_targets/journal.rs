@@ -12,6 +12,8 @@ use std::{
         LazyLock,
         atomic::{AtomicU64, Ordering},
     },
+    thread,
+    time::Duration,
 };
 
 use libfuzzer_sys::fuzz_target;
@@ -31,8 +33,8 @@ struct State {
     whole: Tree,
 }
 
-/// Cancels after a number of bytes.
-struct CancelAfter(u64, AtomicU64);
+/// Cancels after a number of bytes, when the first file has its record.
+struct CancelAfter(u64, AtomicU64, PathBuf);
 
 impl Progress for CancelAfter {
     fn advance(&self, bytes: u64) {
@@ -40,7 +42,13 @@ impl Progress for CancelAfter {
     }
 
     fn cancelled(&self) -> bool {
-        self.1.load(Ordering::Relaxed) >= self.0
+        let is_reached = self.1.load(Ordering::Relaxed) >= self.0;
+        let has_record = || fs::read_dir(&self.2).is_ok_and(|mut records| records.next().is_some());
+        // The thread that writes the record depends on no other.
+        while is_reached && !has_record() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        is_reached
     }
 }
 
@@ -73,14 +81,20 @@ static STATE: LazyLock<State> = LazyLock::new(|| {
         ..DemoOptions::default()
     };
     demo_model::write(&dir.join("model"), &model).expect("written");
+    let header = br#"{"t":{"dtype":"U8","shape":[16],"data_offsets":[0,16]}}"#;
+    let first = [&(header.len() as u64).to_le_bytes()[..], header, &[7; 16]].concat();
+    fs::write(dir.join("model/a.safetensors"), first).expect("written");
+    let files = fs::read_dir(dir.join("model")).expect("readable");
+    let total: u64 = files.map(|file| file.expect("there").metadata().expect("there").len()).sum();
     let options = CompressOptions::default().ram_bytes(Some(1)).sha256(true).verify(VerifyAfter::None).resume(true);
     let run = |out: &str, progress: &dyn Progress| compress(&dir.join("model"), &dir.join(out), &options, progress);
     run("whole", &Silent).expect("compressed");
     let whole = read_tree(&dir.join("whole"));
-    // Stop in the second file, so that there is a record of the first.
-    let total: u64 = fs::read_dir(dir.join("model")).expect("readable").map(|f| f.expect("there").metadata().expect("there").len()).sum();
-    run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("the run is cancelled");
-    let interrupted = read_tree(&dir.join("out.partial"));
+    // The files are written at the same time. The first one is finished after its only tensor.
+    let partial = dir.join("out.partial");
+    let cancel = CancelAfter(total * 3 / 4, AtomicU64::new(0), partial.join("records"));
+    run("out", &cancel).expect_err("the run is cancelled");
+    let interrupted = read_tree(&partial);
     let has = |prefix: &str| {
         interrupted.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix))
     };

@@ -16,7 +16,7 @@ use std::{
 
 use super::{
     BundleError, CompressReport, MergeOptions, Progress, Trace, VerifyAfter,
-    compress::{SealContext, seal, tensor_reports},
+    compress::{Checker, SealContext, seal, tensor_reports},
     config,
     decompress::check_contents,
     files::{self, Input, check_size},
@@ -93,19 +93,21 @@ pub fn merge(
             kinds.push(move_file(&stage, dir, file, progress)?);
         }
         let files = entries.into_iter().map(|(_, file)| file).collect();
-        let context = SealContext {
+        let context = SealContext { stage: &stage, sign: options.sign.as_ref(), base: None };
+        let sealed = seal(&context, kinds.iter().map(Option::as_ref), files, first.options.clone())?;
+        let checker = Checker {
             stage: &stage,
             verify: options.verify,
-            ram_bytes: options.ram_bytes,
-            sign: options.sign.as_ref(),
             base: None,
+            ram_bytes: options.ram_bytes,
             progress,
             trace: &trace,
         };
-        seal(&context, kinds.iter().map(Option::as_ref), files, first.options.clone())
+        let verified_tensors = checker.check_finished(&sealed.manifest.files)?;
+        Ok((sealed, verified_tensors))
     });
     // Nothing is kept for another run, so an error must not suggest resuming.
-    let sealed = sealed.map_err(|error| match error {
+    let (sealed, verified_tensors) = sealed.map_err(|error| match error {
         BundleError::Interrupted { .. } => BundleError::Cancelled,
         BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },
         other => other,
@@ -127,7 +129,7 @@ pub fn merge(
         original_bytes,
         stored_bytes: sealed.stored_bytes,
         ratio: ratio(sealed.stored_bytes, original_bytes),
-        verified_tensors: sealed.verified_tensors,
+        verified_tensors,
         base_tensors: 0,
         seconds: started.elapsed().as_secs_f64(),
         stages: trace.stages(),

@@ -1,6 +1,7 @@
 //! Shared by compressing, decompressing and verifying: threads, batches of tensors, and a bound on the bytes in flight.
 
 use std::{
+    collections::VecDeque,
     io,
     num::NonZero,
     ops::Range,
@@ -9,6 +10,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
+    time::Duration,
 };
 
 use super::BundleError;
@@ -68,6 +70,17 @@ pub(crate) fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
+/// Executes tasks of the current pool until `done`. A pool may have only this thread, so it must not sleep while others
+/// wait for tasks.
+pub(crate) fn help_until(done: impl Fn() -> bool) {
+    const PAUSE: Duration = Duration::from_millis(1);
+    while !done() {
+        if !matches!(rayon::yield_now(), Some(rayon::Yield::Executed)) {
+            thread::sleep(PAUSE);
+        }
+    }
+}
+
 /// What is read at once: consecutive tensors that are processed together, or one that is copied in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ReadUnit {
@@ -77,10 +90,24 @@ pub(crate) enum ReadUnit {
     Pieces(usize),
 }
 
-/// Divides a sequence of (bytes, is raw) into batches of at most `BATCH_BYTES` (and the memory allowed), or of one
-/// tensor.
+impl ReadUnit {
+    /// The indices of its tensors.
+    pub(crate) fn tensors(&self) -> Range<usize> {
+        match self {
+            Self::Batch(range) => range.clone(),
+            Self::Pieces(index) => *index..*index + 1,
+        }
+    }
+}
+
+/// Maximum bytes of a batch of more than one tensor.
+pub(crate) fn batch_bytes_max(ram_bytes: Option<u64>) -> u64 {
+    BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4)
+}
+
+/// Divides a sequence of (bytes, is raw) into batches of at most [`batch_bytes_max`], or of one tensor.
 pub(crate) fn read_units(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
-    let limit = BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4);
+    let limit = batch_bytes_max(ram_bytes);
     let (mut units, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
     for (bytes, raw) in tensors {
         let pieces = raw && bytes > RAW_WHOLE_MAX;
@@ -115,7 +142,26 @@ pub(crate) fn read_units_from(
     read_units(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
 }
 
-/// Bounds the bytes in flight between threads, and keeps buffers for reuse within that bound.
+/// The order in which the units of several sequences are read: units of `at_once` sequences alternate, and the next
+/// sequence begins where one ends. Each unit comes with the index of its sequence.
+pub(crate) fn alternate(sequences: Vec<Vec<ReadUnit>>, at_once: usize) -> Vec<(usize, ReadUnit)> {
+    let mut waiting = sequences.into_iter().map(Vec::into_iter).enumerate();
+    let mut begun: VecDeque<_> = waiting.by_ref().take(at_once).collect();
+    let mut order = Vec::new();
+    while let Some((index, mut units)) = begun.pop_front() {
+        match units.next() {
+            Some(unit) => {
+                order.push((index, unit));
+                begun.push_back((index, units));
+            }
+            None => begun.extend(waiting.next()),
+        }
+    }
+    order
+}
+
+/// Bounds the bytes in flight between threads, and keeps buffers for reuse within that bound. Threads are admitted in
+/// the order in which they ask, so none of them takes all bytes that become free.
 #[derive(Debug)]
 pub(crate) struct ByteBudget {
     limit: u64,
@@ -129,6 +175,17 @@ struct Held {
     /// Bytes in flight, those of idle buffers included.
     bytes: u64,
     idle: Vec<Vec<u8>>,
+    /// The number of requests so far, and of those that were admitted.
+    requests: u64,
+    admitted: u64,
+}
+
+impl Held {
+    /// Returns the request's place in the order.
+    fn queue(&mut self) -> u64 {
+        self.requests += 1;
+        self.requests - 1
+    }
 }
 
 impl ByteBudget {
@@ -152,25 +209,43 @@ impl ByteBudget {
         held.bytes <= own || held.bytes.saturating_add(bytes) <= self.limit || self.released_all.load(Ordering::Relaxed)
     }
 
+    /// Whether it is the turn of a request.
+    fn is_next(&self, held: &Held, request: u64) -> bool {
+        held.admitted == request || self.released_all.load(Ordering::Relaxed)
+    }
+
+    /// Adds the bytes of the request whose turn it is.
+    fn admit(&self, held: &mut Held, bytes: u64) {
+        held.bytes = held.bytes.saturating_add(bytes);
+        held.admitted += 1;
+        self.changed.notify_all();
+    }
+
     /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight.
     pub(crate) fn acquire(&self, bytes: u64) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        while !self.fits(&held, 0, bytes) {
+        let request = held.queue();
+        while !(self.is_next(&held, request) && self.fits(&held, 0, bytes)) {
             held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
         }
-        held.bytes = held.bytes.saturating_add(bytes);
+        self.admit(&mut held, bytes);
     }
 
     /// Waits until a buffer of `bytes` bytes and `more` bytes fit. Returns a buffer that was given back, or an empty
     /// one, which the caller replaces by one of `bytes` bytes.
     pub(crate) fn acquire_buffer(&self, bytes: u64, more: u64) -> Vec<u8> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let request = held.queue();
         loop {
+            if !self.is_next(&held, request) {
+                held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
             let fitting = held.idle.iter().enumerate().filter(|(_, buffer)| buffer.len() as u64 >= bytes);
             let found = fitting.min_by_key(|(_, buffer)| buffer.len()).map(|(at, buffer)| (at, buffer.len() as u64));
             let (own, needed) = found.map_or((0, bytes.saturating_add(more)), |(_, own)| (own, more));
             if self.fits(&held, own, needed) {
-                held.bytes = held.bytes.saturating_add(needed);
+                self.admit(&mut held, needed);
                 return found.map_or_else(Vec::new, |(at, _)| held.idle.swap_remove(at));
             }
             // Another idle buffer takes up room that is needed now.
@@ -188,6 +263,14 @@ impl ByteBudget {
     pub(crate) fn give_back(&self, buffer: Vec<u8>) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         held.idle.push(buffer);
+        self.changed.notify_all();
+    }
+
+    /// Admits all waiting and future threads: the work ends early, and what is in flight may not be released.
+    pub(crate) fn release_all(&self) {
+        self.released_all.store(true, Ordering::Relaxed);
+        // Locked, so that a thread that has just looked at the flag waits before it is woken.
+        drop(self.held.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
 
@@ -210,10 +293,7 @@ pub(crate) struct ReleaseAllOnDrop<'a>(&'a ByteBudget);
 
 impl Drop for ReleaseAllOnDrop<'_> {
     fn drop(&mut self) {
-        let ByteBudget { held, changed, released_all, .. } = self.0;
-        *held.lock().unwrap_or_else(PoisonError::into_inner) = Held::default();
-        released_all.store(true, Ordering::Relaxed);
-        changed.notify_all();
+        self.0.release_all();
     }
 }
 
@@ -236,6 +316,44 @@ mod tests {
         assert_eq!(read_units(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
         assert_eq!(read_units_from(1, raw.into_iter(), None), [Pieces(1), Batch(2..3), Batch(3..4)]);
         assert_eq!(read_units_from(4, raw.into_iter(), None), []);
+    }
+
+    #[test]
+    fn units_of_several_sequences_alternate() {
+        use ReadUnit::Pieces;
+        let sequence = |range: Range<usize>| range.map(Pieces).collect::<Vec<_>>();
+        let order = |sequences: Vec<_>, at_once| {
+            let index = |(index, unit)| if let Pieces(at) = unit { (index, at) } else { panic!() };
+            alternate(sequences, at_once).into_iter().map(index).collect::<Vec<_>>()
+        };
+        let sequences = || vec![sequence(0..3), sequence(0..1), sequence(0..0), sequence(5..7)];
+        assert_eq!(order(sequences(), 2), [(0, 0), (1, 0), (0, 1), (0, 2), (3, 5), (3, 6)]);
+        assert_eq!(order(sequences(), 1), [(0, 0), (0, 1), (0, 2), (1, 0), (3, 5), (3, 6)]);
+        assert_eq!(order(Vec::new(), 4), []);
+    }
+
+    /// A large request is not overtaken by later small ones, which would fit earlier.
+    #[test]
+    fn requests_are_admitted_in_order() {
+        let budget = ByteBudget::new(Some(10));
+        budget.acquire(5);
+        let order = Mutex::new(Vec::new());
+        thread::scope(|scope| {
+            let (budget, order) = (&budget, &order);
+            let queued = |count| help_until(|| budget.held.lock().unwrap().requests == count);
+            let ask = |bytes| {
+                budget.acquire(bytes);
+                order.lock().unwrap().push(bytes);
+                budget.release(bytes);
+            };
+            scope.spawn(move || ask(8));
+            queued(2);
+            scope.spawn(move || ask(1));
+            queued(3);
+            assert!(order.lock().unwrap().is_empty());
+            budget.release(5);
+        });
+        assert_eq!(order.into_inner().unwrap(), [8, 1]);
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(crate) trait BaseReader: std::fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(crate) struct Shard {
     pub(crate) file: WeightsFile,
-    input: Input,
+    input: Arc<Input>,
     /// For each tensor, the ranges of its sections, or the one range of a raw tensor.
     ranges: Vec<Vec<Range<u64>>>,
     source_header: Range<u64>,
@@ -63,7 +63,7 @@ impl Shard {
     pub(crate) fn open(dir: &Path, file: WeightsFile) -> Result<Self, BundleError> {
         check_sizes(dir, &FileEntry::Weights(file.clone()))?;
         let path: PathBuf = dir.join(&file.name);
-        let input = Input::open(&path)?;
+        let input = Arc::new(Input::open(&path)?);
         if input.stamp().bytes != file.shard_size {
             let (expected, got) = (file.shard_size, input.stamp().bytes);
             return Err(BundleError::FileSize { file: file.name, expected, got });
@@ -129,6 +129,34 @@ impl Shard {
             return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
         }
         Ok(Self { input, ranges, source_header, file, base: None, needs: None })
+    }
+
+    /// Tensors that are written to a shard without a header yet, at these ranges. Only these can be read.
+    pub(crate) fn of_written(
+        name: &str,
+        input: Arc<Input>,
+        tensors: Vec<TensorEntry>,
+        ranges: Vec<Vec<Range<u64>>>,
+    ) -> Self {
+        let unknown = Digest::of(b"");
+        let file = WeightsFile {
+            name: name.into(),
+            size: 0,
+            digest: unknown,
+            sha256: None,
+            header_bytes: 0,
+            header_digest: unknown,
+            shard_size: 0,
+            shard_header_bytes: 0,
+            shard_header_digest: unknown,
+            tensors,
+        };
+        Self { file, input, ranges, source_header: 0..0, base: None, needs: None }
+    }
+
+    /// Where a tensor is in the shard: its sections, or the one range of a raw tensor.
+    pub(crate) fn ranges(&self, tensor: usize) -> &[Range<u64>] {
+        &self.ranges[tensor]
     }
 
     /// The shard, with the base of its bundle.

@@ -191,7 +191,8 @@ impl Stage {
 
     /// Records that a shard is finished.
     pub(crate) fn put_record(&self, name: &str, bytes: &[u8]) -> Result<(), BundleError> {
-        let (work, record) = (self.work().join("record"), self.record(name));
+        // Several shards may be finished at the same time.
+        let (work, record) = (self.work().join(format!("record-{}", Digest::of(name.as_bytes()))), self.record(name));
         files::write_durably(&work, bytes).map_err(self.write_error(&work))?;
         failpoint("before-record");
         fs::rename(&work, &record).map_err(self.write_error(&record))?;

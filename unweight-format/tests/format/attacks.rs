@@ -231,7 +231,7 @@ fn impossible_file_names_are_rejected() {
 // ---- resuming ----
 
 /// Compresses in a child process that aborts at a failpoint.
-fn crash(root: &Path, what: &str, failpoint: &str) -> bool {
+pub(crate) fn crash(root: &Path, what: &str, failpoint: &str) -> bool {
     let (what, fault) = match what.strip_suffix(" without a swap") {
         Some(what) => (what, "swap"),
         None => (what, ""),

@@ -23,7 +23,10 @@ use unweight_format::{
     },
 };
 
-use crate::common::{self, Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor};
+use crate::{
+    attacks,
+    common::{self, Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor},
+};
 
 fn round_trip(source: &Path, options: &CompressOptions) -> BTreeMap<String, Vec<u8>> {
     let scratch = Scratch::new();
@@ -856,12 +859,17 @@ fn a_run_says_that_it_starts_over() {
     demo_model::write(&source, &model).unwrap();
     let total: u64 = read_tree(&source).values().map(|bytes| bytes.len() as u64).sum();
     let options = CompressOptions::default().ram_bytes(Some(1 << 20));
-    for share in [8, 2] {
-        let part = CancelAfter { bytes: total / share, done: AtomicU64::new(0), then: || () };
-        compress(&source, &out, &options, &part).unwrap_err();
+    for with_finished in [false, true] {
+        if with_finished {
+            // The other shards are unfinished, because this is the first one that is finished.
+            assert!(attacks::crash(scratch.dir(), "compress", "recorded"));
+        } else {
+            let part = CancelAfter { bytes: total / 8, done: AtomicU64::new(0), then: || () };
+            compress(&source, &out, &options, &part).unwrap_err();
+        }
         let left = read_tree(&partial);
         let finished = left.keys().any(|name| name.starts_with("records/"));
-        assert!(finished == (share == 2) && left.keys().any(|name| name.starts_with("work/journal-")), "{share}");
+        assert!(finished == with_finished && left.keys().any(|name| name.starts_with("work/journal-")), "{finished}");
         let other = options.clone().sha256(true).resume(true);
         let cases = [
             (options.clone().resume(true), None),
@@ -873,8 +881,9 @@ fn a_run_says_that_it_starts_over() {
             write_tree(&partial, &left);
             let report = compress(&source, &out, &options, &messages).unwrap();
             let messages = messages.0.into_inner().unwrap();
-            assert_eq!(report.resumed_tensors == 0, expected.is_some(), "{share}: {messages:?}");
-            assert_eq!(messages.len(), usize::from(expected.is_some()), "{share}: {messages:?}");
+            let is_new = report.resumed_tensors == 0 && report.resumed_files.is_empty();
+            assert_eq!(is_new, expected.is_some(), "{finished}: {messages:?}");
+            assert_eq!(messages.len(), usize::from(expected.is_some()), "{finished}: {messages:?}");
             assert!(messages.iter().all(|reason| reason.contains(expected.unwrap_or_default())), "{messages:?}");
             fs::remove_dir_all(&out).unwrap();
         }

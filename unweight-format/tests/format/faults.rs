@@ -46,6 +46,8 @@ fn child() {
         "compress" => compress(&options),
         "resume" => compress(&resume),
         "replace" => compress(&options.force(true)),
+        "compress and verify" => compress(&options.verify(VerifyAfter::Full)),
+        "compress and sample" => compress(&options.verify(VerifyAfter::Sample)),
         "verify" => verify(&bundle, None, &Silent).map(drop),
         "decompress" => decompress(&DecompressOptions::default()),
         "resume decompress" => decompress(&DecompressOptions::default().resume(true)),
@@ -179,13 +181,13 @@ fn no_threads_is_an_error() {
 fn each_missing_thread_is_an_error() {
     let scratch = Scratch::new();
     small_model(&scratch.path("model"));
-    // For each of two shards, one thread reads, one writes, and one syncs.
-    for missing in 1..=6 {
+    // One thread reads, and one writes each of two shards.
+    for missing in 1..=3 {
         let message =
             Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
         assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
     }
-    let message = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:7").output();
+    let message = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:4").output();
     assert_eq!(message, "done");
     fs::rename(scratch.path("out"), scratch.path("bundle")).unwrap();
     for missing in 1..=2 {
@@ -193,6 +195,54 @@ fn each_missing_thread_is_an_error() {
             Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
         assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
     }
+}
+
+/// Also the verifying thread is reported, and a part of the work that has begun ends.
+#[test]
+fn a_missing_verifying_thread_is_an_error() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    for missing in 1..=4 {
+        let child = Child::new(scratch.dir(), "compress and verify");
+        let message = child.with("UNWEIGHT_FAULT", &format!("thread:{missing}")).output();
+        assert!(message.starts_with("threads-unavailable: "), "{missing}: {message}");
+    }
+    let child = Child::new(scratch.dir(), "compress and verify");
+    assert_eq!(child.with("UNWEIGHT_FAULT", "thread:5").output(), "done");
+}
+
+/// A bit of any written tensor flips before it is verified, or a bit of a finished shard: the bundle is not published.
+#[test]
+fn a_flipped_bit_in_a_written_file_is_found_before_the_bundle_is_complete() {
+    let scratch = Scratch::new();
+    small_model(&scratch.path("model"));
+    let tensors = {
+        let model = compress(&scratch.path("model"), &scratch.path("whole"), &CompressOptions::default(), &Silent);
+        model.unwrap().tensors.len()
+    };
+    let run = |what: &str, fault: &str| {
+        let output = Child::new(scratch.dir(), what).with("UNWEIGHT_FAULT", fault).output();
+        let is_complete = scratch.path("out").exists();
+        drop(fs::remove_dir_all(scratch.path("out")));
+        (output, is_complete)
+    };
+    for nth in 1..=tensors {
+        let (output, is_complete) = run("compress and verify", &format!("flip-written:{nth}"));
+        assert!(output.starts_with("bundle-content-mismatch: ") && !is_complete, "tensor {nth}: {output}");
+    }
+    for nth in 1..=2 {
+        for what in ["compress and verify", "compress and sample"] {
+            let (output, is_complete) = run(what, &format!("flip-finished:{nth}"));
+            assert!(output.starts_with("bundle-content-mismatch: ") && !is_complete, "{what}, shard {nth}: {output}");
+        }
+    }
+    // Without verification nothing is read back.
+    assert_eq!(run("compress", "flip-finished:1"), ("done".into(), true));
+    // The next run writes what was damaged again.
+    let (_, is_complete) = run("compress and verify", "flip-written:1");
+    assert!(!is_complete);
+    assert_eq!(Child::new(scratch.dir(), "resume").output(), "done");
+    assert!(read_tree(&scratch.path("out")) == read_tree(&scratch.path("whole")));
 }
 
 /// The thread that releases memory ends, so no other thread waits for that memory.

@@ -30,6 +30,10 @@ fn child() {
             let options = CompressOptions::default().ram_bytes(ram).verify(VerifyAfter::None);
             compress(&model, &bundle, &options, &Silent).map(drop)
         }
+        "compress and verify" => {
+            let options = CompressOptions::default().ram_bytes(ram);
+            compress(&model, &bundle, &options, &Silent).map(drop)
+        }
         "verify" => {
             let report = verify_with(&bundle, &VerifyOptions::default().ram_bytes(ram), &Silent);
             report.map(|report| assert!(report.is_ok(), "{report:?}"))
@@ -81,7 +85,7 @@ fn memory_is_bounded_for_every_model() {
     let largest = 48 * MIB;
     let limit = 1024 * MIB + 2 * largest;
     holes(&scratch.path("model"), limit + 128 * MIB, largest);
-    for what in ["compress", "verify", "decompress"] {
+    for what in ["compress and verify", "verify", "decompress"] {
         let (peak, result) = peak(scratch.dir(), what, None);
         assert_eq!(result, "done", "{what}");
         assert!(peak <= limit, "{what}: {} MiB", peak / MIB);
@@ -96,7 +100,8 @@ fn memory_stays_within_the_ram_option() {
     holes(&scratch.path("model"), 320 * MIB, largest);
     // In addition, the program itself, stacks and tables.
     let limit = ram + 2 * largest + 32 * MIB;
-    for (what, made) in [("compress", "bundle"), ("verify", ""), ("decompress", "back")] {
+    let steps = [("compress", "bundle"), ("compress and verify", "bundle"), ("verify", ""), ("decompress", "back")];
+    for (at, (what, made)) in steps.into_iter().enumerate() {
         let (default_peak, result) = peak(scratch.dir(), what, None);
         assert_eq!(result, "done", "{what}");
         if !made.is_empty() {
@@ -110,6 +115,9 @@ fn memory_stays_within_the_ram_option() {
             limited_peak / MIB,
             default_peak / MIB
         );
+        if at == 0 {
+            fs::remove_dir_all(scratch.path(made)).unwrap();
+        }
     }
 }
 

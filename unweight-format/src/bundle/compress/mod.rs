@@ -2,45 +2,53 @@
 //!
 //! ```text
 //! predict       headers and samples --> sizes, for `plan` and `compare`
-//! mod           the job: files in order; one shard is synced to disk while the next is encoded
-//! encode        source, read --units--> survey + encode (rayon) --tensors, bounded--> writer
-//! tensor        one tensor, encoded
-//! shard_writer  order and alignment of a shard's bytes: work/shard --fsync, rename--> tree/
+//! mod           the job: shards, then other files
+//! shards        several shards at once: source, read --units--> encode (rayon) --tensors, bounded--> writers
+//! encode        the tensors of a unit; tensor: one of them
+//! write         a writer thread: work/shard --fsync, rename--> tree/
+//! shard_writer  order and alignment of a shard's bytes
+//! check         verification of what is written, meanwhile
+//! run           what these threads share
 //! journal       records and journals, which a run leaves for a later one
 //! resume        finds what can be taken over from an interrupted run
-//! seal          indexes, config.json, manifest, signature, verification
+//! seal          indexes, config.json, manifest, signature
 //! ```
 
+mod check;
 mod encode;
 pub(crate) mod journal;
 mod predict;
 mod resume;
+mod run;
 mod seal;
 mod shard_writer;
+mod shards;
 mod tensor;
+mod write;
 
 use std::{
-    collections::{BTreeSet, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     path::Path,
     sync::Arc,
-    thread,
     time::Instant,
 };
 
+pub(crate) use check::Checker;
 use predict::predict_setting;
 pub use predict::{compare, plan};
 use resume::Resumable;
 pub(crate) use seal::{SealContext, Sealed, seal};
 use sha2::{Digest as _, Sha256};
+use shards::ShardPlan;
 
 use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, Trace, VerifyAfter,
     base::Base,
     files::{Contents, Input},
-    manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
+    manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX, WeightsFile},
     part::Part,
     part_file::{self, PartFile},
-    pipeline::{join, on_threads, spawn},
+    pipeline::on_threads,
     plan::{Decision, EncodingChoice, Planner},
     report::{bits_per_element, coded, encoding_totals, peak_rss_bytes, ratio, saved},
     source::{Kind, Source, SourceFile},
@@ -196,26 +204,18 @@ impl Job<'_> {
         // Verification counts as work.
         let verified = if self.options.verify == VerifyAfter::None { 0 } else { tensor_bytes(chosen) };
         self.progress.start(total.saturating_add(verified));
-        let files = self.compress_files(chosen, earlier)?;
+        let (files, verified_tensors) = self.compress_files(chosen, earlier)?;
         let options = Options {
             profile: self.options.profile,
             scope: self.options.scope,
             code_limit: self.options.code_limit.bits(),
         };
-        let context = SealContext {
-            stage: self.stage,
-            verify: self.options.verify,
-            ram_bytes: self.options.ram_bytes,
-            sign: self.options.sign.as_ref(),
-            base: self.base,
-            progress: self.progress,
-            trace: self.trace,
-        };
-        let (files, digest, stored_bytes, verified_tensors) = match self.options.part {
+        let context = SealContext { stage: self.stage, sign: self.options.sign.as_ref(), base: self.base };
+        let (files, digest, stored_bytes) = match self.options.part {
             None => {
                 let kinds = chosen.iter().map(|file| Some(&file.kind));
-                let Sealed { manifest, stored_bytes, verified_tensors } = seal(&context, kinds, files, options)?;
-                (manifest.files, manifest.manifest_digest, stored_bytes, verified_tensors)
+                let Sealed { manifest, stored_bytes } = seal(&context, kinds, files, options)?;
+                (manifest.files, manifest.manifest_digest, stored_bytes)
             }
             Some(part) => {
                 let part = PartFile::new(part, self.fingerprint(), options, model, files)?;
@@ -223,8 +223,7 @@ impl Job<'_> {
                 manifest::check_bytes(bytes.len() as u64)?;
                 self.stage.put(part_file::FILE_NAME, &bytes)?;
                 let stored_bytes = bytes.len() as u64 + part.stored().iter().map(|(_, bytes)| bytes).sum::<u64>();
-                let verified_tensors = context.verify(&part.files)?;
-                (part.files, digest, stored_bytes, verified_tensors)
+                (part.files, digest, stored_bytes)
             }
         };
         let resumed_files = resumed_files.into_iter().collect();
@@ -245,43 +244,57 @@ impl Job<'_> {
         self.stage.reserve(max_bytes)
     }
 
-    /// Compresses, copies or takes over every file, in order.
-    fn compress_files(&self, chosen: &[&SourceFile], mut earlier: Resumable) -> Result<Vec<FileEntry>, BundleError> {
-        thread::scope(|scope| {
-            let mut files = Vec::with_capacity(chosen.len());
-            // A shard is synced while the next one is encoded, so waiting for the disk costs no encoding time.
-            let mut committing: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
-            for file in chosen {
-                self.check_cancelled()?;
+    /// Compresses or takes over all weights, then copies the other files. Returns the entries of all in order, and the
+    /// number of verified tensors.
+    fn compress_files(
+        &self,
+        chosen: &[&SourceFile],
+        mut earlier: Resumable,
+    ) -> Result<(Vec<FileEntry>, u64), BundleError> {
+        let (mut plans, mut resumed, mut finished) = (Vec::new(), Vec::new(), Vec::new());
+        for &file in chosen {
+            let Kind::Weights { header, header_bytes } = &file.kind else { continue };
+            if let Some(entry) = earlier.finished.remove(&file.name) {
                 self.progress.file(&file.name);
-                files.push(match &file.kind {
-                    Kind::Weights { header, header_bytes } => {
-                        FileEntry::Weights(match earlier.finished.remove(&file.name) {
-                            Some(entry) => {
-                                self.progress.advance(file.bytes);
-                                entry
-                            }
-                            None => {
-                                let resumed = earlier.unfinished.remove(&file.name);
-                                let shard = self.compress_weights(file, header, header_bytes, resumed)?;
-                                let entry = shard.record.file.clone();
-                                committing.take().map_or(Ok(()), join)?;
-                                committing = Some(spawn(scope, move || self.commit_shard(shard))?);
-                                entry
-                            }
-                        })
-                    }
-                    Kind::Index(_) => FileEntry::Index(self.copy_changed(file)?),
-                    Kind::Config(_) => FileEntry::Config(self.copy_changed(file)?),
-                    Kind::Copied => {
-                        let Contents { bytes: size, digest, sha256 } = self.copy(file, &file.name)?;
-                        FileEntry::Copied(CopiedFile { name: file.name.clone(), size, digest, sha256 })
-                    }
-                });
+                self.progress.advance(file.bytes);
+                finished.push(entry);
+            } else {
+                plans.push(ShardPlan { file, header, header_bytes, layout: self.layout(file, header, header_bytes)? });
+                resumed.push(earlier.unfinished.remove(&file.name));
             }
-            committing.map_or(Ok(()), join)?;
-            Ok(files)
-        })
+        }
+        let (made, verified_tensors) = self.compress_shards(&plans, resumed, &finished)?;
+        let mut weights: HashMap<String, WeightsFile> =
+            finished.into_iter().chain(made).map(|entry| (entry.name.clone(), entry)).collect();
+        let mut entries = Vec::with_capacity(chosen.len());
+        for &file in chosen {
+            self.check_cancelled()?;
+            if let Some(entry) = weights.remove(&file.name) {
+                entries.push(FileEntry::Weights(entry));
+                continue;
+            }
+            self.progress.file(&file.name);
+            entries.push(match &file.kind {
+                Kind::Index(_) => FileEntry::Index(self.copy_changed(file)?),
+                Kind::Config(_) => FileEntry::Config(self.copy_changed(file)?),
+                Kind::Copied | Kind::Weights { .. } => {
+                    let Contents { bytes: size, digest, sha256 } = self.copy(file, &file.name)?;
+                    FileEntry::Copied(CopiedFile { name: file.name.clone(), size, digest, sha256 })
+                }
+            });
+        }
+        Ok((entries, verified_tensors))
+    }
+
+    fn checker(&self) -> Checker<'_> {
+        Checker {
+            stage: self.stage,
+            verify: self.options.verify,
+            base: self.base,
+            ram_bytes: self.options.ram_bytes,
+            progress: self.progress,
+            trace: self.trace,
+        }
     }
 
     fn check_cancelled(&self) -> Result<(), BundleError> {

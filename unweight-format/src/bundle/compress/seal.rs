@@ -1,7 +1,7 @@
-//! Completes a bundle whose shards are written: indexes, `config.json`, manifest, signature, and verification.
+//! Completes a bundle whose shards are written: indexes, `config.json`, manifest and signature.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet},
     path::Path,
     sync::Arc,
 };
@@ -9,38 +9,29 @@ use std::{
 use crate::{
     Digest, EncodingId,
     bundle::{
-        BundleError, Progress, Signer, Trace, VerifyAfter,
+        BundleError, Signer,
         base::Base,
         config,
         manifest::{self, BaseEntry, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
-        pipeline::ReadUnit,
-        shard::Shard,
         source::{Index, Kind},
         stage::Stage,
     },
-    encoding::ENCODINGS,
 };
 
 /// What sealing a stage needs besides its files.
 pub(crate) struct SealContext<'a> {
     pub(crate) stage: &'a Stage,
-    pub(crate) verify: VerifyAfter,
-    pub(crate) ram_bytes: Option<u64>,
     pub(crate) sign: Option<&'a Signer>,
     pub(crate) base: Option<&'a Arc<Base>>,
-    pub(crate) progress: &'a dyn Progress,
-    pub(crate) trace: &'a Trace,
 }
 
 /// The result of completing a stage.
 pub(crate) struct Sealed {
     pub(crate) manifest: Manifest,
     pub(crate) stored_bytes: u64,
-    pub(crate) verified_tensors: u64,
 }
 
-/// Completes a bundle: writes files that depend on all shards, the manifest and its signature, and verifies that all
-/// tensors can be decoded. `kinds` are those of the files; only those of changed files are needed.
+/// Completes a bundle: writes files that depend on all shards, the manifest and its signature. `kinds` are those of the files; only those of changed files are needed.
 pub(crate) fn seal<'a>(
     context: &SealContext<'_>,
     kinds: impl Iterator<Item = Option<&'a Kind>>,
@@ -62,15 +53,10 @@ pub(crate) fn seal<'a>(
         metadata_bytes += signature.len() as u64;
     }
     let stored = manifest.files.iter().flat_map(FileEntry::stored).map(|(_, bytes)| bytes).sum::<u64>();
-    let verified_tensors = context.verify(&manifest.files)?;
-    Ok(Sealed { manifest, stored_bytes: stored + metadata_bytes, verified_tensors })
+    Ok(Sealed { manifest, stored_bytes: stored + metadata_bytes })
 }
 
 impl SealContext<'_> {
-    fn check_cancelled(&self) -> Result<(), BundleError> {
-        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
-    }
-
     /// Writes the files that depend on the shards: indexes of the stored names, and each `config.json`.
     fn write_dependent_files<'a>(
         &self,
@@ -93,62 +79,6 @@ impl SealContext<'_> {
         }
         Ok(())
     }
-
-    /// Decodes the tensors that `VerifyAfter` selects, and returns their number.
-    pub(super) fn verify(&self, files: &[FileEntry]) -> Result<u64, BundleError> {
-        if self.verify == VerifyAfter::None {
-            return Ok(0);
-        }
-        let mut verified = 0;
-        // Kept from batch to batch: fresh pages would take a good part of the time of decoding.
-        let mut buffer = Vec::new();
-        for file in files.iter().filter_map(FileEntry::weights) {
-            let shard = Shard::open(&self.stage.tree(), file.clone())?.with_base(self.base.cloned());
-            shard.source_header()?;
-            let all = self.verify == VerifyAfter::Full;
-            let sample = sampled(file);
-            let chosen = |index: &usize| all || sample.contains(index);
-            for unit in shard.read_units(self.ram_bytes) {
-                self.check_cancelled()?;
-                let batch = match unit {
-                    ReadUnit::Pieces(index) if chosen(&index) => {
-                        shard.stream(index, |piece| {
-                            self.progress.advance(piece.len() as u64);
-                            self.check_cancelled()
-                        })?;
-                        verified += 1;
-                        continue;
-                    }
-                    ReadUnit::Pieces(index) => {
-                        self.progress.advance(shard.original_bytes(index));
-                        continue;
-                    }
-                    ReadUnit::Batch(batch) => batch,
-                };
-                let bytes = |indices: &[usize]| indices.iter().map(|&index| shard.original_bytes(index)).sum::<u64>();
-                let all: Vec<usize> = batch.collect();
-                let chosen: Vec<usize> = all.iter().copied().filter(chosen).collect();
-                shard.grow(&mut buffer, bytes(&chosen))?;
-                let decode = || shard.decode_batch(chosen.iter().copied(), &mut buffer, true, |_| ());
-                let decoded = self.trace.time("verify", bytes(&chosen), decode);
-                decoded.into_iter().collect::<Result<(), _>>()?;
-                verified += chosen.len() as u64;
-                self.progress.advance(bytes(&all));
-            }
-        }
-        Ok(verified)
-    }
-}
-
-/// The first and last tensor, the largest of each encoding, and every sixteenth.
-fn sampled(file: &WeightsFile) -> HashSet<usize> {
-    let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
-    chosen.extend(file.tensors.len().checked_sub(1));
-    for encoding in ENCODINGS {
-        let encoded = file.tensors.iter().enumerate().filter(|(_, t)| t.encoding == encoding.id());
-        chosen.extend(encoded.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
-    }
-    chosen
 }
 
 /// The index of the stored names, with the source's metadata and the stored size.

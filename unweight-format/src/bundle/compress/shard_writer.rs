@@ -4,7 +4,7 @@
 //! odd sizes, and sign_mantissa sections of such tensors), by descending element size; last the source's header. So
 //! every section that a kernel or a stock reader needs aligned is aligned, without padding.
 
-use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
+use std::{borrow::Cow, collections::BTreeMap, fs::File, ops::Range, os::unix::fs::FileExt, path::PathBuf};
 
 use super::{
     Job,
@@ -21,7 +21,7 @@ use crate::{
         source::SourceFile,
         stage::Stage,
     },
-    failpoint::failpoint,
+    failpoint::{failpoint, fault},
     safetensors::{Dtype, HEADER_MAX, Header, TensorInfo, header_to_bytes},
 };
 
@@ -50,15 +50,6 @@ pub(super) struct Layout {
     pub(super) reserved: u64,
 }
 
-/// A shard that is written but may not be synced to disk yet.
-pub(super) struct Written {
-    pub(super) file: File,
-    /// The shard until it is complete.
-    pub(super) temp_path: PathBuf,
-    pub(super) journal_path: PathBuf,
-    pub(super) record: Record,
-}
-
 impl Job<'_> {
     /// Determines the encodings, the metadata and the size of the header of a shard.
     pub(super) fn layout(
@@ -84,12 +75,17 @@ impl Job<'_> {
     }
 
     /// Syncs a shard to disk, gives it its name, and records that for a later run.
-    pub(super) fn commit_shard(&self, shard: Written) -> Result<(), BundleError> {
-        let synced = self.trace.time("sync", shard.record.file.shard_size, || shard.file.sync_all());
-        synced.map_err(self.stage.write_error(&shard.temp_path))?;
-        self.stage.accept(&shard.temp_path, &shard.record.file.name)?;
-        self.stage.put_record(&shard.record.file.name, &shard.record.to_bytes())?;
-        std::fs::remove_file(&shard.journal_path).map_err(BundleError::io("remove the file", &shard.journal_path))
+    pub(super) fn commit_shard(&self, writer: &ShardWriter<'_>, record: &Record) -> Result<(), BundleError> {
+        let name = &record.file.name;
+        let synced = self.trace.time("sync", record.file.shard_size, || writer.file.sync_all());
+        synced.map_err(self.stage.write_error(&writer.path))?;
+        if fault("flip-finished") {
+            writer.flip(record.file.shard_size - 1);
+        }
+        self.stage.accept(&writer.path, name)?;
+        self.stage.put_record(name, &record.to_bytes())?;
+        let journal = self.stage.journal(name);
+        std::fs::remove_file(&journal).map_err(BundleError::io("remove the file", &journal))
     }
 }
 
@@ -192,6 +188,28 @@ impl<'a> ShardWriter<'a> {
     /// Skips bytes that are already written.
     pub(super) fn skip(&mut self, bytes: u64) {
         self.at += bytes;
+    }
+
+    /// Runs `put` for a tensor. Returns where its parts are; `None` if one follows at the end of the shard.
+    pub(super) fn ranges_of(
+        &mut self,
+        put: impl FnOnce(&mut Self) -> Result<(), BundleError>,
+    ) -> Result<Option<Vec<Range<u64>>>, BundleError> {
+        let (mut at, first, deferred) = (self.at, self.entries.len(), self.deferred.len());
+        put(self)?;
+        let range = |entry: &ShardEntry| {
+            at += entry.bytes;
+            at - entry.bytes..at
+        };
+        let ranges = self.entries[first..].iter().map(range).collect();
+        Ok((self.deferred.len() == deferred).then_some(ranges))
+    }
+
+    /// Damages a written byte, for a test.
+    pub(super) fn flip(&self, at: u64) {
+        let mut byte = [0];
+        let read = File::open(&self.path).and_then(|file| file.read_exact_at(&mut byte, at));
+        read.and_then(|()| self.file.write_all_at(&[!byte[0]], at)).expect("the test has written this byte");
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), BundleError> {
