@@ -47,6 +47,7 @@ fn child() {
         "resume" => compress(&resume),
         "replace" => compress(&options.force(true)),
         "compress and verify" => compress(&options.verify(VerifyAfter::Full)),
+        "compress and verify in no memory" => compress(&options.verify(VerifyAfter::Full).ram_bytes(1u64)),
         "compress and sample" => compress(&options.verify(VerifyAfter::Sample)),
         "verify" => verify(&bundle, None, &Silent).map(drop),
         "decompress" => decompress(&DecompressOptions::default()),
@@ -243,6 +244,27 @@ fn a_flipped_bit_in_a_written_file_is_found_before_the_bundle_is_complete() {
     assert!(!is_complete);
     assert_eq!(Child::new(scratch.dir(), "resume").output(), "done");
     assert!(read_tree(&scratch.path("out")) == read_tree(&scratch.path("whole")));
+}
+
+/// A tensor is verified while later ones are encoded: a run ends soon after the damage.
+#[test]
+fn written_tensors_are_verified_before_the_last_one_is_encoded() {
+    let scratch = Scratch::new();
+    let model = scratch.path("model");
+    fs::create_dir(&model).unwrap();
+    let count = 24;
+    let tensors: Vec<_> = (0..count)
+        .map(|i| tensor(&format!("layers.{i:02}.weight"), "BF16", &[64, 64], &common::weights(4096, i)))
+        .collect();
+    fs::write(model.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
+    let child = Child::new(scratch.dir(), "compress and verify in no memory");
+    let output = child.with("UNWEIGHT_FAULT", "flip-written:1").output();
+    assert!(output.starts_with("bundle-content-mismatch: "), "{output}");
+    let left = read_tree(&scratch.path("out.partial"));
+    let journal = left.iter().find(|(name, _)| name.starts_with("work/journal-")).unwrap().1;
+    // The first line names the source.
+    let written = journal.iter().filter(|&&byte| byte == b'\n').count() as u64 - 1;
+    assert!(written < count / 2, "{written} tensors were written");
 }
 
 /// The thread that releases memory ends, so no other thread waits for that memory.
