@@ -1,6 +1,9 @@
 //! The GPU encoder of bundles: encodes each tensor with the kernels of its encoding, with the same bytes as the CPU.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::{
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::Duration,
+};
 
 use unweight_format::{
     CodeLimit, Digest, EncodingId, FloatMatrix, Matrix, NotEncodable, StoredTensor,
@@ -56,12 +59,26 @@ impl BundleEncoder {
         Ok(Self { encoder, compressor, idle: Mutex::new(idle), slot_returned: Condvar::new(), trace })
     }
 
-    /// Returns a slot for exclusive use; waits until one is idle.
+    /// Returns a slot for exclusive use. Until one is idle, this thread executes other tasks of its pool, such as the
+    /// verification of written tensors. None of them waits for this thread, which has no slot yet.
     fn slot(&self) -> SlotGuard<'_> {
-        let idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut idle =
-            self.slot_returned.wait_while(idle, |idle| idle.is_empty()).unwrap_or_else(PoisonError::into_inner);
-        SlotGuard { encoder: self, slot: idle.pop() }
+        /// How long a thread without tasks waits before it looks for some again.
+        const PAUSE: Duration = Duration::from_millis(1);
+        let idle = || self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let slot = idle().pop();
+            if slot.is_some() {
+                return SlotGuard { encoder: self, slot };
+            }
+            if matches!(rayon::yield_now(), Some(rayon::Yield::Executed)) {
+                continue;
+            }
+            let (waited, _) = self
+                .slot_returned
+                .wait_timeout_while(idle(), PAUSE, |idle| idle.is_empty())
+                .unwrap_or_else(PoisonError::into_inner);
+            drop(waited);
+        }
     }
 
     /// Encodes on the device. Nothing in here may use rayon: a thread that waits inside rayon may start to encode
@@ -73,6 +90,7 @@ impl BundleEncoder {
         limit: CodeLimit,
     ) -> Result<StoredTensor<Vec<u8>>, EncoderError> {
         let bytes = matrix.bytes().len() as u64;
+        // Includes the tasks that are executed meanwhile.
         let mut guard = self.trace.time("wait for a stream", bytes, || self.slot());
         let Slot { packer, workspace } = guard.slot.as_mut().expect("the slot is present until the guard is dropped");
         match encoding {
