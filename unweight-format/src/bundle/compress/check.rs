@@ -4,8 +4,9 @@
 //!
 //! 1. As soon as the parts of a tensor are written, and while others are encoded: its stored bytes are read from the
 //!    file and compared with their digests, decoded, and compared with the digest of the source.
-//! 2. When the shard has its name: its header is read and must agree with the manifest's entry, and so must the source's
-//!    header. Tensors that the header places elsewhere than where 1 read them, or whose parts end the shard, follow.
+//! 2. When the shard has its name: its header is read and must agree with the manifest's entry, and so must the
+//!    source's header. Tensors that the header places elsewhere than where 1 read them, or whose parts end the shard,
+//!    follow.
 //!
 //! A shard is only written forwards, and its header in front, so nothing overwrites what 1 has read. Everything is read
 //! through the page cache: a disk that loses bytes later is found by `unweight verify`.

@@ -31,7 +31,8 @@ pub(crate) struct Sealed {
     pub(crate) stored_bytes: u64,
 }
 
-/// Completes a bundle: writes files that depend on all shards, the manifest and its signature. `kinds` are those of the files; only those of changed files are needed.
+/// Completes a bundle: writes files that depend on all shards, the manifest and its signature. `kinds` are those of the
+/// files; only those of changed files are needed.
 pub(crate) fn seal<'a>(
     context: &SealContext<'_>,
     kinds: impl Iterator<Item = Option<&'a Kind>>,

@@ -1,4 +1,5 @@
-//! Compresses several shards at the same time: a file accepts bytes from one thread only, which is slower than encoding.
+//! Compresses several shards at the same time: a file accepts bytes from one thread only, more slowly than they are
+//! encoded.
 //!
 //! ```text
 //! reader thread --units of some files, alternating--> this thread --rayon tasks: encode--> in order of each file
@@ -213,8 +214,8 @@ impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
 }
 
 impl Job<'_> {
-    /// Compresses these files, or their rest, and verifies them and the `finished` shards of an interrupted run. Returns
-    /// the entries of the files, and the number of verified tensors.
+    /// Compresses these files, or their rest, and verifies them and the `finished` shards of an interrupted run.
+    /// Returns the entries of the files, and the number of verified tensors.
     pub(super) fn compress_shards(
         &self,
         plans: &[ShardPlan<'_>],
