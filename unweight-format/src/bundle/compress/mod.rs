@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! predict       headers and samples --> sizes, for `plan` and `compare`
-//! mod           the job: shards, then other files
+//! mod           the job: other files, then shards
 //! shards        several shards at once: source, read --units--> encode (rayon) --tensors, bounded--> writers
 //! encode        the tensors of a unit; tensor: one of them
 //! write         a writer thread: work/shard --fsync, rename--> tree/
@@ -27,7 +27,7 @@ mod tensor;
 mod write;
 
 use std::{
-    collections::{BTreeSet, HashMap, HashSet},
+    collections::{BTreeSet, HashSet},
     path::Path,
     sync::Arc,
     time::Instant,
@@ -45,7 +45,7 @@ use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, Trace, VerifyAfter,
     base::Base,
     files::{Contents, Input},
-    manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX, WeightsFile},
+    manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
     part::Part,
     part_file::{self, PartFile},
     pipeline::on_threads,
@@ -244,8 +244,8 @@ impl Job<'_> {
         self.stage.reserve(max_bytes)
     }
 
-    /// Compresses or takes over all weights, then copies the other files. Returns the entries of all in order, and the
-    /// number of verified tensors.
+    /// Copies the files next to the weights, then compresses or takes over the weights. Returns the entries of all in
+    /// order, and the number of verified tensors.
     fn compress_files(
         &self,
         chosen: &[&SourceFile],
@@ -263,16 +263,9 @@ impl Job<'_> {
                 resumed.push(earlier.unfinished.remove(&file.name));
             }
         }
-        let (made, verified_tensors) = self.compress_shards(&plans, resumed, &finished)?;
-        let mut weights: HashMap<String, WeightsFile> =
-            finished.into_iter().chain(made).map(|entry| (entry.name.clone(), entry)).collect();
         let mut entries = Vec::with_capacity(chosen.len());
-        for &file in chosen {
+        for &file in chosen.iter().filter(|file| !matches!(file.kind, Kind::Weights { .. })) {
             self.check_cancelled()?;
-            if let Some(entry) = weights.remove(&file.name) {
-                entries.push(FileEntry::Weights(entry));
-                continue;
-            }
             self.progress.file(&file.name);
             entries.push(match &file.kind {
                 Kind::Index(_) => FileEntry::Index(self.copy_changed(file)?),
@@ -283,6 +276,10 @@ impl Job<'_> {
                 }
             });
         }
+        let (made, verified_tensors) = self.compress_shards(&plans, resumed, &finished)?;
+        entries.extend(finished.into_iter().chain(made).map(FileEntry::Weights));
+        // The order of the source.
+        entries.sort_by(|a, b| a.name().cmp(b.name()));
         Ok((entries, verified_tensors))
     }
 
