@@ -168,7 +168,9 @@ fn hint(remedy: Remedy) -> Option<&'static str> {
         Remedy::Resume => "call again with resume=True to continue",
         Remedy::ResumeMaking => "repeat the call that was making it with resume=True to continue",
         Remedy::FreeAndResume => "free some space, then call again with resume=True",
-        Remedy::PassBase => "restore the model first: unweight decompress BUNDLE -o MODEL --base DIR",
+        Remedy::PassBase => {
+            "pass base=DIR; to load tensors, restore the model first: decompress(BUNDLE, MODEL, base=DIR)"
+        }
         Remedy::FewerThreads => "pass a smaller threads=, or allow more processes (ulimit -u)",
         _ => return None,
     })

@@ -35,6 +35,7 @@ pub struct Compress {
     force: bool,
     verify: String,
     sha256: bool,
+    base: Option<PathBuf>,
 }
 
 /// The options of `decompress`.
@@ -45,6 +46,7 @@ pub struct Decompress {
     ram_bytes: Option<u64>,
     resume: bool,
     force: bool,
+    base: Option<PathBuf>,
 }
 
 /// The options of `verify`.
@@ -57,6 +59,7 @@ pub struct Verify {
     threads: Option<usize>,
     ram_bytes: Option<u64>,
     key: Option<String>,
+    base: Option<PathBuf>,
 }
 
 /// Parses the name of an enum's value; the error lists the valid names.
@@ -114,7 +117,8 @@ pub fn compress<'py>(
         .resume(more.resume)
         .force(more.force)
         .verify(named::<VerifyAfter>(&more.verify)?)
-        .sha256(more.sha256);
+        .sha256(more.sha256)
+        .base(more.base);
     let source = Source::find(py, source, Some(&output), progress.as_ref())?;
     let report = run_with_progress(py, progress.as_ref(), |progress| {
         bundle::compress(source.path(), &output, &options, progress)
@@ -144,7 +148,8 @@ pub fn decompress<'py>(
         .threads(threads(more.threads)?)
         .ram_bytes(more.ram_bytes)
         .resume(more.resume)
-        .force(more.force);
+        .force(more.force)
+        .base(more.base);
     let report =
         run_with_progress(py, progress.as_ref(), |progress| bundle::decompress(&path, &output, &options, progress))?;
     to_python(py, &report)
@@ -164,7 +169,8 @@ pub fn verify<'py>(
         .quick(more.quick)
         .threads(threads(more.threads)?)
         .ram_bytes(more.ram_bytes)
-        .key(more.key);
+        .key(more.key)
+        .base(more.base);
     let report = run_with_progress(py, progress.as_ref(), |progress| bundle::verify_with(&path, &options, progress))?;
     to_python(py, &report)
 }

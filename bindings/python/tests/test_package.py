@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,25 @@ class Work(Case):
             unweight.compress(self.home / "model", self.home / "bundle")
         unweight.compress(self.home / "model", self.home / "bundle", force=True, skip=["config.json"])
         self.assertFalse((self.home / "bundle" / "config.json").exists())
+
+    def test_differences_from_a_base_are_restored_with_it(self):
+        models.small(self.home / "base")
+        shutil.copytree(self.home / "base", self.home / "tuned")
+        weights = next((self.home / "tuned").glob("*.safetensors"))
+        changed = bytearray(weights.read_bytes())
+        changed[-2] ^= 1
+        weights.write_bytes(changed)
+        base, delta = self.home / "base", self.home / "elsewhere" / "delta"
+        report = unweight.compress(self.home / "tuned", delta, base=base)
+        self.assertGreater(report["base_tensors"], 0)
+        whole = unweight.compress(self.home / "tuned", self.home / "whole")
+        self.assertLess(report["stored_bytes"], whole["stored_bytes"])
+        self.assertEqual(unweight.verify(delta, base=base)["problems"], [])
+        unweight.decompress(delta, self.home / "back", base=base)
+        self.assertEqual((self.home / "back" / weights.name).read_bytes(), changed)
+        for without in (lambda: unweight.verify(delta), lambda: unweight.decompress(delta, self.home / "none")):
+            with self.assertRaisesRegex(unweight.UnweightError, "base=DIR"):
+                without()
 
     def test_an_unmarkable_configuration_warns(self):
         models.small(self.home / "model")

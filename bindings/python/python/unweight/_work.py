@@ -63,6 +63,10 @@ def _ram(count: Optional[int]) -> Optional[int]:
     return _count("ram_bytes", count)
 
 
+def _base(base: Optional[Path]) -> Optional[str]:
+    return None if base is None else os.fsdecode(base)
+
+
 def _callback(progress: Optional[Callback]) -> Optional[Callback]:
     # Checked now, because the callback is first called after the work has begun.
     if progress is not None and not callable(progress):
@@ -93,6 +97,7 @@ def compress(
     force: bool = False,
     verify: str = "full",
     sha256: bool = False,
+    base: Optional[Path] = None,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
     """Compresses a model directory to a bundle. The bundle appears at `output` only when it is complete.
@@ -115,6 +120,7 @@ def compress(
         force: replace an existing bundle once the new one is complete.
         verify: tensors to decode and compare before the bundle is complete: `"full"`, `"sample"` or `"none"`.
         sha256: record the SHA-256 of every source file.
+        base: a model or bundle; a tensor is stored as its difference from the base's tensor where that is smaller.
         progress: called with a `Progress` about ten times per second and at the end, on the calling thread.
 
     Ctrl-C or an exception in `progress` stops the work at the next tensor and is raised; finished files are kept for
@@ -131,7 +137,7 @@ def compress(
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
-    more["ram_bytes"] = _ram(ram_bytes)
+    more |= {"ram_bytes": _ram(ram_bytes), "base": _base(base)}
     report = _native.compress(os.fsdecode(source), os.fsdecode(output), choice, more, _callback(progress))
     for config in report["unmarked_configs"]:
         warnings.warn(
@@ -171,12 +177,13 @@ def decompress(
     ram_bytes: Optional[int] = None,
     resume: bool = False,
     force: bool = False,
+    base: Optional[Path] = None,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
     """Restores the original files of a bundle in the directory `output`, byte for byte.
 
-    The other arguments, and Ctrl-C, work as for `compress`. Returns a report with the keys of
-    `unweight decompress --json`.
+    `base` is the base of a bundle with one; `None` looks for it next to the bundle. The other arguments, and Ctrl-C,
+    work as for `compress`. Returns a report with the keys of `unweight decompress --json`.
 
     Raises:
         NotABundleError, NewerVersionError, OldVersionError: `bundle` is not a bundle that this version reads.
@@ -186,7 +193,7 @@ def decompress(
         ValueError, TypeError: an argument is invalid.
     """
     counts = {"threads": _count("threads", threads), "ram_bytes": _ram(ram_bytes)}
-    more = {**counts, "resume": resume, "force": force}
+    more = {**counts, "resume": resume, "force": force, "base": _base(base)}
     return _native.decompress(os.fsdecode(bundle), os.fsdecode(output), more, _callback(progress))
 
 
@@ -199,6 +206,7 @@ def verify(
     threads: Optional[int] = None,
     ram_bytes: Optional[int] = None,
     key: Optional[str] = None,
+    base: Optional[Path] = None,
     progress: Optional[Callback] = None,
 ) -> dict[str, Any]:
     """Checks every byte of a bundle, and returns a report with the keys of `unweight verify --json`.
@@ -214,6 +222,7 @@ def verify(
         threads: number of threads; `None` is all processors.
         ram_bytes: memory limit for tensors in work, in bytes; `None` is 1 GiB.
         key: text of the minisign public key that must have signed the manifest.
+        base: the base of a bundle with one; `None` looks for it next to the bundle.
         progress: as for `compress`.
     """
     more = {
@@ -223,6 +232,7 @@ def verify(
         "threads": _count("threads", threads),
         "ram_bytes": _ram(ram_bytes),
         "key": key,
+        "base": _base(base),
     }
     return _native.verify(os.fsdecode(bundle), more, _callback(progress))
 
