@@ -84,7 +84,7 @@ pub struct Generate {
     /// Maximum concurrent sequences, 1 to 1024 [default: the number of prompts, at most 16]
     #[arg(long, value_name = "N", value_parser = sequences(), help_heading = "Engine")]
     max_batch: Option<u32>,
-    /// Prompt tokens per prefill pass, a multiple of 64 up to 8192
+    /// Maximum prompt tokens per pass, a multiple of 64 up to 8192
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]
     chunk: u32,
     #[command(flatten, next_help_heading = "Engine")]

@@ -87,7 +87,7 @@ pub struct Emit {
 /// How the kernels of a bundle will be used.
 #[derive(Args)]
 struct Usage {
-    /// Maximum rows of a product: --chunk of `generate` and `serve`, or their --max-batch if that is larger
+    /// Maximum rows of a product: --chunk and --max-batch of `generate` and `serve` together
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch: u32,

@@ -57,7 +57,7 @@ pub struct Serve {
     /// Maximum concurrent sequences, 1 to 1024
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = sequences(), help_heading = "Engine")]
     max_batch: u32,
-    /// Maximum prompt tokens between two steps, a multiple of 64 up to 8192
+    /// Maximum prompt tokens per pass, a multiple of 64 up to 8192
     #[arg(long, value_name = "N", default_value_t = 1024, help_heading = "Engine")]
     chunk: u32,
     #[command(flatten, next_help_heading = "Engine")]

@@ -133,8 +133,12 @@ impl Model {
     }
 }
 
+/// A token and, if they are requested, its log probabilities.
+type Sampled = (u32, Option<Box<Logprobs>>);
+
 impl CpuReference {
-    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting` and `speculate`.
+    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting`,
+    /// `mixed_passes` and `speculate`.
     ///
     /// # Errors
     /// [`CpuError`].
@@ -168,6 +172,7 @@ impl CpuReference {
             waiting_max: options.waiting,
             kv_cache,
             chunk,
+            mixes: options.mixed_passes,
             shares_prefixes: false,
             adjusted_max: max_batch,
             speculation: match &draft {
@@ -193,12 +198,7 @@ impl CpuReference {
 
     /// Returns the next token of a sequence after `drafted` tokens of its draft, and the log probabilities. If the
     /// sequence has a constraint, the token is one of `mask`.
-    fn next(
-        &self,
-        running: &Running,
-        drafted: usize,
-        mask: &[u32],
-    ) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
+    fn next(&self, running: &Running, drafted: usize, mask: &[u32]) -> Result<Sampled, ReferenceError> {
         let history = running.history();
         let draft = running.inputs().skip(1).take(drafted).map(|(token, _)| token);
         let text: Vec<u32> = history.prompt.iter().chain(history.answer).copied().chain(draft).collect();
@@ -217,17 +217,13 @@ impl CpuReference {
         let mut events = Vec::new();
         match self.schedule.next_action() {
             Next::Prefill => {
-                self.schedule.begin_prefill();
-                let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
-                if !chunk.is_last {
-                    self.schedule.note_chunk_launched();
-                    return Ok(events);
-                }
-                let mask = self.schedule.prefill_mask();
-                let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
-                let (token, logprobs) = self.next(chunk.running, 0, &mask)?;
-                self.schedule.note_chunk_launched();
-                events.extend(self.schedule.finish_prefill(token).map(|event| Event { logprobs, ..event }));
+                let first = self.run_chunk()?;
+                events.extend(self.finish_prefill(first));
+            }
+            Next::Mixed { .. } => {
+                let first = self.run_chunk()?;
+                self.run_step(&mut events)?;
+                events.extend(self.finish_prefill(first));
             }
             Next::Draft => {
                 let Self { schedule, draft, .. } = self;
@@ -240,32 +236,53 @@ impl CpuReference {
                 let proposals = requests.par_iter().map(answer).collect::<Result<Vec<_>, _>>()?;
                 schedule.set_drafts(proposals);
             }
-            Next::Launch { .. } => {
-                let masks = self.schedule.masks();
-                let mut masks = masks.chunks(self.model.config.vocab.div_ceil(32) as usize);
-                let mut mask = |row: &Running| if row.is_constrained() { masks.next() } else { None };
-                let rows = self.schedule.rows().iter().flat_map(|row| {
-                    let mask = mask(row).unwrap_or_default();
-                    (0..row.step_rows() as usize).map(move |at| (row, at, mask))
-                });
-                let rows: Vec<_> = rows.collect();
-                let next = |(row, at, mask): &(&Running, usize, &[u32])| self.next(row, *at, mask);
-                let sampled = rows.par_iter().map(next).collect::<Result<Vec<_>, _>>()?;
-                let ids: Vec<SeqId> = rows.iter().map(|(row, ..)| row.id).collect();
-                let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
-                self.schedule.note_step_launched();
-                self.schedule.record_step(&tokens, &[], &mut events);
-                let mut logprobs: HashMap<SeqId, VecDeque<Option<Box<Logprobs>>>> = HashMap::new();
-                for (id, (_, logprobs_of_row)) in ids.into_iter().zip(sampled) {
-                    logprobs.entry(id).or_default().push_back(logprobs_of_row);
-                }
-                for event in &mut events {
-                    event.logprobs = logprobs.get_mut(&event.seq).and_then(VecDeque::pop_front).flatten();
-                }
-            }
+            Next::Launch { .. } => self.run_step(&mut events)?,
             Next::Idle | Next::Read => {}
         }
         Ok(events)
+    }
+
+    /// Records the next chunk of a prompt. Returns the first token of its sequence if it is the last one.
+    fn run_chunk(&mut self) -> Result<Option<Sampled>, ReferenceError> {
+        self.schedule.begin_prefill();
+        let is_last = self.schedule.next_chunk().is_some_and(|chunk| chunk.is_last);
+        let mask = if is_last { self.schedule.prefill_mask() } else { Vec::new() };
+        let Some(chunk) = self.schedule.next_chunk() else { return Ok(None) };
+        let first = if is_last { Some(self.next(chunk.running, 0, &mask)?) } else { None };
+        self.schedule.note_chunk_launched();
+        Ok(first)
+    }
+
+    /// Gives the sequence whose first token was sampled a row.
+    fn finish_prefill(&mut self, first: Option<Sampled>) -> Option<Event> {
+        let (token, logprobs) = first?;
+        self.schedule.finish_prefill(token).map(|event| Event { logprobs, ..event })
+    }
+
+    /// Runs a step of all rows.
+    fn run_step(&mut self, events: &mut Vec<Event>) -> Result<(), ReferenceError> {
+        let masks = self.schedule.masks();
+        let mut masks = masks.chunks(self.model.config.vocab.div_ceil(32) as usize);
+        let mut mask = |row: &Running| if row.is_constrained() { masks.next() } else { None };
+        let rows = self.schedule.rows().iter().flat_map(|row| {
+            let mask = mask(row).unwrap_or_default();
+            (0..row.step_rows() as usize).map(move |at| (row, at, mask))
+        });
+        let rows: Vec<_> = rows.collect();
+        let next = |(row, at, mask): &(&Running, usize, &[u32])| self.next(row, *at, mask);
+        let sampled = rows.par_iter().map(next).collect::<Result<Vec<_>, _>>()?;
+        let ids: Vec<SeqId> = rows.iter().map(|(row, ..)| row.id).collect();
+        let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
+        self.schedule.note_step_launched();
+        self.schedule.record_step(&tokens, &[], events);
+        let mut logprobs: HashMap<SeqId, VecDeque<Option<Box<Logprobs>>>> = HashMap::new();
+        for (id, (_, logprobs_of_row)) in ids.into_iter().zip(sampled) {
+            logprobs.entry(id).or_default().push_back(logprobs_of_row);
+        }
+        for event in events {
+            event.logprobs = logprobs.get_mut(&event.seq).and_then(VecDeque::pop_front).flatten();
+        }
+        Ok(())
     }
 }
 

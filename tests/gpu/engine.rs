@@ -274,12 +274,19 @@ pub(crate) fn assert_likely(
 /// A sequence gets tokens while the prompt of another one is processed, and both get the correct tokens.
 #[test]
 #[ignore = "needs a GPU"]
-fn long_prompts_run_between_steps() {
+fn steps_do_not_wait_for_long_prompts() {
     let home = tempfile::tempdir().unwrap();
     let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
     let bundle = bundle(home.path(), model, Profile::Packed);
-    for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Packed, false)] {
-        let options = options().chunk(64).kv_cache(cache).graphs(graphs).prefix_cache(false);
+    let cases = [
+        (KvCache::Bf16, true, true),
+        (KvCache::Packed, true, true),
+        (KvCache::Packed, false, true),
+        (KvCache::Bf16, true, false),
+        (KvCache::Packed, true, false),
+    ];
+    for (cache, graphs, mixes) in cases {
+        let options = options().chunk(64).kv_cache(cache).graphs(graphs).mixed_passes(mixes).prefix_cache(false);
         let mut engine = load(&bundle, options);
         for round in 0..20 {
             let short = Request::new(tokens(20, vocab, round)).max_new_tokens(120);
@@ -296,10 +303,12 @@ fn long_prompts_run_between_steps() {
                     second = Some(engine.add(long.clone()).unwrap());
                 }
             }
-            // Eight chunks, with a step between any two.
+            // Eight chunks, with a step between any two, or in the pass of each.
             assert!(between >= 7, "{cache:?}, round {round}: {between} tokens while the prompt ran");
             let second = &generated[&second.unwrap()];
-            assert_eq!(second[0], alone[0][0], "{cache:?}, round {round}: the prompt has the same bits");
+            if !mixes {
+                assert_eq!(second[0], alone[0][0], "{cache:?}, round {round}: the prompt has the same bits");
+            }
             assert_most_likely(&mut engine, vocab, &short, &generated[&first]);
             assert_most_likely(&mut engine, vocab, &long, second);
         }

@@ -196,9 +196,10 @@ pub fn free_for(bytes: u64) -> u64 {
     bytes.div_ceil(9).saturating_mul(10)
 }
 
-/// The number of rows of the activations: of a chunk of a prompt or of a step, whichever is larger.
+/// The maximum number of rows of the activations: of a chunk of a prompt and a step in one pass, or of a step that
+/// verifies drafts.
 pub fn rows(options: &EngineOptions) -> u32 {
-    options.chunk.max(options.step_rows())
+    (options.chunk + options.max_batch).max(options.step_rows())
 }
 
 /// The number of rows of the logits buffer: of a step, and at least 64 for [`Engine::logits`](crate::Engine::logits).

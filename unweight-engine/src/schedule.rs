@@ -9,9 +9,10 @@
 //! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
 //! dropped.
 //!
-//! One prompt runs at a time, cut by [`Cut`]. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no
-//! sequence waits for a long prompt. While sequences run and at most a chunk of prompt tokens waits, steps have
-//! priority: prompts are cut into quarters of chunks (halves if many sequences run), and one runs between two steps.
+//! One prompt runs at a time, cut by [`Cut`]. While sequences run and other prompts have at most a chunk of tokens, a
+//! chunk runs in one pass with a step ([`Limits::mixes`]). Otherwise at most [`Limits::chunk`] prompt tokens run
+//! between two steps, so that no sequence waits for a long prompt. If at most a chunk of prompt tokens waits in all,
+//! steps have priority: prompts are cut into quarters of chunks (halves if many sequences run).
 //!
 //! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it returns its pages,
 //! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be
@@ -164,6 +165,11 @@ pub enum Next {
     /// Run a chunk of a prompt ([`Schedule::begin_prefill`], [`Schedule::next_chunk`]). If it is the last one of the
     /// prompt, no step is in flight.
     Prefill,
+    /// Run a chunk of a prompt and a step of all rows in one pass. No step is in flight, and no token is drafted.
+    Mixed {
+        /// As for [`Next::Launch`].
+        changed: bool,
+    },
     /// Let the draft model draft ([`Schedule::draft_requests`], [`Schedule::set_drafts`]). No step is in flight.
     Draft,
     /// Launch a step of all rows.
@@ -193,6 +199,8 @@ pub struct Limits {
     pub kv_cache: KvCache,
     /// The number of prompt tokens of a chunk, a multiple of [`PAGE_TOKENS`].
     pub chunk: u32,
+    /// Whether a chunk of a prompt may run in one pass with a step.
+    pub mixes: bool,
     /// Whether sequences share the pages of equal prompt prefixes.
     pub shares_prefixes: bool,
     /// The maximum number of running sequences with adjusted logits.
@@ -425,10 +433,14 @@ impl Schedule {
             self.grow();
         }
         let chunk = self.chunk_is_due();
+        if chunk == Some(ChunkStart::WithStep) && self.in_flight.is_empty() {
+            self.drop_drafts();
+            return Next::Mixed { changed: self.changed };
+        }
         // If the queue is full, a step is read before a chunk is enqueued, because enqueueing may block.
         let may_launch = self.in_flight.len() < self.limits.steps_ahead_max as usize;
         let after_steps = chunk == Some(ChunkStart::AfterSteps) && may_launch;
-        if after_steps || chunk.is_some() && self.in_flight.is_empty() {
+        if after_steps || chunk == Some(ChunkStart::Alone) && self.in_flight.is_empty() {
             self.drop_drafts();
             return Next::Prefill;
         }

@@ -58,6 +58,7 @@ impl DraftPlan {
         let options = EngineOptions::default()
             .max_batch(options.max_batch.min(DRAFTING_MAX))
             .chunk(options.chunk)
+            .mixed_passes(false)
             .graphs(options.graphs)
             .placement(Placement::Packed)
             .kv_cache(KvCache::Bf16)

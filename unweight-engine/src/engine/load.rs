@@ -476,9 +476,8 @@ impl LoadPlan {
         }
         let slot = ctx.size().slot_bytes;
         let mut shared = ctx.size().bytes() + products.bytes(config.dense_intermediate(), memory::rows(&options));
-        let rows = memory::rows(&options);
         let (mut stepper, stepper_bytes) =
-            stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;
+            stepper(kernels, &stream, &weights, (&options, &buckets), (model, progress))?;
         shared += stepper_bytes;
         if let (Some(_), Some(shape), Some(mixture)) =
             (options.resident_experts, experts_shape(&config), config.mixture)
@@ -528,6 +527,7 @@ impl LoadPlan {
             waiting_max: options.waiting,
             kv_cache: memory.kv_cache,
             chunk: forward.chunk_rows(),
+            mixes: options.mixes(),
             shares_prefixes: options.prefix_cache,
             adjusted_max: memory::adjusted_rows(&options),
             speculation: match &draft_model {
@@ -557,13 +557,13 @@ impl LoadPlan {
     }
 }
 
-/// Returns how the engine enqueues steps of `buckets` and chunks of `rows` tokens, and the additional bytes of that.
+/// Returns how the engine enqueues steps of `buckets` and chunks, and the additional bytes of that.
 #[cfg(feature = "pipelines")]
 fn stepper(
     kernels: &KernelSet,
     stream: &Stream,
     weights: &Weights,
-    (options, buckets, rows): (&EngineOptions, &[u32], u32),
+    (options, buckets): (&EngineOptions, &[u32]),
     (model, progress): (&str, &(dyn Fn(&Progress<'_>) + Sync)),
 ) -> Result<(Stepper, u64), EngineError> {
     let placement = options.placement.unwrap_or_default();
@@ -572,7 +572,7 @@ fn stepper(
     }
     let device = kernels.device().info();
     let setting_of = |batch| options.plan.setting(batch, &tuned::key(model, placement, batch, device)).cloned();
-    let pipelines = Pipelines::new(kernels, stream, weights, (buckets, rows), &setting_of, progress)?;
+    let pipelines = Pipelines::new(kernels, stream, weights, (buckets, options.chunk), &setting_of, progress)?;
     let bytes = pipelines.bytes();
     Ok((Stepper::Pipelines(pipelines.into()), bytes))
 }
@@ -583,7 +583,7 @@ fn stepper(
     _: &KernelSet,
     _: &Stream,
     _: &Weights,
-    _: (&EngineOptions, &[u32], u32),
+    _: (&EngineOptions, &[u32]),
     _: (&str, &(dyn Fn(&Progress<'_>) + Sync)),
 ) -> Result<(Stepper, u64), EngineError> {
     Ok((Stepper::Chain, 0))

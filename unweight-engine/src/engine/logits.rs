@@ -128,7 +128,7 @@ fn text_logits(
         let mut first = 0;
         while first < rows {
             let count = (rows - first).min(forward.logit_rows());
-            forward.enqueue_chunk_logits(weights, first, count)?;
+            forward.enqueue_logits(weights, first, count)?;
             all.extend(forward.read_logits(count)?);
             first += count;
         }

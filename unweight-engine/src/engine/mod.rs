@@ -46,9 +46,10 @@ const STEPS_AHEAD_MAX: u32 = 2;
 /// A model on a GPU that generates tokens for many sequences by continuous batching.
 ///
 /// Loading allocates all device memory ([`Engine::memory`]); steps allocate none. One step generates one token for
-/// every running sequence. Sequences join and leave between steps, and long prompts run in chunks between steps. The
-/// tokens of a sequence depend only on its own request and on the batch size that its step was recorded for. Batch
-/// sizes differ by rounding; other sequences in the batch change nothing.
+/// every running sequence. Sequences join and leave between steps. Prompts run in chunks, between steps or in one pass
+/// with one. The tokens of a sequence depend only on its own request and on the number of rows of its passes: a step is
+/// recorded for a batch size, and a chunk adds its tokens. These numbers differ by rounding; the content of other rows
+/// changes nothing.
 ///
 /// ```no_run
 /// use unweight_engine::{Engine, EngineOptions, Request};
@@ -97,6 +98,17 @@ struct Sampled {
     page_losses: Option<Transfer<u32>>,
     /// Log probabilities of each row, if a row requests them.
     logprobs: Option<Transfer<u32>>,
+}
+
+/// A chunk of a prompt, and how the first token is sampled if it is the last one.
+#[derive(Clone, Copy)]
+struct PromptEnd {
+    is_last: bool,
+    /// The number of tokens of the chunk.
+    len: u32,
+    /// The position of its last token.
+    position: u32,
+    row: RowSampling,
 }
 
 impl Engine {
@@ -308,27 +320,20 @@ impl Engine {
                         return Ok(vec![event]);
                     }
                 }
+                Next::Mixed { changed } => {
+                    let events = self.run_mixed(changed)?;
+                    if !events.is_empty() {
+                        return Ok(events);
+                    }
+                }
                 Next::Draft => self.draft()?,
                 Next::Launch { changed } => {
-                    let rows = self.schedule.rows();
-                    let count = self.schedule.step_rows();
-                    let verifies = count as usize > rows.len();
                     if changed {
-                        if !verifies {
-                            // No step is in flight, so this does not wait.
-                            self.last_free_units = self.forward.free_units()?;
-                        }
-                        // Errors of the earlier rows are reported before their state is overwritten.
-                        wait_for_steps(&mut self.forward, &mut self.stepper)?;
-                        let states: Vec<_> = rows.iter().flat_map(states).collect();
-                        self.forward.set_rows(&states, bucket(count))?;
+                        self.set_rows()?;
                     }
-                    self.launch(count, verifies)?;
-                    self.schedule.note_step_launched();
-                    let events = self.constrain()?;
-                    self.forward.enqueue_sampling_extras()?;
-                    let sampled = self.read_later()?;
-                    self.in_flight.push_back(sampled);
+                    let count = self.schedule.step_rows();
+                    self.launch(count, count as usize > self.schedule.rows().len())?;
+                    let events = self.note_step()?;
                     if !events.is_empty() {
                         return Ok(events);
                     }
@@ -344,6 +349,30 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Copies the rows of the next step to the device. No step is in flight.
+    fn set_rows(&mut self) -> Result<(), DeviceError> {
+        let (rows, count) = (self.schedule.rows(), self.schedule.step_rows());
+        if count as usize == rows.len() {
+            // This does not wait.
+            self.last_free_units = self.forward.free_units()?;
+        }
+        // Errors of the earlier rows are reported before their state is overwritten.
+        wait_for_steps(&mut self.forward, &mut self.stepper)?;
+        let states: Vec<_> = rows.iter().flat_map(states).collect();
+        self.forward.set_rows(&states, bucket(count))
+    }
+
+    /// Records the launched step, and enqueues what its rows request in addition and the copy of its results. Returns
+    /// the events of earlier steps that had to be read first.
+    fn note_step(&mut self) -> Result<Vec<Event>, DeviceError> {
+        self.schedule.note_step_launched();
+        let events = self.constrain()?;
+        self.forward.enqueue_sampling_extras()?;
+        let sampled = self.read_later()?;
+        self.in_flight.push_back(sampled);
+        Ok(events)
     }
 
     /// Lets the draft model draft, and waits for its tokens.
@@ -391,31 +420,80 @@ impl Engine {
 
     /// Enqueues the next chunk of a prompt. After the last one, samples the sequence's first token and waits for it.
     fn run_chunk(&mut self) -> Result<Option<Event>, DeviceError> {
-        let Self { config, schedule, forward, weights, stepper, .. } = self;
+        let Some(chunk) = self.begin_chunk()? else { return Ok(None) };
+        let Self { schedule, forward, weights, stepper, .. } = self;
+        let Some(Chunk { tokens, start, .. }) = schedule.next_chunk() else { return Ok(None) };
+        stepper.enqueue_chunk(forward, weights, tokens, start)?;
+        schedule.note_chunk_launched();
+        if !chunk.is_last {
+            return Ok(None);
+        }
+        self.enqueue_first_token(chunk, 0)?;
+        self.finish_prefill(chunk)
+    }
+
+    /// Runs a step and the next chunk of a prompt in one pass. After the last chunk, samples the sequence's first token
+    /// and waits for both. No earlier step is in flight.
+    fn run_mixed(&mut self, changed: bool) -> Result<Vec<Event>, DeviceError> {
+        if changed {
+            self.set_rows()?;
+        }
+        let rows = self.schedule.step_rows();
+        let Some(chunk) = self.begin_chunk()? else {
+            self.launch(rows, false)?;
+            return self.note_step();
+        };
+        let Self { schedule, forward, weights, .. } = self;
+        let Some(Chunk { tokens, start, .. }) = schedule.next_chunk() else { return Ok(Vec::new()) };
+        // As for a step without a graph ([`Engine::launch`]).
+        forward.stream().synchronize()?;
+        forward.enqueue_mixed(weights, rows, tokens, start)?;
+        schedule.note_chunk_launched();
+        let mut events = self.note_step()?;
+        if chunk.is_last {
+            self.enqueue_first_token(chunk, rows)?;
+            // Before the sequence has a row: the step was launched without it.
+            while !self.in_flight.is_empty() {
+                events.extend(self.wait_oldest_step()?);
+            }
+            events.extend(self.finish_prefill(chunk)?);
+        }
+        Ok(events)
+    }
+
+    /// Prepares the next chunk of a prompt. Returns `None` if no sequence can start.
+    fn begin_chunk(&mut self) -> Result<Option<PromptEnd>, DeviceError> {
+        let Self { config, schedule, forward, .. } = self;
         schedule.begin_prefill();
         forward.release(&schedule.take_freed())?;
         let Some(Chunk { running, tokens, start, is_first, is_last }) = schedule.next_chunk() else { return Ok(None) };
         if is_first {
             forward.set_pages(&running.pages, Some(running.hot))?;
         }
-        stepper.enqueue_chunk(forward, weights, tokens, start)?;
-        // `tokens` has at most a chunk.
-        let (rows, row) = (tokens.len() as u32, RowSampling::of(running));
         if let (true, Some(slot)) = (is_last, running.state_slot) {
             // No step is in flight, and no other sequence uses the state slot.
             let states = token_states(running, config.vocab);
             let (stream, sampling) = forward.sampling();
             sampling.set_state_slot(stream, slot, &states)?;
         }
-        schedule.note_chunk_launched();
-        if !is_last {
-            return Ok(None);
-        }
-        forward.enqueue_chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
+        // `tokens` has at most a chunk.
+        let len = tokens.len() as u32;
+        Ok(Some(PromptEnd { is_last, len, position: (start + len).saturating_sub(1), row: RowSampling::of(running) }))
+    }
+
+    /// Enqueues the sampling of a sequence's first token after its last chunk, which came after `first` other rows.
+    fn enqueue_first_token(&mut self, chunk: PromptEnd, first: u32) -> Result<(), DeviceError> {
+        let Self { schedule, forward, weights, .. } = self;
+        forward.enqueue_logits(weights, (first + chunk.len).saturating_sub(1), chunk.len.min(1))?;
         let mask = schedule.prefill_mask();
         let (stream, sampling) = forward.sampling();
         sampling.set_masks(stream, &mask)?;
-        forward.enqueue_first_token((start + rows).saturating_sub(1), row)?;
+        forward.enqueue_first_token(chunk.position, chunk.row)
+    }
+
+    /// Waits for the first token of the sequence whose last chunk was enqueued, and gives it a row.
+    fn finish_prefill(&mut self, chunk: PromptEnd) -> Result<Option<Event>, DeviceError> {
+        let Self { schedule, forward, stepper, .. } = self;
         wait_for_steps(forward, stepper)?;
         if forward.prompt_is_lost()? {
             return Ok(schedule.abort_prefill());
@@ -423,14 +501,14 @@ impl Engine {
         let token = forward.ids().read(forward.stream(), 0, 1)?;
         let token = token.first().copied().ok_or(LaunchError::Range { at: 0, len: 1, have: 0 })?;
         let logprobs = match forward.sampling() {
-            (stream, sampling) if row.logprobs > 0 => {
+            (stream, sampling) if chunk.row.logprobs > 0 => {
                 sampling.logprobs().map(|words| words.read(stream, 0, ROW_WORDS)).transpose()?
             }
             _ => None,
         };
         let event = schedule.finish_prefill(token);
         Ok(event.map(|event| {
-            let logprobs = logprobs.map(|words| Box::new(read_logprobs(&words, row.logprobs - 1)));
+            let logprobs = logprobs.map(|words| Box::new(read_logprobs(&words, chunk.row.logprobs - 1)));
             Event { logprobs, ..event }
         }))
     }

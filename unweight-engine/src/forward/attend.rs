@@ -15,7 +15,7 @@ use unweight_rt::{
     },
 };
 
-use super::{Forward, Shape, view, view_mut};
+use super::{ChunkPlace, Forward, Shape, view, view_mut};
 use crate::weights::Layer;
 
 impl Forward {
@@ -68,8 +68,7 @@ impl Forward {
         &mut self,
         layer: &Layer,
         index: usize,
-        start: u32,
-        rows: u32,
+        chunk: ChunkPlace,
     ) -> Result<(), DeviceError> {
         let Shape { qkv_cols, heads, eps, qk_norm, ref rotated, .. } = self.shape;
         let table = self.angles.of(index).table()?;
@@ -79,28 +78,31 @@ impl Forward {
             .bias(layer.qkv_bias.as_ref())
             .norms(q_norm, k_norm, eps);
         let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
-        let x = view_mut(&mut self.qkv, rows, qkv_cols)?;
-        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, start)
+        let mut whole = view_mut(&mut self.qkv, chunk.rows().end, qkv_cols)?;
+        let x = whole.part(chunk.rows(), 0..qkv_cols)?;
+        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, chunk.start)
     }
 
     /// Enqueues the attention of a chunk in layer `index`.
-    pub(crate) fn enqueue_chunk_attention(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn enqueue_chunk_attention(&mut self, index: usize, chunk: ChunkPlace) -> Result<(), DeviceError> {
         let Shape { qkv_cols, attended_cols, table_pages, ref windows, .. } = self.shape;
         let (window, layer) = (windows.get(index).copied().flatten(), index as u32);
         if let Some(cache) = self.cache.packed() {
-            cache.unpack(&mut self.ctx, layer, (&self.prompt_pages, start))?;
+            cache.unpack(&mut self.ctx, layer, (&self.prompt_pages, chunk.start))?;
         }
-        let x = view(&self.qkv, rows, qkv_cols)?;
+        let rows = chunk.rows();
+        let x = view(&self.qkv, rows.end, qkv_cols)?.part(rows.clone(), 0..qkv_cols)?;
         let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
         let mut tokens =
-            ChunkRows::new(start, pages, table_pages).window(window).softcap(self.shape.soft_caps.attention);
+            ChunkRows::new(chunk.start, pages, table_pages).window(window).softcap(self.shape.soft_caps.attention);
         if let Some(factor) = self.shape.factors.attention {
             tokens = tokens.scale(factor);
         }
-        let out = view_mut(&mut self.attended, rows, attended_cols)?;
+        let mut whole = view_mut(&mut self.attended, rows.end, attended_cols)?;
+        let out = whole.part(rows, 0..attended_cols)?;
         self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
         match self.cache.packed() {
-            Some(cache) => cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (start, start + rows)),
+            Some(cache) => cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, chunk.positions()),
             None => Ok(()),
         }
     }

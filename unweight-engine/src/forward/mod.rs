@@ -19,6 +19,9 @@
 mod angles;
 mod attend;
 mod phase;
+mod prompt;
+
+use std::ops::Range;
 
 use unweight_codegen::spec::Epilogue;
 use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, SoftCaps};
@@ -31,6 +34,7 @@ use unweight_rt::{
 use angles::LayerAngles;
 pub use phase::StepPhase;
 pub(crate) use phase::{AllPhases, Only, PhaseFilter};
+pub(crate) use prompt::ChunkPlace;
 
 use crate::{
     kernels::Kernels,
@@ -62,8 +66,10 @@ struct Shape {
     logit_pitch: u32,
     /// The number of rows of the logits buffer.
     logit_rows: u32,
-    /// The number of rows of the activations: the maximum number of tokens of a chunk.
+    /// The number of rows of the activations.
     rows: u32,
+    /// The maximum number of tokens of a chunk.
+    chunk: u32,
     /// The constant that norms add to the mean square.
     eps: f32,
     /// The number of layers.
@@ -195,6 +201,7 @@ impl Forward {
             logit_pitch: config.vocab.next_multiple_of(8),
             logit_rows: memory::logit_rows(options),
             rows,
+            chunk: options.chunk,
             eps: config.eps,
             layers: config.layers,
             table_pages: pages_for(memory.context),
@@ -236,7 +243,7 @@ impl Forward {
             positions: words(batch as usize)?,
             tables: words(elements(batch, shape.table_pages))?,
             sampling: Sampling::new(&stream, batch, memory::adjusted_rows(options), shape.vocab)?,
-            prompt: words(rows as usize)?,
+            prompt: words(options.chunk as usize)?,
             prompt_pages: words(shape.table_pages as usize)?,
             ctx,
             kernels,
@@ -314,7 +321,7 @@ impl Forward {
 
     /// The maximum number of tokens of a chunk.
     pub fn chunk_rows(&self) -> u32 {
-        self.shape.rows
+        self.shape.chunk
     }
 
     /// Sets the rows of the following steps; further rows up to `bucket` have no token. Waits for the copies.
@@ -369,7 +376,7 @@ impl Forward {
     fn enqueue_phases(&mut self, weights: &Weights, rows: u32, filter: impl PhaseFilter) -> Result<(), DeviceError> {
         self.pass_rows = self.live_rows.min(rows);
         if filter.has(StepPhase::Embed) {
-            self.enqueue_embed(weights, rows, Ids::Step)?;
+            self.enqueue_embed(weights, 0..rows, Ids::Step)?;
         }
         for (index, layer) in weights.layers.iter().enumerate() {
             if filter.has(StepPhase::Norm) {
@@ -385,80 +392,6 @@ impl Forward {
         }
         self.enqueue_head(weights, 0, rows, filter)?;
         if filter.has(StepPhase::Sample) { self.enqueue_sample(rows) } else { Ok(()) }
-    }
-
-    /// Sets the pages of the sequence whose prompt runs next, and its hot page in a packed cache if steps follow. Waits
-    /// for the copy.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if the driver fails.
-    pub fn set_pages(&mut self, pages: &[u32], hot: Option<u32>) -> Result<(), DeviceError> {
-        let mut table = vec![self.cache.padding(); self.shape.table_pages as usize];
-        table[..pages.len()].copy_from_slice(pages);
-        if let Some(cache) = self.cache.packed() {
-            cache.set_prompt(self.ctx.stream(), hot)?;
-        }
-        self.prompt_pages.write(self.ctx.stream(), 0, &table)
-    }
-
-    /// Enqueues the packing of `context` tokens of staging into the pages of a sequence, in every layer.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if the driver fails.
-    pub(crate) fn pack_staging(&mut self, pages: &[u32], hot: u32, context: u32) -> Result<(), DeviceError> {
-        self.set_pages(pages, Some(hot))?;
-        let Some(cache) = self.cache.packed() else { return Ok(()) };
-        (0..self.shape.layers)
-            .try_for_each(|layer| cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (0, context)))
-    }
-
-    /// Sets the tokens of a chunk and returns their number. Waits for the copy.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
-    pub(crate) fn set_prompt(&mut self, ids: &[u32]) -> Result<u32, DeviceError> {
-        self.prompt.write(self.ctx.stream(), 0, ids)?;
-        // At most the length of the buffer.
-        Ok(ids.len() as u32)
-    }
-
-    /// Enqueues the next tokens of the sequence whose pages were set, from position `start` on. Waits only for the copy
-    /// of the ids.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
-    pub fn enqueue_chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
-        let rows = self.set_prompt(ids)?;
-        self.pass_rows = rows;
-        self.enqueue_embed(weights, rows, Ids::Prompt)?;
-        for (index, layer) in weights.layers.iter().enumerate() {
-            self.enqueue_input_norm(&layer.input_norm, rows)?;
-            self.enqueue_qkv(layer, rows)?;
-            self.enqueue_rope_and_store(layer, index, start, rows)?;
-            self.enqueue_chunk_attention(index, start, rows)?;
-            self.enqueue_after_attention((layer, weights.layers.get(index + 1)), rows, AllPhases)?;
-        }
-        Ok(())
-    }
-
-    /// Enqueues the logits of `rows` rows of the last chunk, from `first` on.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if there are more rows than [`Forward::logit_rows`], or if the driver fails.
-    pub fn enqueue_chunk_logits(&mut self, weights: &Weights, first: u32, rows: u32) -> Result<(), DeviceError> {
-        self.enqueue_head(weights, first, rows, AllPhases)
-    }
-
-    /// Enqueues the sampling of a token from the first row of logits. Overwrites the first row of the steps.
-    ///
-    /// # Errors
-    /// [`DeviceError`] if the driver fails.
-    pub fn enqueue_first_token(&mut self, position: u32, row: RowSampling) -> Result<(), DeviceError> {
-        let stream = self.ctx.stream().clone();
-        self.positions.write(&stream, 0, &[position])?;
-        self.sampling.set_rows(&stream, &[row])?;
-        self.enqueue_sample(1)?;
-        self.enqueue_sampling_extras()
     }
 
     /// The stream and the state of sampling.
@@ -480,13 +413,16 @@ impl Forward {
         sampling.enqueue_extras(ctx, kernels, logits, positions, ids)
     }
 
-    pub(crate) fn enqueue_embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
+    /// Enqueues the embeddings of `ids`, one per row of the residual stream in `rows`.
+    pub(crate) fn enqueue_embed(&mut self, weights: &Weights, rows: Range<u32>, ids: Ids) -> Result<(), DeviceError> {
         let Some(table) = weights.embed_table() else { return Ok(()) };
         let ids = match ids {
             Ids::Step => &self.ids,
             Ids::Prompt => &self.prompt,
         };
-        let mut hidden = view_mut(&mut self.hidden, rows, self.shape.hidden)?;
+        let cols = self.shape.hidden;
+        let mut whole = view_mut(&mut self.hidden, rows.end, cols)?;
+        let mut hidden = whole.part(rows, 0..cols)?;
         self.kernels.embed.enqueue(&mut self.ctx, ids, table, hidden.reborrow())?;
         self.kernels.scale(&mut self.ctx, hidden, self.shape.factors.embedding)
     }

@@ -48,6 +48,9 @@ pub struct EngineOptions {
     /// The maximum number of prompt tokens per prefill pass and between two steps, a multiple of 64 from 64 to 8192;
     /// 2048 by default.
     pub chunk: u32,
+    /// Whether a prompt chunk may run in one pass with a step of the running sequences; true by default. Otherwise they
+    /// run one after the other, as they always do with weights in stored encodings.
+    pub mixed_passes: bool,
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
     /// Whether sequences share the pages of equal prompt prefixes, in chunks and halves of chunks; true by default. The
@@ -81,6 +84,7 @@ impl Default for EngineOptions {
             placement: None,
             kv_cache: None,
             chunk: 2048,
+            mixed_passes: true,
             waiting: 1024,
             prefix_cache: true,
             plan: Plan::default(),
@@ -132,6 +136,17 @@ impl EngineOptions {
     #[must_use]
     pub fn chunk(self, chunk: u32) -> Self {
         Self { chunk, ..self }
+    }
+
+    /// Sets [`Self::mixed_passes`].
+    #[must_use]
+    pub fn mixed_passes(self, mixed_passes: bool) -> Self {
+        Self { mixed_passes, ..self }
+    }
+
+    /// Whether chunks run in one pass with steps.
+    pub(crate) fn mixes(&self) -> bool {
+        self.mixed_passes && !self.placement.unwrap_or_default().has_pipelines()
     }
 
     /// Sets [`Self::waiting`].

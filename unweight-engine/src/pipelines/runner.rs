@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     error::EngineError,
-    forward::{Forward, Ids, Mlp, Only, StepPhase},
+    forward::{ChunkPlace, Forward, Ids, Mlp, Only, StepPhase},
     options::{Pipeline, PipelineVariant, Projection, Setting},
     weights::{ProjectionWeights, Weights},
 };
@@ -344,15 +344,16 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
         weights.layers.get(layer as usize).ok_or(LaunchError::Range { at: layer.into(), len: 1, have })
     };
     match (*job, work) {
-        (Job::Embed, Work::Step { .. }) => forward.enqueue_embed(weights, rows, Ids::Step),
-        (Job::Embed, Work::Chunk { .. }) => forward.enqueue_embed(weights, rows, Ids::Prompt),
+        (Job::Embed, Work::Step { .. }) => forward.enqueue_embed(weights, 0..rows, Ids::Step),
+        (Job::Embed, Work::Chunk { .. }) => forward.enqueue_embed(weights, 0..rows, Ids::Prompt),
         (Job::Norm(Some((layer, Place::Attention))), _) => forward.enqueue_input_norm(&of(layer)?.input_norm, rows),
         (Job::Norm(Some((layer, Place::Mlp))), _) => forward.enqueue_input_norm(&of(layer)?.post_norm, rows),
         (Job::Qkv { layer }, _) => forward.enqueue_qkv(of(layer)?, rows),
         (Job::Attention { layer }, Work::Step { .. }) => forward.enqueue_attention(of(layer)?, layer as usize, rows),
         (Job::Attention { layer }, Work::Chunk { start, .. }) => {
-            forward.enqueue_rope_and_store(of(layer)?, layer as usize, start, rows)?;
-            forward.enqueue_chunk_attention(layer as usize, start, rows)
+            let chunk = ChunkPlace { first: 0, len: rows, start };
+            forward.enqueue_rope_and_store(of(layer)?, layer as usize, chunk)?;
+            forward.enqueue_chunk_attention(layer as usize, chunk)
         }
         (Job::Output { layer }, _) => {
             forward.enqueue_after_attention((of(layer)?, None), rows, Only(&[StepPhase::Output]))

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::{Prefill, Schedule};
+use crate::pages::PAGE_TOKENS;
 
 /// When a chunk may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,11 +12,17 @@ pub(super) enum ChunkStart {
     AfterSteps,
     /// While no step is in flight: the sequence joins the rows after it.
     Alone,
+    /// In one pass with a step, while no other step is in flight.
+    WithStep,
 }
 
 /// From this many running sequences on, halves of chunks run between steps instead of quarters: prefill limits the
 /// throughput of many sequences, and takes less time per token in larger pieces.
 const MANY_ROWS: usize = 32;
+
+/// A pass with a step has at most a multiple of this many rows, if it has as many: with one row more, its products take
+/// up to half as long again, because the batch tiles of their fastest variants have this many rows.
+const TILE_ROWS: u32 = 256;
 
 /// Prefill of up to this many tokens takes about as long as that of one.
 const PASS_TOKENS: u32 = 128;
@@ -41,8 +48,19 @@ impl Schedule {
         // Twice the backlog above a chunk, so that the backlog shrinks.
         let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
         let budget = budget.max(self.step_tokens()).min(self.cut.chunk());
-        let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
-        fits.then_some(if end == len { ChunkStart::Alone } else { ChunkStart::AfterSteps })
+        let mixes = self.mixes(len - start, backlog);
+        let fits = self.rows.is_empty() || mixes || self.spent == 0 || self.spent + time_of(end - start) <= budget;
+        fits.then_some(match mixes {
+            true => ChunkStart::WithStep,
+            false if end == len => ChunkStart::Alone,
+            false => ChunkStart::AfterSteps,
+        })
+    }
+
+    /// Whether the next chunk of a prompt, of which `left` tokens are left, runs in one pass with a step. If other
+    /// prompts wait for long, several chunks between two steps serve them earlier.
+    fn mixes(&self, left: u32, backlog: u32) -> bool {
+        self.limits.mixes && !self.rows.is_empty() && backlog - time_of(left) <= self.cut.chunk()
     }
 
     /// The number of prompt tokens that run between two steps while at most a chunk waits.
@@ -61,7 +79,14 @@ impl Schedule {
     /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
     fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
         let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
-        if steps_first { start..len.min(start + self.step_tokens()) } else { self.cut.next(start, len) }
+        let cut = if steps_first { start..len.min(start + self.step_tokens()) } else { self.cut.next(start, len) };
+        if !self.mixes(len - start, backlog) {
+            return cut;
+        }
+        let rows = self.rows.len() as u32;
+        let whole_tiles = (rows + cut.len() as u32) / TILE_ROWS * TILE_ROWS;
+        let fit = whole_tiles.saturating_sub(rows) / PAGE_TOKENS * PAGE_TOKENS;
+        if fit == 0 { cut } else { start..cut.end.min(start + fit) }
     }
 
     /// Returns the next tokens to run of the current prompt.

@@ -18,6 +18,7 @@ const LIMITS: Limits = Limits {
     waiting_max: 100,
     kv_cache: KvCache::Bf16,
     chunk: CHUNK,
+    mixes: false,
     shares_prefixes: false,
     adjusted_max: 2,
     speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1, model: None },
@@ -182,6 +183,19 @@ fn order(schedule: &mut Schedule, rows: usize) -> String {
                 schedule.note_step_launched();
             }
             Next::Read => schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
+            Next::Mixed { .. } => {
+                assert!(schedule.in_flight.is_empty());
+                schedule.begin_prefill();
+                let chunk = schedule.next_chunk().unwrap();
+                let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
+                order.push(format!("{tokens}+s"));
+                schedule.note_chunk_launched();
+                schedule.note_step_launched();
+                if is_last {
+                    schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new());
+                    schedule.finish_prefill(20);
+                }
+            }
             Next::Idle | Next::Draft => panic!("{order:?}"),
         }
     }
@@ -210,6 +224,35 @@ fn steps_run_between_chunks() {
         schedule.add(prompt(token, 5)).unwrap();
     }
     assert_eq!(order(&mut schedule, 16), "s 5 5 s 5 5 s 5 5 s 5 5 s 5");
+}
+
+#[test]
+fn chunks_run_with_steps() {
+    let prompt = |token: u32, len: usize| Request::new(vec![token; len]).max_new_tokens(900);
+    let limits = Limits { chunk: 1024, context: 10_000, max_batch: 16, mixes: true, ..LIMITS };
+    let mut schedule = Schedule::new(limits, 900);
+    schedule.add(prompt(7, 700)).unwrap();
+    assert_eq!(order(&mut schedule, 1), "512 188", "no other sequence runs");
+    schedule.add(prompt(8, 700)).unwrap();
+    assert_eq!(order(&mut schedule, 2), "192+s 192+s 192+s 124+s");
+    schedule.add(prompt(9, 3700)).unwrap();
+    assert_eq!(order(&mut schedule, 3), "960+s 960+s 960+s 448+s 192+s 180+s");
+    for token in 20..23 {
+        schedule.add(prompt(token, 5)).unwrap();
+    }
+    assert_eq!(order(&mut schedule, 6), "5+s 5+s 5+s");
+    // While other prompts wait for long, several chunks run between steps.
+    for token in 40..44 {
+        schedule.add(prompt(token, 700)).unwrap();
+    }
+    assert_eq!(order(&mut schedule, 10), "512 188 s 512 188 448+s 192+s 60+s 192+s 192+s 192+s 124+s");
+    // Steps run ahead again, and a prompt waits for them.
+    assert_eq!(schedule.next_action(), Next::Launch { changed: true });
+    schedule.note_step_launched();
+    schedule.add(prompt(23, 5)).unwrap();
+    assert_eq!(schedule.next_action(), Next::Read);
+    schedule.record_step(&[30; 10], &[], &mut Vec::new());
+    assert_eq!(schedule.next_action(), Next::Mixed { changed: false });
 }
 
 #[test]
@@ -400,7 +443,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 /// exactly as many as it should. Pages of running sequences never overlap, and all are returned.
 #[test]
 fn sequences_do_not_affect_each_other() {
-    let (mut preempted, mut full, mut cancelled, mut shared) = (0, 0, 0, 0);
+    let (mut preempted, mut full, mut cancelled, mut shared, mut mixed) = (0, 0, 0, 0, 0);
     let (mut drafts, mut model_drafts) = (DraftCounts::default(), DraftCounts::default());
     let add = |sum: DraftCounts, counts: DraftCounts| DraftCounts {
         drafted: sum.drafted + counts.drafted,
@@ -416,12 +459,14 @@ fn sequences_do_not_affect_each_other() {
         let tokens = 1 + random.below(9) as u32;
         let speculation =
             [speculation(0), speculation(tokens), model_speculation(tokens)][[0, 1, 0, 2][seed as usize % 4]];
-        let limits = Limits { shares_prefixes: random.below(2) == 0, speculation, ..limits };
+        let (shares_prefixes, mixes) = (random.below(2) == 0, random.below(2) == 0);
+        let limits = Limits { shares_prefixes, mixes, speculation, ..limits };
         let mut simulation = Simulation::new(limits, random, loss);
         simulation.run(12, 40_000);
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
         shared += simulation.schedule.shared_prompt_tokens();
+        mixed += simulation.mixed_passes;
         match speculation.model {
             Some(_) => model_drafts = add(model_drafts, simulation.schedule.draft_counts()),
             None => drafts = add(drafts, simulation.schedule.draft_counts()),
@@ -430,8 +475,8 @@ fn sequences_do_not_affect_each_other() {
         cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
     assert!(
-        preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
-        "{preempted} {full} {cancelled} {shared}: too few cases"
+        preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000 && mixed > 800,
+        "{preempted} {full} {cancelled} {shared} {mixed}: too few cases"
     );
     for drafts in [drafts, model_drafts] {
         assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 2000, "{drafts:?}");
@@ -593,6 +638,7 @@ struct Simulation {
     /// The units that pages hold.
     held_units: BTreeMap<u32, u32>,
     prefills: u64,
+    mixed_passes: u64,
     losses: u64,
     /// The sequences that have lost a page.
     lost_once: BTreeSet<SeqId>,
@@ -618,6 +664,7 @@ impl Simulation {
             in_flight: VecDeque::new(),
             held_units: BTreeMap::new(),
             prefills: 0,
+            mixed_passes: 0,
             losses: 0,
             lost_once: BTreeSet::new(),
         }
@@ -651,7 +698,11 @@ impl Simulation {
             let events = match next {
                 Next::Idle if self.clients.requested.len() >= count => return,
                 Next::Idle => Vec::new(),
-                Next::Prefill => self.prefill(),
+                Next::Prefill => {
+                    let last = self.run_chunk();
+                    self.finish_prefill(last).into_iter().collect()
+                }
+                Next::Mixed { changed } => self.mixed(changed),
                 Next::Draft => {
                     draft_with(&mut self.draft_model, &mut self.random, &self.clients, &mut self.schedule);
                     Vec::new()
@@ -660,12 +711,7 @@ impl Simulation {
                     self.launch(changed);
                     Vec::new()
                 }
-                Next::Read => {
-                    let (tokens, lost) = self.in_flight.pop_front().unwrap();
-                    let mut events = Vec::new();
-                    self.schedule.record_step(&tokens, &lost, &mut events);
-                    events
-                }
+                Next::Read => self.read(),
             };
             events.into_iter().for_each(|event| self.receive(event));
         }
@@ -745,7 +791,28 @@ impl Simulation {
         is_kept
     }
 
-    fn prefill(&mut self) -> Vec<Event> {
+    fn read(&mut self) -> Vec<Event> {
+        let (tokens, lost) = self.in_flight.pop_front().unwrap();
+        let mut events = Vec::new();
+        self.schedule.record_step(&tokens, &lost, &mut events);
+        events
+    }
+
+    /// Runs a chunk and a step in one pass, as the engine does.
+    fn mixed(&mut self, changed: bool) -> Vec<Event> {
+        assert!(self.in_flight.is_empty() && self.schedule.rows().iter().all(|row| row.draft.is_empty()));
+        self.mixed_passes += 1;
+        let last = self.run_chunk();
+        self.launch(changed);
+        if last.is_none() {
+            return Vec::new();
+        }
+        let events = self.read();
+        events.into_iter().chain(self.finish_prefill(last)).collect()
+    }
+
+    /// Runs a chunk. Returns its sequence, and the number of tokens that it has received, if the chunk is the last one.
+    fn run_chunk(&mut self) -> Option<(SeqId, u32)> {
         self.schedule.begin_prefill();
         self.release();
         let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk().unwrap();
@@ -772,9 +839,8 @@ impl Simulation {
         }
         self.schedule.note_chunk_launched();
         if !is_last {
-            return Vec::new();
+            return None;
         }
-        self.is_overwritten = true;
         let slot = self.schedule.next_chunk().unwrap().running.state_slot;
         assert_eq!(slot.is_none(), adjustments_of(id).is_none());
         if let Some(slot) = slot {
@@ -786,10 +852,17 @@ impl Simulation {
             );
             self.counted.insert(slot, [history.answer, &[token_of(id, nth)]].concat());
         }
+        Some((id, nth))
+    }
+
+    /// Samples the first token of a sequence whose last chunk was run.
+    fn finish_prefill(&mut self, last: Option<(SeqId, u32)>) -> Option<Event> {
+        let (id, nth) = last?;
+        self.is_overwritten = true;
         if std::mem::take(&mut self.prompt_is_lost) {
-            return self.schedule.abort_prefill().into_iter().collect();
+            return self.schedule.abort_prefill();
         }
-        self.schedule.finish_prefill(token_of(id, nth)).into_iter().collect()
+        self.schedule.finish_prefill(token_of(id, nth))
     }
 
     fn launch(&mut self, changed: bool) {

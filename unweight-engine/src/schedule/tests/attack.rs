@@ -282,8 +282,21 @@ impl Attack {
             match next {
                 Next::Idle => return Vec::new(),
                 Next::Prefill => {
-                    if let Some(event) = self.prefill() {
+                    let last = self.run_chunk();
+                    if let Some(event) = self.finish_prefill(last) {
                         return vec![event];
+                    }
+                }
+                Next::Mixed { changed } => {
+                    assert!(self.in_flight.is_empty());
+                    let last = self.run_chunk();
+                    self.launch(changed);
+                    if last.is_some() {
+                        let mut events = self.read();
+                        events.extend(self.finish_prefill(last));
+                        if !events.is_empty() {
+                            return events;
+                        }
                     }
                 }
                 Next::Draft => {
@@ -291,9 +304,7 @@ impl Attack {
                 }
                 Next::Launch { changed } => self.launch(changed),
                 Next::Read => {
-                    let Some((tokens, lost)) = self.in_flight.pop_front() else { panic!("nothing to read") };
-                    let mut events = Vec::new();
-                    self.schedule.record_step(&tokens, &lost, &mut events);
+                    let events = self.read();
                     if !events.is_empty() {
                         return events;
                     }
@@ -303,7 +314,15 @@ impl Attack {
         }
     }
 
-    fn prefill(&mut self) -> Option<Event> {
+    fn read(&mut self) -> Vec<Event> {
+        let Some((tokens, lost)) = self.in_flight.pop_front() else { panic!("nothing to read") };
+        let mut events = Vec::new();
+        self.schedule.record_step(&tokens, &lost, &mut events);
+        events
+    }
+
+    /// Runs a chunk. Returns its sequence, and the number of tokens that it has received, if the chunk is the last one.
+    fn run_chunk(&mut self) -> Option<(SeqId, u32)> {
         self.schedule.begin_prefill();
         self.release();
         let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk()?;
@@ -321,15 +340,16 @@ impl Attack {
         let (pages, hot) = self.prompt.clone();
         self.prompt_is_lost |= self.chunk(id, &all, (&pages, hot), (start, end), self.prompt_is_lost);
         self.schedule.note_chunk_launched();
-        if !is_last {
-            return None;
-        }
+        is_last.then_some((id, received as u32))
+    }
+
+    fn finish_prefill(&mut self, last: Option<(SeqId, u32)>) -> Option<Event> {
+        let (id, received) = last?;
         assert!(self.in_flight.is_empty());
         self.is_overwritten = true;
-        if self.prompt_is_lost {
-            self.schedule.abort_prefill()
-        } else {
-            self.schedule.finish_prefill(token_of(id, received as u32))
+        match self.prompt_is_lost {
+            true => self.schedule.abort_prefill(),
+            false => self.schedule.finish_prefill(token_of(id, received)),
         }
     }
 
@@ -411,6 +431,7 @@ fn plan(random: &mut Random) -> Plan {
             max_batch: 1 + random.below(8) as u32,
             chunk,
             kv_cache,
+            mixes: random.below(2) == 0,
             shares_prefixes: random.below(4) != 0,
             steps_ahead_max: 1 + random.below(3) as u32,
             speculation: match random.below(6) {
