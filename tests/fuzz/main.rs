@@ -18,11 +18,11 @@ pub(crate) use fuzz_target;
 
 extern crate self as libfuzzer_sys;
 
-/// Declares the targets. An attribute of theirs only applies to programs.
+/// Declares the targets. An attribute of theirs only applies to programs, and the macro above needs no import.
 macro_rules! targets {
     ($($name:ident = $path:literal),+) => {
         $(
-            #[allow(unused_attributes)]
+            #[allow(unused_attributes, unused_imports)]
             #[path = $path]
             mod $name;
         )+

@@ -218,7 +218,7 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
             let exponent = 120 + (mixed >> 20).trailing_zeros().min(12) as u16;
-            let bits = if mixed % 300 == 0 { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            let bits = if mixed.is_multiple_of(300) { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
             bits.to_le_bytes()
         })
         .collect();
@@ -265,7 +265,7 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
             let exponent = 110 + (mixed >> 20).trailing_zeros().min(12) as u16;
-            let bits = if mixed % 300 == 0 { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            let bits = if mixed.is_multiple_of(300) { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
             bits.to_le_bytes()
         })
         .collect();
@@ -352,7 +352,7 @@ fn rans_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
             let mixed = (i as u32).wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
             let scale = (i / cols % 4 + i % cols % 3) as u16;
             let exponent = 115 + scale - (mixed >> 20).trailing_zeros().min(12) as u16;
-            let bits = if mixed % 300 == 0 { mixed as u16 } else { mixed as u16 & 0x807f | exponent << 7 };
+            let bits = if mixed.is_multiple_of(300) { mixed as u16 } else { mixed as u16 & 0x807f | exponent << 7 };
             bits.to_le_bytes()
         })
         .collect();
