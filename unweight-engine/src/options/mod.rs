@@ -50,6 +50,7 @@ pub struct EngineOptions {
     pub chunk: u32,
     /// Whether a prompt chunk may run in one pass with a step of the running sequences; true by default. Otherwise they
     /// run one after the other, as they always do with weights in stored encodings.
+    #[doc(hidden)]
     pub mixed_passes: bool,
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
@@ -139,6 +140,7 @@ impl EngineOptions {
     }
 
     /// Sets [`Self::mixed_passes`].
+    #[doc(hidden)]
     #[must_use]
     pub fn mixed_passes(self, mixed_passes: bool) -> Self {
         Self { mixed_passes, ..self }

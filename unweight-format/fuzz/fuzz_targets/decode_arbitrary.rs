@@ -218,7 +218,8 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
             let exponent = 120 + (mixed >> 20).trailing_zeros().min(12) as u16;
-            let bits = if mixed.is_multiple_of(300) { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            let is_outlier = mixed.is_multiple_of(300);
+            let bits = if is_outlier { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
             bits.to_le_bytes()
         })
         .collect();
@@ -265,7 +266,8 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
             let exponent = 110 + (mixed >> 20).trailing_zeros().min(12) as u16;
-            let bits = if mixed.is_multiple_of(300) { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
+            let is_outlier = mixed.is_multiple_of(300);
+            let bits = if is_outlier { mixed as u16 & 0x9fff } else { mixed as u16 & 0x807f | exponent << 7 };
             bits.to_le_bytes()
         })
         .collect();

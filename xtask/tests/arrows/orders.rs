@@ -207,7 +207,10 @@ pub const INNER: &[(&str, &str)] = &[
         "code id section survey < bands sample tiles < raw < stored < packed palette rans < huffman \
          < compact exponents < oracle",
     ),
-    ("unweight-format/src/bundle/compress", "journal predict seal < tensor < shard_writer < resume < encode"),
+    (
+        "unweight-format/src/bundle/compress",
+        "journal predict run seal < check tensor < shard_writer < resume unit < encode write < shards",
+    ),
     (
         "unweight-format/src/bundle",
         "trace < blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \

@@ -7,8 +7,8 @@ use sha2::Sha256;
 
 use super::{
     Job,
-    shards::{LoadedUnit, ShardPlan},
     tensor::{Encoded, Stored, encode_tensor},
+    unit::{LoadedUnit, ShardPlan},
 };
 use crate::{
     Digest, EncodingId, Float, FloatMatrix, Histogram, NotEncodable, Section, StoredTensor, Survey,

@@ -24,6 +24,7 @@ mod seal;
 mod shard_writer;
 mod shards;
 mod tensor;
+mod unit;
 mod write;
 
 use std::{
@@ -39,7 +40,7 @@ pub use predict::{compare, plan};
 use resume::Resumable;
 pub(crate) use seal::{SealContext, Sealed, seal};
 use sha2::{Digest as _, Sha256};
-use shards::ShardPlan;
+use unit::ShardPlan;
 
 use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, Trace, VerifyAfter,

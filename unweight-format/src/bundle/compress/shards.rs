@@ -10,7 +10,6 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    mem,
     path::Path,
     sync::{
         Arc, Mutex, PoisonError,
@@ -27,72 +26,19 @@ use super::{
     check::Check,
     journal::ShardState,
     run::Run,
-    shard_writer::Layout,
     tensor::Encoded,
+    unit::{LoadedUnit, ShardPlan},
     write::{Message, Writing},
 };
-use crate::{
-    bundle::{
-        BundleError, VerifyAfter,
-        files::{self, CHUNK, Input},
-        manifest::WeightsFile,
-        pipeline::{ReadUnit, alternate, help_until, join, read_units_from, spawn},
-        source::SourceFile,
-    },
-    safetensors::Header,
+use crate::bundle::{
+    BundleError, VerifyAfter,
+    files::{self, CHUNK, Input},
+    manifest::WeightsFile,
+    pipeline::{ReadUnit, alternate, help_until, join, spawn},
 };
 
 /// The number of shards that are written at the same time.
 const AT_ONCE: usize = 4;
-
-/// A safetensors file of the source, and the layout of its shard.
-pub(super) struct ShardPlan<'a> {
-    pub(super) file: &'a SourceFile,
-    pub(super) header: &'a Header,
-    /// The bytes of length and header.
-    pub(super) header_bytes: &'a [u8],
-    pub(super) layout: Layout,
-}
-
-impl ShardPlan<'_> {
-    /// The units to read after the first `begun` tensors: at least one, which may be empty.
-    fn units(&self, begun: usize, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
-        let tensors = self.header.tensors.iter().zip(&self.layout.decisions);
-        let units = read_units_from(begun, tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none())), ram_bytes);
-        if units.is_empty() { vec![ReadUnit::Batch(begun..begun)] } else { units }
-    }
-}
-
-/// A unit on its way from the reader: its tensors in memory, or a tensor that is read in pieces. Its buffer returns to
-/// the budget.
-pub(super) struct LoadedUnit<'a> {
-    /// The index of the shard.
-    shard: usize,
-    /// The index of the unit among those of its shard.
-    index: usize,
-    pub(super) input: Arc<Input>,
-    pub(super) unit: ReadUnit,
-    /// Bytes of the tensors, at the start of `buffer`; 0 for a tensor in pieces.
-    bytes: u64,
-    buffer: Vec<u8>,
-    /// Bytes that are acquired in addition to the buffer.
-    reserved: u64,
-    run: &'a Run,
-}
-
-impl LoadedUnit<'_> {
-    pub(super) fn tensors(&self) -> &[u8] {
-        &self.buffer[..self.bytes as usize]
-    }
-}
-
-impl Drop for LoadedUnit<'_> {
-    fn drop(&mut self) {
-        if !self.buffer.is_empty() {
-            self.run.budget.give_back(mem::take(&mut self.buffer));
-        }
-    }
-}
 
 /// Passes the tensors of units to the writer in the order of the file, whichever unit is encoded first.
 struct InOrder<'s> {
@@ -132,7 +78,7 @@ impl<'s> InOrder<'s> {
 }
 
 /// A shard whose units are being read.
-struct Lane<'s> {
+struct OpenShard<'s> {
     order: Arc<Mutex<InOrder<'s>>>,
     sha: Option<Sha256>,
     /// Units that are not read yet.
@@ -140,7 +86,7 @@ struct Lane<'s> {
 }
 
 /// The shards of a run: those that are being read, and their writers.
-struct Lanes<'t, 'e, 's> {
+struct Shards<'t, 'e, 's> {
     job: &'s Job<'s>,
     plans: &'s [ShardPlan<'s>],
     run: &'s Run,
@@ -149,11 +95,11 @@ struct Lanes<'t, 'e, 's> {
     resumed: Vec<Option<ShardState>>,
     totals: Vec<usize>,
     checks: Option<Sender<Check>>,
-    open: HashMap<usize, Lane<'s>>,
+    open: HashMap<usize, OpenShard<'s>>,
     writers: Vec<(usize, ScopedJoinHandle<'t, Option<WeightsFile>>)>,
 }
 
-impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
+impl<'e, 's: 'e> Shards<'_, 'e, 's> {
     /// Starts to encode a unit. The first one of a shard opens it.
     fn dispatch(&mut self, loaded: LoadedUnit<'s>, tasks: &rayon::Scope<'s>) -> Result<(), BundleError> {
         let (job, plans, run) = (self.job, self.plans, self.run);
@@ -162,8 +108,8 @@ impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
         if index == 0 {
             self.open(shard, &loaded.input)?;
         }
-        let Some(lane) = self.open.get_mut(&shard) else { return Ok(()) };
-        let order = lane.order.clone();
+        let Some(opened) = self.open.get_mut(&shard) else { return Ok(()) };
+        let order = opened.order.clone();
         let loaded = Arc::new(loaded);
         let encoding = loaded.clone();
         let encode = move |sha: Option<&mut Sha256>| {
@@ -180,7 +126,7 @@ impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
         };
         // The hash needs the bytes of a file in their order. They are those that are encoded, not read again, so a file
         // that changes meanwhile cannot get a hash of other bytes.
-        match (&loaded.unit, &mut lane.sha) {
+        match (&loaded.unit, &mut opened.sha) {
             (ReadUnit::Pieces(_), Some(sha)) => encode(Some(sha)),
             (_, sha) => {
                 tasks.spawn(move |_| encode(None));
@@ -189,9 +135,9 @@ impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
                 }
             }
         }
-        lane.left -= 1;
-        if lane.left == 0
-            && let Some(Lane { order, sha, .. }) = self.open.remove(&shard)
+        opened.left -= 1;
+        if opened.left == 0
+            && let Some(OpenShard { order, sha, .. }) = self.open.remove(&shard)
         {
             order.lock().unwrap_or_else(PoisonError::into_inner).end(sha);
         }
@@ -208,7 +154,7 @@ impl<'e, 's: 'e> Lanes<'_, 'e, 's> {
         self.writers.push((shard, thread));
         let total = self.totals[shard];
         let order = InOrder { next: 0, total, waiting: BTreeMap::new(), read: None, writer };
-        self.open.insert(shard, Lane { order: Arc::new(Mutex::new(order)), sha, left: total });
+        self.open.insert(shard, OpenShard { order: Arc::new(Mutex::new(order)), sha, left: total });
         Ok(())
     }
 }
@@ -235,7 +181,7 @@ impl Job<'_> {
                 let _stops = run.stop_on_panic();
                 let (run, checker) = (&run, &checker);
                 let (filled, loaded) = mpsc::sync_channel(1);
-                let mut lanes = Lanes {
+                let mut shards = Shards {
                     job: self,
                     plans,
                     run,
@@ -253,11 +199,11 @@ impl Job<'_> {
                         // The receiver lives as long as a sender.
                         let check = |file: &WeightsFile| Check::Finished(file.clone(), HashMap::new());
                         finished.iter().for_each(|file| _ = checks.send(check(file)));
-                        lanes.checks = Some(checks);
+                        shards.checks = Some(checks);
                     }
                     others.push(spawn(threads, move || self.read_all(plans, order, run, filled))?);
                     while let Some(unit) = next_unit(&loaded, run) {
-                        lanes.dispatch(unit, tasks)?;
+                        shards.dispatch(unit, tasks)?;
                     }
                     Ok(())
                 };
@@ -265,7 +211,7 @@ impl Job<'_> {
                     run.fail(Run::LAST, error);
                 }
                 drop(loaded);
-                let Lanes { writers, checks, open, .. } = lanes;
+                let Shards { writers, checks, open, .. } = shards;
                 // Ends the writers, and after them the verification.
                 drop((checks, open));
                 let is_finished = || {

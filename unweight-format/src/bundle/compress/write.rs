@@ -17,8 +17,8 @@ use super::{
     journal::{Record, ShardState, stored_contents},
     run::Run,
     shard_writer::{Place, ShardWriter, place},
-    shards::ShardPlan,
     tensor::Encoded,
+    unit::ShardPlan,
 };
 use crate::{
     Digest, EncodingId,
