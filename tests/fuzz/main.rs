@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use unweight_format::testing::Random;
+
 /// What targets import from `libfuzzer_sys`: the body becomes a function.
 macro_rules! fuzz_target {
     (|$data:ident: &[u8]| $body:block) => {
@@ -80,51 +82,40 @@ fn golden_weights() -> Vec<Vec<u8>> {
     weights.map(|bytes| [&[63, 1], &bytes[bytes.len().saturating_sub(20_000)..]].concat()).collect()
 }
 
-/// A small generator: equal inputs in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 16) as usize % limit.max(1)
-    }
-
-    /// Changes bytes, removes or repeats some, or replaces some by those of another input.
-    fn change(&mut self, input: &[u8], other: &[u8]) -> Vec<u8> {
-        let mut bytes = input.to_vec();
-        for _ in 0..=self.below(4) {
-            let at = self.below(bytes.len());
-            let end = (at + 1 + self.below(16)).min(bytes.len());
-            match self.below(8) {
-                0 => bytes.truncate(at),
-                1 => drop(bytes.drain(at..end)),
-                2 => {
-                    let repeated = bytes[at..end].to_vec();
-                    bytes.splice(at..at, repeated);
-                }
-                3 => {
-                    let from = self.below(other.len());
-                    let piece = other[from..(from + 32).min(other.len())].to_vec();
-                    bytes.splice(at..end, piece);
-                }
-                4 if at < end => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][self.below(5)],
-                _ if at < end => bytes[at] ^= 1 << self.below(8),
-                _ => {}
+/// Changes bytes, removes or repeats some, or replaces some by those of another input.
+fn change(random: &mut Random, input: &[u8], other: &[u8]) -> Vec<u8> {
+    let mut bytes = input.to_vec();
+    let mut below = |limit: usize| random.below(limit.max(1) as u64) as usize;
+    for _ in 0..=below(4) {
+        let at = below(bytes.len());
+        let end = (at + 1 + below(16)).min(bytes.len());
+        match below(8) {
+            0 => bytes.truncate(at),
+            1 => drop(bytes.drain(at..end)),
+            2 => {
+                let repeated = bytes[at..end].to_vec();
+                bytes.splice(at..at, repeated);
             }
+            3 => {
+                let from = below(other.len());
+                let piece = other[from..(from + 32).min(other.len())].to_vec();
+                bytes.splice(at..end, piece);
+            }
+            4 if at < end => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][below(5)],
+            _ if at < end => bytes[at] ^= 1 << below(8),
+            _ => {}
         }
-        bytes
     }
+    bytes
 }
 
 /// Runs a target on its inputs and on changes of them.
 fn exercise(target: fn(&[u8]), inputs: &[Vec<u8>], changed: usize) {
     inputs.iter().for_each(|input| target(input));
-    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut random = Random::new(0x9e37_79b9_7f4a_7c15);
     for _ in 0..changed {
-        let [one, other] = [random.below(inputs.len()), random.below(inputs.len())];
-        target(&random.change(&inputs[one], &inputs[other]));
+        let [one, other] = [(); 2].map(|()| &inputs[random.below(inputs.len() as u64) as usize]);
+        target(&change(&mut random, one, other));
     }
 }
 
