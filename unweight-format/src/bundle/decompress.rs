@@ -155,7 +155,7 @@ impl Job<'_> {
     }
 
     fn check_cancelled(&self) -> Result<(), BundleError> {
-        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+        self.stage.check_cancelled(self.progress)
     }
 
     /// The names of the files that an interrupted run has completed; their contents are compared with their digests.

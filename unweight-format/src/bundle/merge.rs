@@ -86,9 +86,7 @@ pub fn merge(
         progress.start(total.saturating_add(verified));
         let mut kinds = Vec::with_capacity(entries.len());
         for (dir, file) in &entries {
-            if progress.cancelled() {
-                return Err(stage.interrupted());
-            }
+            stage.check_cancelled(progress)?;
             progress.file(file.name());
             kinds.push(move_file(&stage, dir, file, progress)?);
         }
@@ -147,7 +145,7 @@ fn move_file(
 ) -> Result<Option<Kind>, BundleError> {
     let advance = |bytes| {
         progress.advance(bytes);
-        if progress.cancelled() { Err(stage.interrupted()) } else { Ok(()) }
+        stage.check_cancelled(progress)
     };
     let part_error = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
     let Some(original) = file.original() else {

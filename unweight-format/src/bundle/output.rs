@@ -105,7 +105,7 @@ impl OutputDir {
     /// # Errors
     /// [`BundleError::Interrupted`].
     pub fn check(&self, progress: &dyn Progress) -> Result<(), BundleError> {
-        if progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+        self.stage.check_cancelled(progress)
     }
 
     /// Gives the complete output its name.

@@ -200,8 +200,12 @@ impl Stage {
         files::sync_dir(&self.records())
     }
 
-    pub(crate) fn interrupted(&self) -> BundleError {
-        BundleError::Interrupted { partial: self.partial.clone() }
+    /// Fails if the run was requested to stop.
+    pub(crate) fn check_cancelled(&self, progress: &dyn Progress) -> Result<(), BundleError> {
+        match progress.cancelled() {
+            true => Err(BundleError::Interrupted { partial: self.partial.clone() }),
+            false => Ok(()),
+        }
     }
 
     /// Free bytes for this user on the output's disk; `None` if unknown.

@@ -51,11 +51,14 @@ pub(super) enum Check {
     Finished(WeightsFile, HashMap<usize, Vec<Range<u64>>>),
 }
 
-impl<'a> Checker<'a> {
-    fn check_cancelled(&self) -> Result<(), BundleError> {
-        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+impl Check {
+    /// A finished shard of which nothing is verified.
+    pub(super) fn whole(file: &WeightsFile) -> Self {
+        Self::Finished(file.clone(), HashMap::new())
     }
+}
 
+impl<'a> Checker<'a> {
     /// The thread that starts the verification of what it receives, as far as memory permits, until all senders are
     /// dropped or the run ends early.
     pub(super) fn check_all<'s>(&'s self, run: &'s Run, checks: Receiver<Check>, tasks: &rayon::Scope<'s>)
@@ -114,7 +117,7 @@ impl<'a> Checker<'a> {
         unit: ReadUnit,
         is_left: &dyn Fn(usize) -> bool,
     ) -> Result<(), BundleError> {
-        self.check_cancelled()?;
+        self.stage.check_cancelled(self.progress)?;
         let indices: Vec<usize> = unit.tensors().filter(|&index| is_left(index)).collect();
         if indices.is_empty() {
             return Ok(());
@@ -126,7 +129,7 @@ impl<'a> Checker<'a> {
                 let _stops = run.stop_on_panic();
                 let checked = shard.stream(index, |piece| {
                     self.progress.advance(piece.len() as u64);
-                    self.check_cancelled()
+                    self.stage.check_cancelled(self.progress)
                 });
                 run.budget.release(CHUNK as u64);
                 self.finish(run, checked, 1);
@@ -168,7 +171,7 @@ impl<'a> Checker<'a> {
             let (sender, checks) = std::sync::mpsc::channel();
             for file in files.iter().filter_map(FileEntry::weights) {
                 // The receiver still exists.
-                _ = sender.send(Check::Finished(file.clone(), HashMap::new()));
+                _ = sender.send(Check::whole(file));
             }
             drop(sender);
             rayon::in_place_scope(|tasks| {

@@ -296,7 +296,7 @@ impl Job<'_> {
     }
 
     fn check_cancelled(&self) -> Result<(), BundleError> {
-        if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
+        self.stage.check_cancelled(self.progress)
     }
 
     /// Reports progress; fails if it requested to stop.

@@ -197,8 +197,7 @@ impl Job<'_> {
                     if self.options.verify != VerifyAfter::None {
                         others.push(spawn(threads, move || checker.check_all(run, to_check, tasks))?);
                         // The receiver lives as long as a sender.
-                        let check = |file: &WeightsFile| Check::Finished(file.clone(), HashMap::new());
-                        finished.iter().for_each(|file| _ = checks.send(check(file)));
+                        finished.iter().for_each(|file| _ = checks.send(Check::whole(file)));
                         shards.checks = Some(checks);
                     }
                     others.push(spawn(threads, move || self.read_all(plans, order, run, filled))?);
