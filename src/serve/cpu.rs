@@ -137,8 +137,8 @@ impl Model {
 type Sampled = (u32, Option<Box<Logprobs>>);
 
 impl CpuReference {
-    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting`,
-    /// `mixed_passes` and `speculate`.
+    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting`, `mixed_passes` and
+    /// `speculate`.
     ///
     /// # Errors
     /// [`CpuError`].

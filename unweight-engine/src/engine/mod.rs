@@ -403,14 +403,20 @@ impl Engine {
         Ok(events)
     }
 
+    /// Waits for the results of all steps in flight, records them and adds their events to `events`.
+    fn wait_all_steps(&mut self, events: &mut Vec<Event>) -> Result<(), DeviceError> {
+        while !self.in_flight.is_empty() {
+            events.extend(self.wait_oldest_step()?);
+        }
+        Ok(())
+    }
+
     /// Sets the masks of the last launched step while it runs. First reads the tokens of all earlier steps, which the
     /// masks depend on, and returns their events. Does nothing if no row has a constraint.
     fn constrain(&mut self) -> Result<Vec<Event>, DeviceError> {
         let mut events = Vec::new();
         if self.schedule.rows().iter().any(Running::is_constrained) {
-            while !self.in_flight.is_empty() {
-                events.extend(self.wait_oldest_step()?);
-            }
+            self.wait_all_steps(&mut events)?;
             let masks = self.schedule.masks();
             let (stream, sampling) = self.forward.sampling();
             sampling.set_masks(stream, &masks)?;
@@ -453,9 +459,7 @@ impl Engine {
         if chunk.is_last {
             self.enqueue_first_token(chunk, rows)?;
             // Before the sequence has a row: the step was launched without it.
-            while !self.in_flight.is_empty() {
-                events.extend(self.wait_oldest_step()?);
-            }
+            self.wait_all_steps(&mut events)?;
             events.extend(self.finish_prefill(chunk)?);
         }
         Ok(events)

@@ -42,7 +42,7 @@ def _choice(
         "include": _pattern_list("include", include),
         "exclude": _pattern_list("exclude", exclude),
         "skip": _pattern_list("skip", skip),
-        "plan_file": None if plan_file is None else os.fsdecode(plan_file),
+        "plan_file": _path(plan_file),
         "threads": _count("threads", threads),
     }
 
@@ -63,8 +63,8 @@ def _ram(count: Optional[int]) -> Optional[int]:
     return _count("ram_bytes", count)
 
 
-def _base(base: Optional[Path]) -> Optional[str]:
-    return None if base is None else os.fsdecode(base)
+def _path(path: Optional[Path]) -> Optional[str]:
+    return None if path is None else os.fsdecode(path)
 
 
 def _callback(progress: Optional[Callback]) -> Optional[Callback]:
@@ -137,7 +137,7 @@ def compress(
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
-    more |= {"ram_bytes": _ram(ram_bytes), "base": _base(base)}
+    more |= {"ram_bytes": _ram(ram_bytes), "base": _path(base)}
     report = _native.compress(os.fsdecode(source), os.fsdecode(output), choice, more, _callback(progress))
     for config in report["unmarked_configs"]:
         warnings.warn(
@@ -193,7 +193,7 @@ def decompress(
         ValueError, TypeError: an argument is invalid.
     """
     counts = {"threads": _count("threads", threads), "ram_bytes": _ram(ram_bytes)}
-    more = {**counts, "resume": resume, "force": force, "base": _base(base)}
+    more = {**counts, "resume": resume, "force": force, "base": _path(base)}
     return _native.decompress(os.fsdecode(bundle), os.fsdecode(output), more, _callback(progress))
 
 
@@ -226,13 +226,13 @@ def verify(
         progress: as for `compress`.
     """
     more = {
-        "against": None if against is None else os.fsdecode(against),
+        "against": _path(against),
         "skip": _pattern_list("skip", skip),
         "quick": quick,
         "threads": _count("threads", threads),
         "ram_bytes": _ram(ram_bytes),
         "key": key,
-        "base": _base(base),
+        "base": _path(base),
     }
     return _native.verify(os.fsdecode(bundle), more, _callback(progress))
 
