@@ -9,7 +9,13 @@ use pyo3::{
 };
 use unweight_format::bundle::{self, BundleError, TensorHandle};
 
-use crate::{dfloat11, error::raised, packed::at_mut, pool::on_pool, report::to_python};
+use crate::{
+    dfloat11,
+    error::{not_opened, raised},
+    packed::at_mut,
+    pool::on_pool,
+    report::to_python,
+};
 
 /// The base class of `unweight.Bundle`. Immutable, so several threads may use it at once.
 #[pyclass(frozen, subclass, module = "unweight._native")]
@@ -29,7 +35,7 @@ impl Bundle {
         let folder = std::path::absolute(&path).unwrap_or_else(|_| path.clone());
         let bundle = on_pool(py, || bundle::Bundle::open_weights(&folder))?.map_err(|error| match error {
             BundleError::NotABundle { .. } => dfloat11::not_a_bundle(py, &folder).unwrap_or_else(|| raised(py, &error)),
-            error => raised(py, &error),
+            error => not_opened(py, &error),
         })?;
         Ok(Self { bundle, path, folder })
     }

@@ -20,6 +20,20 @@ struct Location {
 
 /// Returns the exception for an error; its message includes the causes and the remedy.
 pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
+    with_hint(py, error, error.remedy().and_then(hint))
+}
+
+/// Returns the exception for a bundle that `Bundle` cannot open, as [`raised`]. `Bundle` takes no base.
+pub fn not_opened(py: Python<'_>, error: &BundleError) -> PyErr {
+    match error.remedy() {
+        Some(Remedy::PassBase) => {
+            with_hint(py, error, Some("restore the model first: decompress(BUNDLE, MODEL, base=DIR)"))
+        }
+        _ => raised(py, error),
+    }
+}
+
+fn with_hint(py: Python<'_>, error: &BundleError, hint: Option<&str>) -> PyErr {
     let mut message = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -27,7 +41,7 @@ pub fn raised(py: Python<'_>, error: &BundleError) -> PyErr {
         message.push_str(&error.to_string());
         cause = error.source();
     }
-    if let Some(next) = error.remedy().and_then(hint) {
+    if let Some(next) = hint {
         message.push_str("; ");
         message.push_str(next);
     }
@@ -168,9 +182,7 @@ fn hint(remedy: Remedy) -> Option<&'static str> {
         Remedy::Resume => "call again with resume=True to continue",
         Remedy::ResumeMaking => "repeat the call that was making it with resume=True to continue",
         Remedy::FreeAndResume => "free some space, then call again with resume=True",
-        Remedy::PassBase => {
-            "pass base=DIR; to load tensors, restore the model first: decompress(BUNDLE, MODEL, base=DIR)"
-        }
+        Remedy::PassBase => "pass base=DIR",
         Remedy::FewerThreads => "pass a smaller threads=, or allow more processes (ulimit -u)",
         _ => return None,
     })

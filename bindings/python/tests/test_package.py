@@ -140,8 +140,11 @@ class Work(Case):
         unweight.decompress(delta, self.home / "back", base=base)
         self.assertEqual((self.home / "back" / weights.name).read_bytes(), changed)
         for without in (lambda: unweight.verify(delta), lambda: unweight.decompress(delta, self.home / "none")):
-            with self.assertRaisesRegex(unweight.UnweightError, "base=DIR"):
+            with self.assertRaisesRegex(unweight.UnweightError, "without it; pass base=DIR$"):
                 without()
+        for opened in (unweight.Bundle, unweight.inspect):
+            with self.assertRaisesRegex(unweight.UnweightError, r"without it; restore .* decompress\(.*base=DIR\)$"):
+                opened(delta)
 
     def test_an_unmarkable_configuration_warns(self):
         models.small(self.home / "model")
