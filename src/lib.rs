@@ -1,8 +1,8 @@
 //! Lossless compression of BF16 weights, and generated CUDA kernels that compute from the compressed form.
 //!
 //! A BF16 weight spends 8 of its 16 bits on an exponent that carries fewer than 3 bits of information. Unweight
-//! entropy-codes or packs the exponents and keeps sign and mantissa unchanged. A model takes two thirds
-//! to three quarters of its space, and decompression restores every bit.
+//! entropy-codes or packs the exponents and keeps sign and mantissa unchanged. A model takes about two
+//! thirds to three quarters of its space, and decompression restores every bit.
 //!
 //! This package is a facade; each of its crates can be used alone.
 //!

@@ -77,7 +77,7 @@ pub use select::profile;
 #[cfg(feature = "gpu")]
 const API_KEY: &str = "UNWEIGHT_API_KEY";
 
-/// Stores BF16 language model weights losslessly in two thirds to three quarters of the space.
+/// Stores BF16 language model weights losslessly in about two thirds to three quarters of the space.
 #[derive(Parser)]
 #[command(name = "unweight", version, propagate_version = true, max_term_width = 120, after_help = absent::commands())]
 pub struct Cli {
