@@ -20,6 +20,7 @@ import unweight._embedding
 import unweight.ops
 from processes import forked
 from torch import nn
+from unweight._devices import _without_kernels
 from unweight.ops import (
     Experts,
     Linear,
@@ -457,11 +458,28 @@ class Operator(unittest.TestCase):
         # The operator is also registered for CUDA.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
 
+    def test_devices_are_given_as_to_torch(self):
+        self.assertIsNone(unweight.ops.why_not("cpu"))
+        self.assertIn("not on meta", unweight.ops.why_not("meta"))
+        # No machine has that many GPUs.
+        for device in (99, "cuda:99", torch.device("cuda", 99)):
+            self.assertIn("that torch finds, not on cuda:99", unweight.ops.why_not(device))
+        layer = torch.nn.Linear(64, 64)
+        for call in (unweight.ops.why_not, lambda device: unweight.pack_model(layer, device=device)):
+            for device, kind in ((1.5, "float"), (True, "bool"), (b"cpu", "bytes"), (layer, "Linear")):
+                with self.assertRaisesRegex(TypeError, rf"is a {kind}; pass a torch\.device, a name such as 'cuda:0'"):
+                    call(device)
+            for device in ("gpu", "cuda:-1", -1):
+                with self.assertRaisesRegex(ValueError, rf"device={device!r}: .*; pass 'cpu', 'cuda' or the index"):
+                    call(device)
+        with self.assertRaisesRegex(TypeError, "device=None is a NoneType"):
+            unweight.ops.why_not(None)
+
     def test_every_gpu_from_ampere_on_has_kernels(self):
         for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
-            self.assertIsNone(unweight.ops._without_kernels("a GPU", capability), capability)
+            self.assertIsNone(_without_kernels("a GPU", capability), capability)
         for capability in ((7, 0), (7, 5), (8, 7), (11, 0), (12, 1)):
-            reason = unweight.ops._without_kernels("Quadro", capability)
+            reason = _without_kernels("Quadro", capability)
             self.assertRegex(reason, r"Quadro: \d+\.\d\); supported are 8\.0, ")
 
     @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")

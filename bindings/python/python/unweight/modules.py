@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._devices import _as_device, why_not
 from ._part import _Fixed
 from ._update import _ascending, _pack_into, _update_in_place
 from .errors import UnweightError
-from .ops import Escapes, Placed, _holder, _linear, _pack, _PackedState, why_not
+from .ops import Escapes, Placed, _holder, _linear, _pack, _PackedState
 
 if TYPE_CHECKING:
     from ._offload import Offload
@@ -480,7 +481,7 @@ def _nbytes(module: nn.Module) -> int:
 def pack_model(
     module: nn.Module,
     *,
-    device: Union[str, torch.device, None] = None,
+    device: Union[torch.device, str, int, None] = None,
     exclude: Sequence[str] = (),
     offload: bool = False,
 ) -> ModelReport:
@@ -498,10 +499,11 @@ def pack_model(
             GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU.
 
     Raises:
-        ValueError: `device` has no kernels, or `offload` is given without a GPU or without two blocks.
+        TypeError: `device` or `exclude` has another type.
+        ValueError: `device` is unknown or has no kernels, or `offload` is given without a GPU or without two blocks.
         DeviceError: the GPU or NVRTC failed.
     """
-    target = None if device is None else torch.device(device)
+    target = None if device is None else _as_device(device)
     if target is not None and (reason := why_not(target)) is not None:
         raise ValueError(f"{reason}; omit device to pack where the weights are")
     if target is not None and target.type == "cuda" and target.index is None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _native
+from ._devices import why_not
 from ._dispatch import _is_watched, _refuse_derivatives, _with_memory
 from .errors import UnweightError
 
@@ -108,24 +109,6 @@ _MAX_BATCH = 16384
 # Batches above this expand weights to BF16 for cuBLAS; `None` does so where it is predicted to be faster. For tests.
 _EXPAND_ABOVE: Optional[int] = None
 _runtimes: dict[int, _native.Runtime] = {}
-
-
-def why_not(device: torch.device) -> Optional[str]:
-    """Returns the reason why packed weights cannot run on a `torch.device`, or `None` if they can."""
-    if device.type == "cpu":
-        return None
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
-        return f"packed weights run on CPUs and on NVIDIA GPUs that torch finds, not on {device}"
-    return _without_kernels(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-
-
-def _without_kernels(name: str, capability: tuple[int, int]) -> Optional[str]:
-    if _native.has_kernels(*capability):
-        return None
-    return (
-        f"there are no kernels for the compute capability of this GPU ({name}: {capability[0]}.{capability[1]}); "
-        "supported are 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0"
-    )
 
 
 def _runtime(device: torch.device) -> _native.Runtime:
