@@ -29,6 +29,7 @@ from unweight.ops import (
     linear,
     pack,
     pack_experts,
+    place,
     unpack,
     unpack_experts,
 )
@@ -457,6 +458,20 @@ class Operator(unittest.TestCase):
             pack(torch.empty(64, 64, dtype=torch.bfloat16, device="meta"))
         # The operator is also registered for CUDA.
         self.assertIn("CUDA:", torch._C._dispatch_dump("unweight::linear"))
+
+    def test_only_arenas_on_a_gpu_are_placed(self):
+        packed = pack(weights(64, 64))
+        for says, arena, escapes in (
+            ("on a GPU, got one on cpu; move it there", packed.arena, packed.escapes.data),
+            (r"contiguous uint8 vector, got torch\.float32 \[", packed.arena.float(), packed.escapes.data),
+            ("the `data` of an `Escapes` or `Placed`, got Escapes", packed.arena, packed.escapes),
+            (r"got torch\.int32 \[1\]", packed.arena, torch.zeros(1, dtype=torch.int32)),
+        ):
+            with self.assertRaisesRegex(ValueError, says):
+                place(arena, escapes)
+        meta = torch.empty(4096, dtype=torch.uint8, device="meta")
+        with self.assertRaisesRegex(ValueError, "on a GPU, got one on meta"):
+            place(meta, packed.escapes.data)
 
     def test_devices_are_given_as_to_torch(self):
         self.assertIsNone(unweight.ops.why_not("cpu"))

@@ -196,8 +196,15 @@ def place(arena: Tensor, escapes: Tensor) -> Placed:
 
     `arena` is uint8 `[bytes]` on the GPU. `escapes` is uint8 `[bytes]`, the `data` of its `Escapes` or `Placed`, and is
     copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
-    CUDA graph. Raises `ValueError` if they do not belong together, and `DeviceError` if the GPU or NVRTC fails.
+    CUDA graph. Raises `ValueError` if they do not belong together or are not such tensors, and `DeviceError` if the
+    GPU or NVRTC fails.
     """
+    _check_arena(arena)
+    if not isinstance(escapes, Tensor) or escapes.dtype != torch.uint8 or escapes.dim() != 1:
+        given = f"{escapes.dtype} {list(escapes.shape)}" if isinstance(escapes, Tensor) else type(escapes).__name__
+        raise ValueError(f"escape lists are a uint8 vector, the `data` of an `Escapes` or `Placed`, got {given}")
+    if arena.device.type != "cuda":
+        raise ValueError(f"place registers an arena on a GPU, got one on {arena.device}; move it there first")
     # The lists of new weights may be longer (`_pack_into`).
     room = escapes.nbytes and escapes.nbytes * 5 // 4 // 4 * 4 + 4096
     data, runtime, memory = _padded_copy(escapes, arena.device, room), _runtime(arena.device), _memory(arena)
@@ -429,14 +436,18 @@ def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor,
     return interleaved.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
 
 
+def _check_arena(arena: Tensor) -> None:
+    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
+        raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
+
+
 def unpack(arena: Tensor) -> Tensor:
     """Returns the BF16 matrix `[n, k]` of an arena (uint8 `[bytes]`), bit for bit, on its device.
 
     Raises `ValueError` if `arena` is not an arena, and `UnweightError` if its escape lists are gone or, on a GPU, it is
     not registered.
     """
-    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
-        raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
+    _check_arena(arena)
     if arena.device.type == "cuda":
         runtime = _runtime(arena.device)
         # The name keeps the registration alive until the weights are unpacked.
