@@ -192,6 +192,8 @@ class Packing(Case):
             self.assertNotIsInstance(module[name], PackedLinear)
         with self.assertRaisesRegex(TypeError, r"exclude is a string; give a list of patterns: \['sk\*'\]"):
             unweight.pack_model(module, exclude="sk*")
+        with self.assertRaisesRegex(TypeError, "packs an nn.Module, got a dict; of a pipeline, pass a part"):
+            unweight.pack_model({"transformer": module})
         with self.assertRaisesRegex(ValueError, "not on meta; omit device"):
             unweight.pack_model(module, device="meta")
 

@@ -499,10 +499,13 @@ def pack_model(
             GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU.
 
     Raises:
-        TypeError: `device` or `exclude` has another type.
+        TypeError: `module`, `device` or `exclude` has another type.
         ValueError: `device` is unknown or has no kernels, or `offload` is given without a GPU or without two blocks.
         DeviceError: the GPU or NVRTC failed.
     """
+    if not isinstance(module, nn.Module):
+        kind = type(module).__name__
+        raise TypeError(f"pack_model packs an nn.Module, got a {kind}; of a pipeline, pass a part, as its transformer")
     target = None if device is None else _as_device(device)
     if target is not None and (reason := why_not(target)) is not None:
         raise ValueError(f"{reason}; omit device to pack where the weights are")
