@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
 from ._extras import require
+from ._work import _unsigned
 from .errors import DamagedError, DeviceError
 
 if TYPE_CHECKING:
@@ -291,14 +292,6 @@ class Bundle(_native.Bundle):
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         read = self.decode_part_into(info.name, rows, cols, (tensor.data_ptr(), tensor.nbytes), file=info.file)
         return tensor, read
-
-
-def _unsigned(name: str, given: int) -> int:
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(f"{name}={given!r}; give a whole number")
-    if not 0 <= operator.index(given) < 2**64:
-        raise ValueError(f"{name}={given!r}; give a number from 0 to 2**64 - 1")
-    return operator.index(given)
 
 
 def _part(

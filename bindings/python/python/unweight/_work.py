@@ -48,19 +48,22 @@ def _choice(
 
 
 def _count(name: str, count: Optional[int]) -> Optional[int]:
-    if count is None:
-        return None
-    if isinstance(count, bool) or not hasattr(count, "__index__"):
-        raise TypeError(f"{name}={count!r}; give a whole number")
-    if not 0 <= operator.index(count) < 2**64:
-        raise ValueError(f"{name}={count!r}; give a number from 0 to 2**64 - 1")
-    return operator.index(count)
+    return None if count is None else _unsigned(name, count)
+
+
+def _unsigned(name: str, given: int) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(f"{name}={given!r}; give a whole number")
+    if not 0 <= operator.index(given) < 2**64:
+        raise ValueError(f"{name}={given!r}; give a number from 0 to 2**64 - 1")
+    return operator.index(given)
 
 
 def _ram(count: Optional[int]) -> Optional[int]:
-    if _count("ram_bytes", count) == 0:
+    ram = _count("ram_bytes", count)
+    if ram == 0:
         raise ValueError("ram_bytes=0; give 1 or more, or None for 1 GiB")
-    return _count("ram_bytes", count)
+    return ram
 
 
 def _path(path: Optional[Path]) -> Optional[str]:
