@@ -46,7 +46,7 @@ CHECKS = {
         220,
     ),
     "adapter": Check("vllm_gpu.py --quick", 1, 170),
-    # Their times are estimates: they have not run yet.
+    # Their times are estimates.
     "modules": Check("pack_gpu.py", 1, 240),
     "update": Check("update_gpu.py", 1, 60),
     "live": Check("vllm_live_gpu.py", 1, 300),
