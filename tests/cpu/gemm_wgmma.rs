@@ -39,6 +39,13 @@ fn batch_tile_of_three_boxes() {
 }
 
 #[test]
+fn batch_tiles_of_an_odd_number_of_boxes() {
+    check("gemm_wgmma_b96_g2p3_esc_pdl_store", &[(97, 192, 128, 2)]);
+    check("gemm_wgmma_b160_g3p3_esc_pdl_silu_mul", &[(130, 128, 64, 1)]);
+    check("gemm_wgmma_b224_g1p3_streamk_esc_pdl_store_add", &[(225, 64, 192, 4)]);
+}
+
+#[test]
 fn shares_of_k() {
     // Several shares of one tile, shares with the end of one tile and the beginning of the next, whole tiles before
     // them, and shares of a single step.

@@ -24,7 +24,7 @@ use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
     /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, with the widths of `ptx/wgmma.cuh`.
-    WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
+    WideBatchTile, "batch_tile", [32, 64, 96, 128, 160, 192, 224, 256], "a multiple of 32 up to 256 (batch rows of op gemm_wgmma)"
 }
 
 range_axis! {
@@ -70,26 +70,38 @@ impl VariantSpec {
     }
 }
 
-/// The fastest measured shapes of the packed family for large batches, by batch tile
-/// (docs/records/2026-11-21/matmul-packed-log.md).
-pub const SHAPES: [GemmWgmmaSpec; 17] = [
+/// The shapes that dispatch chooses from, by batch tile. Others that were measured hardly shorten products
+/// (docs/records/2026-11-27/matmul-wgmma.csv).
+pub const SHAPES: [GemmWgmmaSpec; 29] = [
     wide(64, 10, false),
     wide(64, 10, true),
     clustered(64, 2, 10, 2),
+    clustered(64, 2, 10, 4),
+    wide(96, 8, false),
+    clustered(96, 2, 8, 2),
+    clustered(96, 1, 10, 4),
     wide(128, 6, false),
     wide(128, 6, true),
     clustered(128, 2, 6, 2),
     clustered(128, 2, 6, 4),
     clustered(128, 1, 8, 2),
-    clustered(128, 1, 8, 4),
     clustered(128, 3, 5, 1),
+    wide(160, 6, false),
+    wide(160, 6, true),
+    clustered(160, 2, 6, 2),
+    clustered(160, 3, 4, 1),
     wide(192, 4, false),
     wide(192, 4, true),
+    clustered(192, 2, 5, 2),
+    clustered(192, 1, 7, 2),
+    clustered(192, 1, 6, 1),
+    wide(224, 5, false),
+    wide(224, 5, true),
+    clustered(224, 1, 6, 2),
     wide(256, 4, false),
     wide(256, 4, true),
-    clustered(256, 2, 4, 2),
-    clustered(256, 1, 5, 1),
     clustered(256, 1, 5, 2),
+    clustered(256, 1, 5, 1),
 ];
 
 const fn wide(batch_tile: u32, stages: u32, stream_k: bool) -> GemmWgmmaSpec {
