@@ -15,7 +15,7 @@ use unweight_codegen::{
 use super::{
     candidates::{PackedUse, RegisterError, Registered},
     cost::{
-        constants::SMALL_BATCH,
+        constants::{SMALL_BATCH, SMALL_TILES_BATCH},
         gpu_model::{self, GpuModel},
     },
     table::MeasuredTable,
@@ -151,11 +151,14 @@ impl PackedChooser {
     /// Returns the choice for every batch of 1 to `max_batch`: each variant with the largest batch that uses it,
     /// ascending. Empty if no variant supports the shape.
     pub fn choices(&self, n: u32, k: u32, max_batch: u32, packed_use: PackedUse) -> Vec<(u32, VariantSpec)> {
-        // The choice changes only at these batches, because all batch tiles are multiples of 8. Above 4096, where it
-        // hardly changes, every 32nd of them suffices.
-        let tiles = (8..max_batch.min(4096)).step_by(8).chain((4096..max_batch).step_by(256));
-        let measured =
-            self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch).map(|row| row.m);
+        // The choice changes only at these batches: small batch tiles are multiples of 8, those of large batches of 32.
+        // Above 4096, where it hardly changes, every eighth of them suffices.
+        let small = (8..max_batch.min(SMALL_TILES_BATCH)).step_by(8);
+        let large = (SMALL_TILES_BATCH..max_batch.min(4096)).step_by(32);
+        let tiles = small.chain(large).chain((4096..max_batch).step_by(256));
+        let rows = self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch);
+        // The batches before and at the end of a row of the table.
+        let measured = rows.flat_map(|row| [(row.m - 1) / 32 * 32, row.m]).filter(|m| *m > 0);
         let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in ends {
@@ -283,23 +286,6 @@ mod tests {
         assert!(h200.compact_candidates(GemmShape { m: 1, n: 65, k: 64 }, USE).is_empty());
         let us = expand_us(&GpuModel::H200, 14336, 4096);
         assert!((52.0..55.0).contains(&us), "{us}");
-    }
-
-    /// As measured in docs/records/2026-11-21/matmul-packed-log.md: clusters are fastest where their tiles fill the
-    /// machine once.
-    #[test]
-    fn model_chooses_clusters_where_they_were_fastest() {
-        for (n, k, m, shape) in [
-            (4096, 4096, 128, "b128_g1p8c2"),
-            (4096, 4096, 256, "b128_g2p6c2"),
-            (8192, 8192, 128, "b128_g2p6c2"),
-            (8192, 8192, 256, "b256_g2p4c2"),
-            (4096, 14336, 512, "b256_g2p4c2"),
-            (1024, 4096, 128, "b128_g1p8c4"),
-        ] {
-            let spec = PackedChooser::model(GpuModel::H200).choose(GemmShape { m, n, k }, USE).unwrap();
-            assert_eq!(spec.to_string(), format!("uw_sm90a_gemm_wgmma_{shape}_esc_store"), "{n} x {k}, m = {m}");
-        }
     }
 
     #[test]

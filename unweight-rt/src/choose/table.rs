@@ -87,6 +87,10 @@ impl TableError {
 
 /// Batch rows of the smallest tile of a product; all tiles are multiples of it.
 const SMALLEST_TILE: u32 = 8;
+/// Up to this batch, memory limits products, and a measurement holds for smaller batches.
+const MEMORY_BOUND_BATCH: u32 = 64;
+/// Batch tiles of larger batches are multiples of this many rows. With more rows of the batch, they hold more tiles.
+const LARGE_TILE: u32 = 32;
 
 /// The fastest variant of each measured problem.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -173,9 +177,17 @@ impl MeasuredTable {
     }
 
     /// Returns the fastest variant at the smallest measured batch that is at least `m`. A measurement above twice `m`,
-    /// rounded to whole tiles of the smallest batch tile, does not apply.
+    /// rounded to whole tiles of the smallest batch tile, does not apply. Of batches above 64, one applies to batches
+    /// with as many multiples of 32 rows.
     pub fn choose(&self, problem: GemmShape, packed_use: PackedUse) -> Option<VariantSpec> {
-        let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
+        let is_near = |m: u32| {
+            m >= problem.m
+                && if m > MEMORY_BOUND_BATCH {
+                    m.div_ceil(LARGE_TILE) == problem.m.div_ceil(LARGE_TILE)
+                } else {
+                    m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m
+                }
+        };
         self.rows
             .iter()
             .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, packed_use.pdl) && is_near(row.m))
@@ -195,8 +207,8 @@ mod tests {
         for row in &table.rows {
             assert!(is_pdl(&row.variant) == Some(row.pdl) && Plan::new(&row.variant).is_ok(), "{row:?}");
         }
-        // The table was measured at powers of two: within a shape's rows, no batch is left to the model.
-        for row in &table.rows {
+        // The table was measured at powers of two: within a shape's rows, no batch up to 64 is left to the model.
+        for row in table.rows.iter().filter(|row| row.m <= MEMORY_BOUND_BATCH) {
             let same = |other: &&MeasuredRow| (other.n, other.k, other.pdl) == (row.n, row.k, row.pdl);
             let smallest = table.rows.iter().filter(same).map(|other| other.m).min().unwrap();
             for m in (0..13).map(|shift| 1 << shift).filter(|m| (smallest..=row.m).contains(m)) {
@@ -285,7 +297,8 @@ mod tests {
         assert_eq!((at(1).as_str(), at(2).as_str()), (first, second));
         let applies = |row_m, m| of(vec![row(row_m, first)]).choose(GemmShape { m, n: 4096, k: 4096 }, plain).is_some();
         assert_eq!([32, 33, 64, 65].map(|m| applies(64, m)), [false, true, true, false]);
-        assert_eq!([48, 49, 100].map(|m| applies(100, m)), [false, true, true]);
+        assert_eq!([64, 96, 97, 100].map(|m| applies(100, m)), [false, false, true, true]);
+        assert_eq!([256, 480, 481, 512].map(|m| applies(512, m)), [false, false, true, true]);
         assert!(applies(15, 1) && !applies(16, 8) && applies(16, 9));
     }
 }

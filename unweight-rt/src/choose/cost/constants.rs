@@ -1,4 +1,5 @@
-//! Constants of the time model, fitted to measurements on an H200 (docs/records/2026-11-21/matmul-packed-log.md).
+//! Constants of the time model, fitted to measurements on an H200 (docs/records/2026-11-21/matmul-packed-log.md; of
+//! `gemm_wgmma`: 2026-11-27/matmul-wgmma.csv).
 
 /// Multiprocessors of an H200.
 pub(super) const H200_SMS: f64 = 132.0;
@@ -38,11 +39,31 @@ pub(super) const COMPACT_WAVE_US: f64 = 1.95;
 pub(super) const COMPACT_READS: f64 = 0.896;
 /// Up to this batch `gemm_wgmma` multiplies mostly zeros and was rarely the fastest.
 pub(in crate::choose) const SMALL_BATCH: u32 = 32;
-/// Overhead of a `gemm_wgmma` launch, us.
-pub(super) const WIDE_LAUNCH_US: f64 = 5.5;
+/// Up to this batch, batch tiles of 8 and 16 rows are considered.
+pub(in crate::choose) const SMALL_TILES_BATCH: u32 = 128;
+/// Overhead of a `gemm_wgmma` launch in us if the previous kernel hides the ramp, and what is added if it does not.
+pub(super) const WIDE_LAUNCH_US: (f64, f64) = (1.5, 2.3);
+/// Added by a cooperative launch, us: it waits until the previous kernel ends.
+pub(super) const WIDE_COOPERATIVE_US: f64 = 1.4;
 /// Rate at which `gemm_wgmma` reads weights, bytes per us.
 pub(super) const WIDE_MEMORY: f64 = 4.4e6;
-/// Cost of summing 128 features by 256 batch rows across a cluster in `gemm_wgmma`, us.
-pub(super) const WIDE_CLUSTER_US: f64 = 4.0;
+/// Time of the tensor cores for 64 features by 64 of k of one batch row in `gemm_wgmma`, us.
+pub(super) const WIDE_ROW_US: f64 = 1.3e-3;
+/// Time to decode 64 of k in `gemm_wgmma`, us, by the number of warpgroups less one: each decodes a tile, and more of
+/// them hide more of each other's waits.
+pub(super) const WIDE_DECODE_US: [f64; 3] = [0.279, 0.334, 0.398];
+/// Factor of a step if multiprocessors have several tiles and the card gets warm.
+pub(super) const WIDE_WARM: f64 = 1.12;
+/// Otherwise, a step is longer by the first factor times the busy share of the multiprocessors less the second: with
+/// idle ones, the clock is higher.
+pub(super) const WIDE_BUSY: (f64, f64) = (0.28, 0.75);
+/// Time to pass sums from block to block in stream-K, us: once, and for 128 features by 256 batch rows.
+pub(super) const WIDE_FIXUP_US: (f64, f64) = (5.1, 7.4);
+/// Share by which stream-K's steps are longer if X has the size of the L2 cache: its blocks are at different k.
+pub(super) const WIDE_X_MISSES: f64 = 0.068;
+/// Bytes of X at which [`WIDE_X_MISSES`] holds in full.
+pub(super) const WIDE_X_BYTES: f64 = 60e6;
+/// Time to exchange sums across a cluster in `gemm_wgmma`, us: once, and for 128 features by 256 batch rows.
+pub(super) const WIDE_CLUSTER_US: (f64, f64) = (1.4, 3.4);
 /// Share of the multiprocessors that clusters of more than 2 can use: 120 of 132.
 pub(super) const WIDE_CLUSTERED: f64 = 10.0 / 11.0;

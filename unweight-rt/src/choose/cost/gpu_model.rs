@@ -5,7 +5,7 @@
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    spec::{Arch, Op},
+    spec::{Arch, GemmWgmmaSpec, Op},
 };
 
 use super::constants::*;
@@ -162,9 +162,7 @@ pub fn bf16_us(gpu: &GpuModel, n: u32, k: u32, compact: bool) -> f64 {
 
 /// Returns the predicted microseconds of a launch. `None` for a variant that cannot exist, belongs to another family or
 /// is not considered at this batch. The constants were fitted to an H200
-/// (docs/records/2026-11-21/matmul-packed-log.md). Over the 334 problems measured there, the variant predicted to be
-/// fastest took 1.1 % longer than the best on average, and at most 25 %. Clusters of `gemm_wgmma` were added later, and
-/// fitted again with stream-K (item 12 of `fused_wide` there).
+/// (docs/records/2026-11-21/matmul-packed-log.md; for `gemm_wgmma`, 2026-11-27/matmul-wgmma.csv).
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> Option<f64> {
     let (sms, clock) = (gpu.sms, gpu.clock());
     let plan = Plan::new(spec).ok()?;
@@ -172,6 +170,8 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
     let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
     let (sms_f, columns) = (f64::from(sms), f64::from(k) / 64.0);
     match spec.op {
+        // They read the weights once per tile.
+        Op::GemmMma(op) if op.batch_tile.get() < 32 && m > SMALL_TILES_BATCH => None,
         Op::GemmMma(op) => {
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
@@ -221,55 +221,57 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             Some(launch + (waves * wave(per_sm) + last).max(read))
         }
         Op::GemmWgmma(op) if m > SMALL_BATCH => {
-            let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
-            let cluster = f64::from(op.cluster.get());
-            // One cluster per tile of Y; only as many are resident as fit.
+            // Empty and oversized grids have no time.
             plan.launch.grid.blocks(problem, sms)?;
-            let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
-            let tiles_per_cluster = tiles / (usable / cluster).floor().max(1.0);
-            let cost = WideCost::of(op.batch_tile.get());
-            let warpgroups = f64::from(op.warpgroups.get());
-            let warpgroup_pairs = if warpgroups == 1.0 { cost.one_warpgroup } else { warpgroups / 2.0 };
-            let step =
-                if tiles_per_cluster <= 1.0 { cost.step_us } else { cost.warm_step_us } / clock * warpgroup_pairs;
-            let work = if op.stream_k && tiles_per_cluster.fract() > 0.0 {
-                cost.share_us + tiles_per_cluster * columns * step
-            } else {
-                tiles_per_cluster.ceil() * columns * step / cluster
-            };
-            // A cluster exchanges sums after all its loads.
-            let sums = warpgroups * f64::from(op.batch_tile.get()) / 512.0;
-            let exchange = if cluster > 1.0 { tiles_per_cluster.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
-            // A cooperative launch waits until the previous kernel ends.
-            let hidden = if op.pdl && !op.stream_k { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
-            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * gpu.reads() / MEMORY)) + exchange)
+            Some(wide_us(&op, problem, gpu))
         }
         _ => None,
     }
 }
 
-/// The costs of `gemm_wgmma` at a batch tile, for two warpgroups.
-struct WideCost {
-    /// Time of 64 of k for one tile of Y, us.
-    step_us: f64,
-    /// Time of such a step if a multiprocessor has several tiles and the card gets warm.
-    warm_step_us: f64,
-    /// Time to pass sums from block to block if tiles are shared, us.
-    share_us: f64,
-    /// Step time of one warpgroup, whose waits no other warpgroup fills, as a share of the time of two.
-    one_warpgroup: f64,
-}
+/// Returns the predicted microseconds of a `gemm_wgmma` launch: the steps of the busiest multiprocessor, each 64 of k
+/// of an output tile, or the reads of the weights. Fitted to docs/records/2026-11-27/matmul-wgmma.csv; the test
+/// `wide_choices_are_near_the_fastest` states how far the choices are from the fastest variants there.
+fn wide_us(op: &GemmWgmmaSpec, GemmShape { m, n, k }: GemmShape, gpu: &GpuModel) -> f64 {
+    let (sms, columns) = (f64::from(gpu.sms), f64::from(k) / 64.0);
+    let (cluster, warpgroups, tile_rows) = (op.cluster.get(), op.warpgroups.get(), op.batch_tile.get());
+    let (features, batch_tiles) = (f64::from(n.div_ceil(64 * warpgroups)), f64::from(m.div_ceil(tile_rows)));
+    let cluster_us = |(once, of_tile): (f64, f64)| once + of_tile * f64::from(warpgroups * tile_rows) / 512.0;
 
-impl WideCost {
-    fn of(batch_tile: u32) -> Self {
-        let (step_us, warm_step_us, share_us, one_warpgroup) = match batch_tile {
-            0..=64 => (0.30, 0.31, 6.0, 0.8),
-            65..=128 => (0.37, 0.43, 6.0, 0.8),
-            129..=192 => (0.50, 0.60, 8.0, 0.6),
-            _ => (0.64, 0.79, 9.0, 0.6),
-        };
-        Self { step_us, warm_step_us, share_us, one_warpgroup }
-    }
+    // Only as many clusters are resident as fit; a work unit of stream-K has a block for each batch tile.
+    let usable = if cluster > 2 { sms * WIDE_CLUSTERED } else { sms };
+    let per_block = match (sms / batch_tiles).floor() {
+        units if op.stream_k && units > 0.0 => features / units,
+        _ => features * batch_tiles / (usable / f64::from(cluster)).floor().max(1.0),
+    };
+
+    // Tensor cores and decoding overlap, so that the longer one determines the time, unless both take about as long.
+    let tensor = WIDE_ROW_US * f64::from(warpgroups * tile_rows) / gpu.tensor_share();
+    let decode = WIDE_DECODE_US[(warpgroups - 1) as usize];
+    let busy = (features * batch_tiles * f64::from(cluster) / sms).min(1.0);
+    let power = match op.stream_k {
+        _ if per_block > 1.0 => WIDE_WARM,
+        true => 1.0,
+        false => 1.0 + WIDE_BUSY.0 * (busy - WIDE_BUSY.1),
+    };
+    let step = (tensor.powi(4) + decode.powi(4)).powf(0.25) * power / gpu.clock();
+
+    let work = if op.stream_k {
+        let x_bytes = batch_tiles * f64::from(tile_rows) * f64::from(k) * 2.0;
+        let misses = 1.0 + WIDE_X_MISSES * (x_bytes / WIDE_X_BYTES).min(1.0);
+        let fixup = if per_block.fract() > 0.0 { cluster_us(WIDE_FIXUP_US) } else { 0.0 };
+        per_block * columns * step * misses + fixup
+    } else {
+        per_block.ceil() * columns * step / f64::from(cluster)
+    };
+    let exchange = if cluster > 1 { per_block.ceil() * cluster_us(WIDE_CLUSTER_US) } else { 0.0 };
+    let launch = match (op.stream_k, op.pdl) {
+        (true, _) => WIDE_LAUNCH_US.0 + WIDE_COOPERATIVE_US,
+        (false, true) => WIDE_LAUNCH_US.0,
+        (false, false) => WIDE_LAUNCH_US.0 + WIDE_LAUNCH_US.1,
+    };
+    let read = f64::from(n) * f64::from(k) * 1.5 / (WIDE_MEMORY * gpu.reads() / MEMORY);
+    launch + work.max(read) + exchange
 }
 
 #[cfg(test)]
