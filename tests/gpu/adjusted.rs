@@ -56,7 +56,8 @@ fn adjusted_sequences_are_right_and_leave_others_alone() {
     let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
     let bundle = bundle(home.path(), model, Profile::Packed);
     for (graphs, cache) in [(true, KvCache::Bf16), (false, KvCache::Bf16), (true, KvCache::Packed)] {
-        let mut engine = load(&bundle, options().graphs(graphs).kv_cache(cache));
+        // In a pass with a step, the number of its rows affects the rounding of a prompt.
+        let mut engine = load(&bundle, options().graphs(graphs).kv_cache(cache).mixed_passes(false));
         let plain = requests(24, vocab, SampleParams::default(), 17);
         let changed = adjusted(&plain, vocab as u32);
         let told = run(&mut engine, &plain);
@@ -225,7 +226,8 @@ fn constrained_sequences_are_right_and_leave_others_alone() {
     let vocab = MODELS[0].vocab;
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for (graphs, cache) in [(true, KvCache::Bf16), (false, KvCache::Bf16), (true, KvCache::Packed)] {
-        let mut engine = load(&bundle, options().graphs(graphs).kv_cache(cache));
+        // As above.
+        let mut engine = load(&bundle, options().graphs(graphs).kv_cache(cache).mixed_passes(false));
         let plain = adjusted(&requests(24, vocab, SampleParams::default(), 17), vocab as u32);
         let held = constrained(&requests(24, vocab, SampleParams::default(), 17), vocab as u32);
         let (before, told) = (run(&mut engine, &plain), run(&mut engine, &held));

@@ -9,10 +9,10 @@
 //! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
 //! dropped.
 //!
-//! One prompt runs at a time, cut by [`Cut`]. While sequences run and other prompts have at most a chunk of tokens, a
-//! chunk runs in one pass with a step ([`Limits::mixes`]). Otherwise at most [`Limits::chunk`] prompt tokens run
-//! between two steps, so that no sequence waits for a long prompt. If at most a chunk of prompt tokens waits in all,
-//! steps have priority: prompts are cut into quarters of chunks (halves if many sequences run).
+//! One prompt runs at a time, cut by [`Cut`]. While sequences run, a chunk runs in one pass with a step
+//! ([`Limits::mixes`]). Without such passes, at most [`Limits::chunk`] prompt tokens run between two steps, so that no
+//! sequence waits for a long prompt. If at most a chunk of prompt tokens waits in all, steps have priority: prompts are
+//! cut into quarters of chunks (halves if many sequences run).
 //!
 //! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it returns its pages,
 //! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be

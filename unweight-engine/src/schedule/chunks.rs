@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::{Prefill, Schedule};
-use crate::pages::PAGE_TOKENS;
 
 /// When a chunk may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,13 +15,9 @@ pub(super) enum ChunkStart {
     WithStep,
 }
 
-/// From this many running sequences on, halves of chunks run between steps instead of quarters: prefill limits the
-/// throughput of many sequences, and takes less time per token in larger pieces.
+/// From this many running sequences on, prompts are cut into halves of chunks instead of quarters while at most a chunk
+/// waits: prefill limits the throughput of many sequences, and takes less time per token in larger pieces.
 const MANY_ROWS: usize = 32;
-
-/// A pass with a step has at most a multiple of this many rows, if it has as many: with one row more, its products take
-/// up to half as long again, because the batch tiles of their fastest variants have this many rows.
-const TILE_ROWS: u32 = 256;
 
 /// Prefill of up to this many tokens takes about as long as that of one.
 const PASS_TOKENS: u32 = 128;
@@ -48,7 +43,7 @@ impl Schedule {
         // Twice the backlog above a chunk, so that the backlog shrinks.
         let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
         let budget = budget.max(self.step_tokens()).min(self.cut.chunk());
-        let mixes = self.mixes(len - start, backlog);
+        let mixes = self.mixes();
         let fits = self.rows.is_empty() || mixes || self.spent == 0 || self.spent + time_of(end - start) <= budget;
         fits.then_some(match mixes {
             true => ChunkStart::WithStep,
@@ -57,13 +52,12 @@ impl Schedule {
         })
     }
 
-    /// Whether the next chunk of a prompt, of which `left` tokens are left, runs in one pass with a step. If other
-    /// prompts wait for long, several chunks between two steps serve them earlier.
-    fn mixes(&self, left: u32, backlog: u32) -> bool {
-        self.limits.mixes && !self.rows.is_empty() && backlog - time_of(left) <= self.cut.chunk()
+    /// Whether chunks run in one pass with a step.
+    fn mixes(&self) -> bool {
+        self.limits.mixes && !self.rows.is_empty()
     }
 
-    /// The number of prompt tokens that run between two steps while at most a chunk waits.
+    /// The number of prompt tokens of a piece while at most a chunk waits.
     fn step_tokens(&self) -> u32 {
         self.cut.fraction(if self.rows.len() < MANY_ROWS { 4 } else { 2 })
     }
@@ -79,14 +73,7 @@ impl Schedule {
     /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
     fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
         let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
-        let cut = if steps_first { start..len.min(start + self.step_tokens()) } else { self.cut.next(start, len) };
-        if !self.mixes(len - start, backlog) {
-            return cut;
-        }
-        let rows = self.rows.len() as u32;
-        let whole_tiles = (rows + cut.len() as u32) / TILE_ROWS * TILE_ROWS;
-        let fit = whole_tiles.saturating_sub(rows) / PAGE_TOKENS * PAGE_TOKENS;
-        if fit == 0 { cut } else { start..cut.end.min(start + fit) }
+        if steps_first { start..len.min(start + self.step_tokens()) } else { self.cut.next(start, len) }
     }
 
     /// Returns the next tokens to run of the current prompt.

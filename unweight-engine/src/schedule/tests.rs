@@ -234,18 +234,18 @@ fn chunks_run_with_steps() {
     schedule.add(prompt(7, 700)).unwrap();
     assert_eq!(order(&mut schedule, 1), "512 188", "no other sequence runs");
     schedule.add(prompt(8, 700)).unwrap();
-    assert_eq!(order(&mut schedule, 2), "192+s 192+s 192+s 124+s");
+    assert_eq!(order(&mut schedule, 2), "256+s 256+s 188+s");
     schedule.add(prompt(9, 3700)).unwrap();
-    assert_eq!(order(&mut schedule, 3), "960+s 960+s 960+s 448+s 192+s 180+s");
+    assert_eq!(order(&mut schedule, 3), "1024+s 1024+s 1024+s 512+s 116+s");
     for token in 20..23 {
         schedule.add(prompt(token, 5)).unwrap();
     }
     assert_eq!(order(&mut schedule, 6), "5+s 5+s 5+s");
-    // While other prompts wait for long, several chunks run between steps.
+    // Also while many prompts wait, a step runs with every chunk.
     for token in 40..44 {
         schedule.add(prompt(token, 700)).unwrap();
     }
-    assert_eq!(order(&mut schedule, 10), "512 188 s 512 188 448+s 192+s 60+s 192+s 192+s 192+s 124+s");
+    assert_eq!(order(&mut schedule, 10), "512+s 188+s 512+s 188+s 512+s 188+s 256+s 256+s 188+s");
     // Steps run ahead again, and a prompt waits for them.
     assert_eq!(schedule.next_action(), Next::Launch { changed: true });
     schedule.note_step_launched();
