@@ -488,14 +488,16 @@ def _check(x: Tensor, arena: Tensor, bias: Optional[Tensor]) -> None:
         raise ValueError(f"unweight::linear expects a bias in bfloat16, got {bias.dtype}")
 
 
-def _cpu(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:
+def _cpu(
+    x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None, product: Callable[..., Tensor] = F.linear
+) -> Tensor:
     _check(x, arena, bias)
     weight = unpack(arena)
     if weight.shape[0] != n or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weights are {list(weight.shape)}, but n is {n} and x has {x.shape[-1]} columns")
     # The operator declares BF16 output, so autocast must not change it; the GPU path is not subject to autocast.
     with torch.autocast("cpu", enabled=False):
-        return F.linear(x, weight, bias).contiguous()
+        return product(x, weight, bias).contiguous()
 
 
 def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Tensor:

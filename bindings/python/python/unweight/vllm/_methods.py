@@ -38,6 +38,7 @@ from .. import _native
 from .._embedding import _prepare_lookups
 from .._update import _pack_into
 from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
+from . import _cpu  # noqa: F401 (defines an operator)
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 
 NAME = "unweight"
@@ -262,8 +263,9 @@ class UnweightMethod(LinearMethodBase):
         layer.unweight_packed = packed._replace(escapes=holder)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-        """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`."""
-        return torch.ops.unweight.linear(x, layer.weight_packed, layer.unweight_n, bias)
+        """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`; on the CPU, with the bits of vLLM's BF16 method."""
+        linear = torch.ops.unweight.vllm_linear if x.device.type == "cpu" else torch.ops.unweight.linear
+        return linear(x, layer.weight_packed, layer.unweight_n, bias)
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """Returns rows of the weight, bfloat16 `[..., k]`, for integer ids `[...]`."""
