@@ -157,8 +157,7 @@ impl PackedChooser {
         let large = (SMALL_TILES_BATCH..max_batch.min(4096)).step_by(32);
         let tiles = small.chain(large).chain((4096..max_batch).step_by(256));
         let rows = self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch);
-        // The batches before and at the end of a row of the table.
-        let measured = rows.flat_map(|row| [(row.m - 1) / 32 * 32, row.m]).filter(|m| *m > 0);
+        let measured = rows.flat_map(|row| [row.after(), row.m]).filter(|m| *m > 0);
         let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in ends {
@@ -294,9 +293,11 @@ mod tests {
         let table = MeasuredTable {
             device: "H".to_owned(),
             rows: vec![
+                row(0, "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_store"),
                 row(5, "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_store"),
                 row(17, "uw_sm90a_gemm_mma_b32_r2w8p2c1_store"),
                 row(331, "uw_sm90a_gemm_mma_b64_r2w8p2c1_esc_store"),
+                row(544, "uw_sm90a_gemm_wgmma_b128_g2p6_esc_store"),
             ],
         };
         let dispatch = PackedChooser::model(GpuModel::H200).with_table("H", table);

@@ -116,6 +116,18 @@ pub struct MeasuredRow {
     pub variant: VariantSpec,
 }
 
+impl MeasuredRow {
+    /// Returns the batch after which the row applies, up to its own: half of it, in whole tiles of the smallest batch
+    /// tile; above 64, the last batch with fewer multiples of 32 rows.
+    pub(super) fn after(&self) -> u32 {
+        if self.m > MEMORY_BOUND_BATCH {
+            (self.m - 1) / LARGE_TILE * LARGE_TILE
+        } else {
+            self.m / (2 * SMALLEST_TILE) * SMALLEST_TILE
+        }
+    }
+}
+
 impl MeasuredTable {
     /// Returns the built-in table, measured on an H200.
     pub fn builtin() -> &'static Self {
@@ -180,17 +192,13 @@ impl MeasuredTable {
     /// rounded to whole tiles of the smallest batch tile, does not apply. Of batches above 64, one applies to batches
     /// with as many multiples of 32 rows.
     pub fn choose(&self, problem: GemmShape, packed_use: PackedUse) -> Option<VariantSpec> {
-        let is_near = |m: u32| {
-            m >= problem.m
-                && if m > MEMORY_BOUND_BATCH {
-                    m.div_ceil(LARGE_TILE) == problem.m.div_ceil(LARGE_TILE)
-                } else {
-                    m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m
-                }
-        };
         self.rows
             .iter()
-            .filter(|row| (row.n, row.k, row.pdl) == (problem.n, problem.k, packed_use.pdl) && is_near(row.m))
+            .filter(|row| {
+                (row.n, row.k, row.pdl) == (problem.n, problem.k, packed_use.pdl)
+                    && row.after() < problem.m
+                    && problem.m <= row.m
+            })
             .min_by_key(|row| row.m)
             .and_then(|row| packed_use.of(row.variant))
     }
