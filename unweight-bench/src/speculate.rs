@@ -1,20 +1,24 @@
-//! Measures speculative decoding by n-gram lookup next to the same engine without drafts.
+//! Measures speculative decoding, by n-gram lookup or by a draft model, next to the same engine without drafts.
 //!
 //! The weights are random, so the text would be, too. At temperature 100, noise decides: a token depends on seed and
 //! position and hardly on the text before. The tokens of a sequence are therefore known from an earlier run, and
-//! prompts of the same length can repeat them as real texts do.
+//! prompts of the same length can repeat them as real texts do. A draft model samples with the same noise, so it is
+//! right at this temperature, and wrong at temperature 0.
 
 use std::{collections::BTreeMap, fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{Engine, EngineError, EngineOptions, LoadProgress, Request, SampleParams, SeqId};
 use unweight_format::testing::Random;
-use unweight_model::ModelConfig;
+use unweight_model::Geometry;
 use unweight_rt::{DeviceInfo, KernelSet};
 
 use crate::BenchError;
 
-/// How much of the following text the prompt contains.
+/// The temperature at which noise decides.
+const NOISE: f32 = 100.0;
+
+/// How right drafts are: for n-gram lookup, by how much of the following text the prompt contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Text {
@@ -26,21 +30,33 @@ enum Text {
     New,
     /// Pairs of tokens, each followed by a wrong third token: every draft is wrong.
     Misleading,
+    /// New text on which a draft model agrees.
+    Agreed,
+    /// New text on which a draft model disagrees.
+    Disagreed,
 }
 
 impl Text {
-    const ALL: [Self; 4] = [Self::Edited, Self::Quoted, Self::New, Self::Misleading];
+    const OF_LOOKUP: [Self; 4] = [Self::Edited, Self::Quoted, Self::New, Self::Misleading];
+    const OF_MODEL: [Self; 2] = [Self::Agreed, Self::Disagreed];
 
     /// Returns a prompt as long as the text that follows.
     fn prompt(self, text: &[u32], random: &mut Random, vocab: u32) -> Vec<u32> {
         let keeps = |at: usize| match self {
             Self::Edited => at % 16 != 15,
             Self::Quoted => at % 64 < 32,
-            Self::New => false,
+            Self::New | Self::Agreed | Self::Disagreed => false,
             Self::Misleading => at % 3 != 2,
         };
         let mut other = || random.below(vocab.into()) as u32;
         text.iter().enumerate().map(|(at, token)| if keeps(at) { *token } else { other() }).collect()
+    }
+
+    fn temperature(self) -> f32 {
+        match self {
+            Self::Disagreed => 0.0,
+            _ => NOISE,
+        }
     }
 
     fn name(self) -> &'static str {
@@ -49,6 +65,8 @@ impl Text {
             Self::Quoted => "quoted",
             Self::New => "new",
             Self::Misleading => "misleading",
+            Self::Agreed => "agreed",
+            Self::Disagreed => "disagreed",
         }
     }
 }
@@ -57,6 +75,8 @@ impl Text {
 #[derive(Clone, Debug, Serialize)]
 pub struct SpeculateReport {
     device: DeviceInfo,
+    /// Name of the draft model; `null` with n-gram lookup.
+    draft_geometry: Option<&'static str>,
     /// Maximum drafted tokens per sequence and step.
     speculate: u32,
     /// Prompt tokens, and new tokens.
@@ -89,10 +109,15 @@ struct SpeculateRow {
 }
 
 /// Runs sequences to their ends. Returns their tokens and the tokens per second from the time when all of them run.
-fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u32>>, f64), EngineError> {
+fn run(
+    engine: &mut Engine,
+    prompts: &[Vec<u32>],
+    new: u32,
+    temperature: f32,
+) -> Result<(Vec<Vec<u32>>, f64), EngineError> {
     let mut generated = BTreeMap::<SeqId, Vec<u32>>::new();
     for (prompt, seed) in prompts.iter().zip(1..) {
-        let params = SampleParams::default().temperature(100.0).seed(seed);
+        let params = SampleParams::default().temperature(temperature).seed(seed);
         generated.insert(engine.add(Request::new(prompt.clone()).max_new_tokens(new).params(params))?, Vec::new());
     }
     let mut all_running: Option<(Instant, usize)> = None;
@@ -110,13 +135,13 @@ fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u
 }
 
 /// Measures sequences with and without drafts for each of `batches`: `tokens` new tokens after prompts of `tokens`
-/// tokens. [`EngineOptions::speculate`] is the number of drafted tokens.
+/// tokens. [`EngineOptions::speculate`] is the number of drafted tokens. The model `draft` drafts, or n-gram lookup.
 ///
 /// # Errors
 /// Fails if both engines do not fit in memory, or if a step fails.
 pub fn bench_speculate(
     kernels: &KernelSet,
-    config: &ModelConfig,
+    (model, draft): (Geometry, Option<Geometry>),
     options: &EngineOptions,
     (batches, tokens, rounds): (&[u32], u32, usize),
     progress: &(dyn Fn(&str) + Sync),
@@ -125,28 +150,33 @@ pub fn bench_speculate(
     let largest = batches.iter().copied().max().unwrap_or(1);
     let load = |speculate: u32| {
         let options = options.clone().max_batch(largest).context(2 * tokens).prefix_cache(false).speculate(speculate);
-        let engine = Engine::random(kernels, config.clone(), options, &|loaded| {
+        let compiled = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
             }
-        })?;
+        };
+        let engine = match draft.filter(|_| speculate > 0) {
+            Some(draft) => Engine::random_with_draft(kernels, model.config(), draft.config(), options, &compiled)?,
+            None => Engine::random(kernels, model.config(), options, &compiled)?,
+        };
         progress(&format!("engine with up to {speculate} drafted tokens loaded: {}", engine.memory()));
         Ok::<_, EngineError>(engine)
     };
     let (mut plain, mut drafting) = (load(0)?, load(speculate)?);
-    let (vocab, mut random, mut rows) = (config.vocab, Random::new(7), Vec::new());
+    let (vocab, mut random, mut rows) = (model.config().vocab, Random::new(7), Vec::new());
+    let kinds = if draft.is_some() { &Text::OF_MODEL[..] } else { &Text::OF_LOOKUP };
     for &batch in batches {
         let random_prompts: Vec<Vec<u32>> =
             (0..batch).map(|_| (0..tokens).map(|_| random.below(vocab.into()) as u32).collect()).collect();
-        let (texts, _) = run(&mut plain, &random_prompts, tokens)?;
-        for text in Text::ALL {
+        let (texts, _) = run(&mut plain, &random_prompts, tokens, NOISE)?;
+        for &text in kinds {
             let prompts: Vec<Vec<u32>> =
                 texts.iter().map(|following| text.prompt(following, &mut random, vocab)).collect();
             let before = drafting.draft_counts();
             let (mut rates, mut other_tokens) = ([Vec::new(), Vec::new()], 0);
             for round in 0..=rounds {
-                let (expected, plain_rate) = run(&mut plain, &prompts, tokens)?;
-                let (drafted_tokens, rate) = run(&mut drafting, &prompts, tokens)?;
+                let (expected, plain_rate) = run(&mut plain, &prompts, tokens, text.temperature())?;
+                let (drafted_tokens, rate) = run(&mut drafting, &prompts, tokens, text.temperature())?;
                 let pairs = drafted_tokens.iter().flatten().zip(expected.iter().flatten());
                 other_tokens = pairs.filter(|(drafted, expected)| drafted != expected).count();
                 // The first round warms up.
@@ -173,7 +203,8 @@ pub fn bench_speculate(
             rows.push(row);
         }
     }
-    Ok(SpeculateReport { device: kernels.device().info().clone(), speculate, tokens, rounds, rows })
+    let device = kernels.device().info().clone();
+    Ok(SpeculateReport { device, draft_geometry: draft.map(Geometry::name), speculate, tokens, rounds, rows })
 }
 
 fn median(mut rates: Vec<f64>) -> f64 {
@@ -185,9 +216,10 @@ fn median(mut rates: Vec<f64>) -> f64 {
 impl fmt::Display for SpeculateReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { device: DeviceInfo { name, driver, .. }, speculate, tokens, rounds, .. } = self;
+        let drafter = self.draft_geometry.unwrap_or("n-gram lookup");
         writeln!(
             f,
-            "{name}, CUDA {driver}; {tokens} new tokens after prompts of {tokens}, up to {speculate} drafted, median of {rounds} rounds\n\n\
+            "{name}, CUDA {driver}; {tokens} new tokens after prompts of {tokens}, up to {speculate} drafted by {drafter}, median of {rounds} rounds\n\n\
              | batch | text | tokens/s without drafts | with drafts | speedup | accepted | other tokens |\n\
              |---|---|---|---|---|---|---|"
         )?;
@@ -214,7 +246,7 @@ mod tests {
     fn prompts_repeat_the_text_as_documented() {
         let text: Vec<u32> = (1000..1128).collect();
         let mut random = Random::new(1);
-        let kept = Text::ALL.map(|kind| {
+        let kept = Text::OF_LOOKUP.map(|kind| {
             let prompt = kind.prompt(&text, &mut random, 1000);
             assert_eq!(prompt.len(), text.len());
             prompt.iter().zip(&text).filter(|(prompt, text)| prompt == text).count()

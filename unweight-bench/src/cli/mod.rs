@@ -250,6 +250,9 @@ struct SpeculateBench {
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "1,2,4,8",
           value_parser = clap::value_parser!(u32).range(1..=64))]
     batch: Vec<u32>,
+    /// Draft by a model of these shapes with random weights [default: n-gram lookup]
+    #[arg(long, value_name = "NAME", value_parser = geometry)]
+    draft_geometry: Option<Geometry>,
     /// Maximum drafted tokens per sequence and step
     #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=15))]
     speculate: u32,
@@ -578,7 +581,8 @@ impl SpeculateBench {
         (options.placement, options.kv_cache) = (self.engine.placement.0, self.engine.kv_cache.0);
         options.resident_experts = self.engine.resident_experts;
         let selection = (self.batch.as_slice(), self.tokens, self.rounds.into());
-        let report = bench::bench_speculate(&kernels, &self.geometry.config(), &options, selection, note);
+        let models = (self.geometry, self.draft_geometry);
+        let report = bench::bench_speculate(&kernels, models, &options, selection, note);
         let report = report.map_err(failed)?;
         console.result(command, &report, |out| write!(out, "{report}"))
     }

@@ -108,7 +108,21 @@ impl Engine {
         options: EngineOptions,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
-        random(kernels, config, options, &|_, _| {}, progress)
+        random(kernels, (config, None), options, &|_, _| {}, progress)
+    }
+
+    /// Like [`Engine::random`], with a draft model of the configuration `draft`, whose weights are random, too.
+    ///
+    /// # Errors
+    /// As for [`Engine::load_with_draft`].
+    pub fn random_with_draft(
+        kernels: &KernelSet,
+        config: ModelConfig,
+        draft: ModelConfig,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        random(kernels, (config, Some(draft)), options, &|_, _| {}, progress)
     }
 
     /// Like [`Engine::random`], with the MLP weights in the encodings of `stored` if the placement is
@@ -133,7 +147,7 @@ impl Engine {
                 source.builder().set_placement(stored.linears);
             }
         };
-        random(kernels, config, options, &imitate, progress)
+        random(kernels, (config, None), options, &imitate, progress)
     }
 
     /// Returns the kernels that the model of a bundle needs on any of these devices, without duplicates and without
@@ -187,11 +201,10 @@ fn load(
 ) -> Result<Engine, EngineError> {
     let config = ModelConfig::of_bundle(bundle)?;
     let names = ModelWeights::of_bundle(&config, bundle)?;
-    let of_draft = |error: EngineError| EngineError::Draft(error.into());
     let draft = match draft {
         Some(draft) => {
-            let draft_config = ModelConfig::of_bundle(draft).map_err(|error| of_draft(error.into()))?;
-            let names = ModelWeights::of_bundle(&draft_config, draft).map_err(|error| of_draft(error.into()))?;
+            let draft_config = ModelConfig::of_bundle(draft).map_err(|error| draft_error(error.into()))?;
+            let names = ModelWeights::of_bundle(&draft_config, draft).map_err(|error| draft_error(error.into()))?;
             Some((draft, DraftPlan::new((draft_config, names), &config, &options)?))
         }
         None => None,
@@ -202,38 +215,39 @@ fn load(
     let mut plan = LoadPlan::new(kernels, &config, options, stored, draft_plan, &compiled)?;
     if let Some((draft, DraftPlan { config, names, options })) = draft {
         let stored = WeightBytes::of(&config, &names, draft);
-        let options = options.memory(plan.draft_bytes);
-        // On one stream, so that kernels of both models never run at the same time.
-        let stream = plan.stream.clone();
-        let loaded = LoadPlan::new(kernels, &config, options, stored, None, &compiled)
-            .and_then(|plan| LoadPlan { stream, ..plan }.load(kernels, draft, (config, &names), progress));
-        plan.draft_model = Some(DraftModel::new(loaded.map_err(of_draft)?));
+        let draft_plan = plan.for_draft(kernels, &config, options, stored, &compiled);
+        plan.set_draft(draft_plan.and_then(|plan| plan.load(kernels, draft, (config, &names), progress)))?;
     }
     plan.load(kernels, bundle, (config, &names), progress)
 }
 
-/// Loads random weights; `imitate` may set their encodings.
+/// Loads random weights, also of a draft model; `imitate` may set the encodings of the others.
 fn random(
     kernels: &KernelSet,
-    config: ModelConfig,
+    (config, draft): (ModelConfig, Option<ModelConfig>),
     options: EngineOptions,
     imitate: &dyn Fn(&mut Random<'_>, &ModelWeights),
     progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
 ) -> Result<Engine, EngineError> {
-    let names = ModelWeights::named(&config);
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-    let plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), None, &compiled)?;
-    let builder = LayerBuilder::new(kernels, &plan.stream, plan.load_options(&config))?;
-    let shapes = config.linears().into_iter().chain(config.dense_linears().into_iter().flatten());
-    let shapes = shapes.chain([[config.vocab, config.hidden]]);
-    let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
-    let mut source = Random::new(builder, largest)?;
-    imitate(&mut source, &names);
-    source.builder().set_compact_experts(plan.options.compact_experts);
-    let weights = plan.weights(kernels, &mut source, &config, &names, progress)?;
-    let ctx = source.builder().context(&plan.stream)?;
-    drop(source);
-    plan.finish(kernels, config, weights, ctx, "random", &compiled)
+    let draft = match draft {
+        Some(draft) => {
+            let names = ModelWeights::named(&draft);
+            Some(DraftPlan::new((draft, names), &config, &options)?)
+        }
+        None => None,
+    };
+    let mut plan = LoadPlan::new(kernels, &config, options, WeightBytes::random(&config), draft.as_ref(), &compiled)?;
+    if let Some(DraftPlan { config, options, .. }) = draft {
+        let draft_plan = plan.for_draft(kernels, &config, options, WeightBytes::random(&config), &compiled);
+        plan.set_draft(draft_plan.and_then(|plan| plan.load_random(kernels, config, &|_, _| {}, progress)))?;
+    }
+    plan.load_random(kernels, config, imitate, progress)
+}
+
+/// Returns the error of loading a draft model.
+fn draft_error(error: EngineError) -> EngineError {
+    EngineError::Draft(error.into())
 }
 
 /// How the embedding is held if its values can be packed. A tied embedding is padded like the head; an untied one is
@@ -397,6 +411,25 @@ impl LoadPlan {
         Ok(Self { stream: device.stream()?, options, have, draft_bytes, draft_model: None })
     }
 
+    /// Plans a draft model in the memory kept for it. It runs on the same stream, so that kernels of both models never
+    /// run at the same time.
+    fn for_draft(
+        &self,
+        kernels: &KernelSet,
+        config: &ModelConfig,
+        options: EngineOptions,
+        stored: WeightBytes,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let plan = Self::new(kernels, config, options.memory(self.draft_bytes), stored, None, progress)?;
+        Ok(Self { stream: self.stream.clone(), ..plan })
+    }
+
+    fn set_draft(&mut self, loaded: Result<Engine, EngineError>) -> Result<(), EngineError> {
+        self.draft_model = Some(DraftModel::new(loaded.map_err(draft_error)?));
+        Ok(())
+    }
+
     /// Loads the model of a bundle.
     fn load(
         self,
@@ -414,6 +447,29 @@ impl LoadPlan {
         drop(source);
         let model = bundle.manifest().manifest_digest.to_string();
         self.finish(kernels, config, weights, ctx, &model, &compiled)
+    }
+
+    /// Loads random weights, after `imitate` set their encodings.
+    fn load_random(
+        self,
+        kernels: &KernelSet,
+        config: ModelConfig,
+        imitate: &dyn Fn(&mut Random<'_>, &ModelWeights),
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Engine, EngineError> {
+        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+        let names = ModelWeights::named(&config);
+        let builder = LayerBuilder::new(kernels, &self.stream, self.load_options(&config))?;
+        let shapes = config.linears().into_iter().chain(config.dense_linears().into_iter().flatten());
+        let shapes = shapes.chain([[config.vocab, config.hidden]]);
+        let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
+        let mut source = Random::new(builder, largest)?;
+        imitate(&mut source, &names);
+        source.builder().set_compact_experts(self.options.compact_experts);
+        let weights = self.weights(kernels, &mut source, &config, &names, progress)?;
+        let ctx = source.builder().context(&self.stream)?;
+        drop(source);
+        self.finish(kernels, config, weights, ctx, "random", &compiled)
     }
 
     fn load_options(&self, config: &ModelConfig) -> LoadOptions {
