@@ -12,21 +12,25 @@
 //! One prompt runs at a time, cut by [`Cut`]. While sequences run, a chunk runs in one pass with a step
 //! ([`Limits::mixes`]). Without such passes, at most [`Limits::chunk`] prompt tokens run between two steps, so that no
 //! sequence waits for a long prompt. If at most a chunk of prompt tokens waits in all, steps have priority: prompts are
-//! cut into quarters of chunks (halves if many sequences run).
+//! cut into quarters of chunks (halves if many sequences run). Between two chunks of a long prompt, a short one of at
+//! most a quarter of a chunk passes it.
 //!
 //! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it returns its pages,
 //! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be
 //! kept neither packed nor in BF16.
 
 mod chunks;
+mod prefill;
 mod speculate;
 
-use std::{collections::VecDeque, ops::Range};
+use std::collections::VecDeque;
 
 use rayon::prelude::*;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
-use self::chunks::{ChunkStart, time_of};
+use self::chunks::ChunkStart;
+pub use self::prefill::Chunk;
+use self::prefill::Prefill;
 use self::speculate::Drafts;
 pub use self::speculate::{DraftCounts, Speculation, draft_step_time};
 use crate::{
@@ -231,6 +235,8 @@ pub struct Schedule {
     waiting: VecDeque<Waiting>,
     /// The sequence whose prompt runs.
     prefill: Option<Prefill>,
+    /// A sequence with a long prompt, which the short one of `prefill` passes.
+    passed: Option<Prefill>,
     cut: Cut,
     prefixes: PrefixCache,
     /// [`Schedule::shared_prompt_tokens`].
@@ -252,42 +258,6 @@ struct StepInFlight {
     sole_holder: bool,
 }
 
-/// What a sequence takes from the pools to run.
-#[derive(Debug)]
-struct Holding {
-    /// Nodes of the prefix cache; their pages are the first of `pages`.
-    shared: Vec<NodeId>,
-    pages: Vec<u32>,
-    hot: u32,
-    state_slot: Option<u32>,
-}
-
-/// A sequence during its prefill.
-#[derive(Debug)]
-struct Prefill {
-    /// The number of tokens before the next chunk.
-    start: u32,
-    /// No other sequence held BF16 units when a chunk was run, so preemption cannot free any.
-    sole_holder: bool,
-    /// The state of the sequence after its first token.
-    running: Running,
-}
-
-/// The next chunk of a prompt.
-#[derive(Debug)]
-pub struct Chunk<'a> {
-    /// The sequence of the chunk.
-    pub running: &'a Running,
-    /// The token ids of the chunk.
-    pub tokens: &'a [u32],
-    /// The position of the first token.
-    pub start: u32,
-    /// Whether no chunk of the prompt was run before.
-    pub is_first: bool,
-    /// Whether the sequence's first token is sampled after the chunk.
-    pub is_last: bool,
-}
-
 impl Schedule {
     /// An empty schedule over a KV cache of `pages` pages.
     pub fn new(limits: Limits, pages: u32) -> Self {
@@ -302,6 +272,7 @@ impl Schedule {
             preempted: 0,
             waiting: VecDeque::new(),
             prefill: None,
+            passed: None,
             cut: Cut::new(limits.chunk),
             prefixes: PrefixCache::new(Cut::new(limits.chunk)),
             shared_prompt_tokens: 0,
@@ -413,7 +384,7 @@ impl Schedule {
             self.waiting.remove(at);
             return true;
         }
-        if let Some(prefill) = self.prefill.take_if(|prefill| prefill.running.id == id) {
+        if let Some(prefill) = self.take_prefill_if(|prefill| prefill.running.id == id) {
             self.retire(prefill.running);
             return true;
         }
@@ -465,8 +436,12 @@ impl Schedule {
     /// Returns the index of the waiting sequence that runs next. While no state slot is free, others pass a sequence
     /// that needs one.
     fn next_waiting(&self) -> Option<usize> {
-        let has_slot = |waiting: &Waiting| self.state_slots.free() > 0 || !waiting.is_adjusted();
-        self.waiting.iter().position(has_slot)
+        self.waiting.iter().position(|waiting| self.has_slot(waiting))
+    }
+
+    /// Whether a state slot is free for a sequence, or not needed.
+    fn has_slot(&self, waiting: &Waiting) -> bool {
+        self.state_slots.free() > 0 || !waiting.is_adjusted()
     }
 
     /// Returns the nodes of the cached prefix of a sequence's prompt, and the number of pages that it needs in
@@ -522,14 +497,16 @@ impl Schedule {
     /// Preempts the youngest sequence, which is in a row or in its prefill.
     fn preempt_youngest(&mut self) {
         let row = (0..self.rows.len()).max_by_key(|at| self.rows[*at].id);
-        let is_youngest = |prefill: &mut Prefill| row.is_none_or(|at| self.rows[at].id < prefill.running.id);
-        let sequence = match (self.prefill.take_if(is_youngest), row) {
-            (Some(prefill), _) => prefill.running,
-            (None, Some(at)) => {
+        let prefill_id = self.prefills().map(|prefill| prefill.running.id).max();
+        let sequence = match row {
+            Some(at) if prefill_id.is_none_or(|id| id < self.rows[at].id) => {
                 self.changed = true;
                 self.rows.swap_remove(at)
             }
-            (None, None) => return,
+            _ => match self.take_prefill_if(|prefill| Some(prefill.running.id) == prefill_id) {
+                Some(prefill) => prefill.running,
+                None => return,
+            },
         };
         self.retire(Running { must_recompute: true, ..sequence });
     }
@@ -573,130 +550,6 @@ impl Schedule {
         let any = !evicted.is_empty();
         self.give_pages(evicted);
         any
-    }
-
-    /// Starts the prefill of the next waiting sequence, if [`Schedule::next_action`] returned [`Next::Prefill`] and no
-    /// prompt runs. It may free pages ([`Schedule::take_freed`]).
-    pub fn begin_prefill(&mut self) {
-        if self.prefill.is_some() {
-            return;
-        }
-        let Some(next) = self.next_waiting() else { return };
-        let Some((shared, need)) = self.room_for(&self.waiting[next]) else { return };
-        let Some(waiting) = self.waiting.remove(next) else { return };
-        match self.take_holding(shared, need, waiting.is_adjusted()) {
-            Some(holding) => self.begin(waiting, holding),
-            None => self.waiting.insert(next, waiting),
-        }
-    }
-
-    /// Takes `need` pages, a hot page and, for adjusted logits, a state slot: all of them or none.
-    fn take_holding(&mut self, shared: Vec<NodeId>, need: u32, is_adjusted: bool) -> Option<Holding> {
-        // Held before pages are taken, because that may evict nodes that no sequence reads.
-        self.prefixes.hold(&shared);
-        let (own, hot) = (self.take_pages(need), self.hot_pages.take(1));
-        let state_slot = self.state_slots.take(u32::from(is_adjusted));
-        if let (Some(own), Some([hot]), Some(state_slot)) = (&own, hot.as_deref(), &state_slot) {
-            let pages = [&self.prefixes.pages(&shared)[..], own].concat();
-            return Some(Holding { shared, pages, hot: *hot, state_slot: state_slot.first().copied() });
-        }
-        self.prefixes.release(&shared);
-        self.give_pages(own.unwrap_or_default());
-        self.hot_pages.give(hot.unwrap_or_default());
-        self.state_slots.give(state_slot.unwrap_or_default());
-        None
-    }
-
-    fn begin(&mut self, waiting: Waiting, holding: Holding) {
-        let is_adjusted = waiting.is_adjusted();
-        let Waiting { id, request, constraint, produced, .. } = waiting;
-        let Holding { shared, pages, hot, state_slot } = holding;
-        let start = self.tokens_of(&shared);
-        self.shared_prompt_tokens += u64::from(start);
-        let running = Running {
-            id,
-            params: request.params,
-            adjustments: request.adjustments,
-            logprobs: request.logprobs,
-            constraint,
-            state_slot,
-            pages,
-            shared,
-            hot,
-            last: 0,
-            position: request.prompt.len() as u32,
-            draft: Vec::new(),
-            wanted_draft: 0,
-            drafter: self.limits.speculation.drafter(self.drafts.acceptance).filter(|_| !is_adjusted),
-            max_new_tokens: request.max_new_tokens,
-            stop: request.stop,
-            tokens: request.prompt,
-            produced,
-            launched: produced + 1,
-            done: false,
-            must_recompute: false,
-        };
-        self.prefill = Some(Prefill { start, sole_holder: true, running });
-    }
-
-    /// The next chunk of the current prompt.
-    pub fn next_chunk(&self) -> Option<Chunk<'_>> {
-        let prefill = self.prefill.as_ref()?;
-        let Range { start, end } = self.chunk_of(prefill);
-        let tokens = &prefill.running.tokens;
-        Some(Chunk {
-            running: &prefill.running,
-            tokens: &tokens[start as usize..end as usize],
-            start,
-            is_first: start == self.tokens_of(&prefill.running.shared),
-            is_last: end as usize == tokens.len(),
-        })
-    }
-
-    /// Records that the chunk of [`Schedule::next_chunk`] was enqueued.
-    pub fn note_chunk_launched(&mut self) {
-        if let Some(mut prefill) = self.prefill.take() {
-            prefill.sole_holder &= self.rows.is_empty();
-            let Range { start, end } = self.chunk_of(&prefill);
-            // Without rows, no sequence waits for the chunk.
-            self.spent = if self.rows.is_empty() { 0 } else { self.spent + time_of(end - start) };
-            let Running { drafter, tokens, .. } = &mut prefill.running;
-            if let Some(drafter) = drafter {
-                drafter.observe(&tokens[..end as usize], TokenKind::Prompt);
-            }
-            self.prefill = Some(Prefill { start: end, ..prefill });
-        }
-    }
-
-    /// Whether the prompt of a sequence runs.
-    pub fn is_prefilling(&self) -> bool {
-        self.prefill.is_some()
-    }
-
-    /// Ends the current prefill, which is complete: records the sequence's first token and gives it a row.
-    pub fn finish_prefill(&mut self, token: u32) -> Option<Event> {
-        let Prefill { mut running, .. } = self.prefill.take()?;
-        if self.limits.shares_prefixes {
-            // Before the first token is appended to the tokens.
-            self.prefixes.insert(&mut running.shared, &running.tokens, &running.pages);
-        }
-        let event = running.record_token(token);
-        self.rows.push(running);
-        self.changed = true;
-        Some(event)
-    }
-
-    /// Preempts the sequence whose prefill is complete, because a page was lost. If nothing else holds BF16 units, ends
-    /// it instead.
-    pub fn abort_prefill(&mut self) -> Option<Event> {
-        let Prefill { mut running, sole_holder, .. } = self.prefill.take()?;
-        // Sampling of its token has overwritten the first row.
-        self.changed = true;
-        let dropped = self.drop_idle();
-        let (id, ends) = (running.id, sole_holder && !dropped);
-        running.must_recompute = !ends;
-        self.retire(running);
-        ends.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::UnitsFull), logprobs: None })
     }
 
     /// Records the launch of a step of all rows.
@@ -752,7 +605,7 @@ impl Schedule {
     pub fn clear(&mut self) {
         self.in_flight.clear();
         self.waiting.clear();
-        if let Some(prefill) = self.prefill.take() {
+        while let Some(prefill) = self.take_prefill_if(|_| true) {
             self.retire(prefill.running);
         }
         for running in &mut self.rows {
@@ -769,11 +622,6 @@ impl Schedule {
         self.rows.par_iter_mut().flat_map_iter(|running| running.mask(vocab)).collect()
     }
 
-    /// The mask of the sequence whose prompt runs; empty if it has no constraint.
-    pub fn prefill_mask(&mut self) -> Vec<u32> {
-        self.prefill.as_mut().map_or_else(Vec::new, |prefill| prefill.running.mask(self.limits.vocab))
-    }
-
     /// The running sequences in the order of their rows.
     pub fn rows(&self) -> &[Running] {
         &self.rows
@@ -781,7 +629,7 @@ impl Schedule {
 
     /// The number of sequences that have no row yet.
     pub fn waiting(&self) -> usize {
-        self.waiting.len() + usize::from(self.prefill.is_some())
+        self.waiting.len() + self.prefills().count()
     }
 
     /// The number of pages that no sequence reads; the prefix cache may hold some of them.

@@ -468,10 +468,20 @@ impl Engine {
     /// Prepares the next chunk of a prompt. Returns `None` if no sequence can start.
     fn begin_chunk(&mut self) -> Result<Option<PromptEnd>, DeviceError> {
         let Self { config, schedule, forward, .. } = self;
+        if schedule.passes() {
+            // Setting the pages of another prompt clears the flag.
+            if forward.prompt_is_lost()? {
+                self.pending_events.extend(schedule.abort_prefill());
+                return Ok(None);
+            }
+            schedule.begin_passing();
+        }
         schedule.begin_prefill();
         forward.release(&schedule.take_freed())?;
-        let Some(Chunk { running, tokens, start, is_first, is_last }) = schedule.next_chunk() else { return Ok(None) };
-        if is_first {
+        let Some(Chunk { running, tokens, start, sets_pages, is_last }) = schedule.next_chunk() else {
+            return Ok(None);
+        };
+        if sets_pages {
             forward.set_pages(&running.pages, Some(running.hot))?;
         }
         if let (true, Some(slot)) = (is_last, running.state_slot) {

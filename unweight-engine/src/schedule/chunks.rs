@@ -30,10 +30,10 @@ pub(super) fn time_of(tokens: u32) -> u32 {
 impl Schedule {
     /// Returns when the next chunk of a prompt may run; `None` if no prompt waits, or if a step is due first.
     pub(super) fn chunk_is_due(&self) -> Option<ChunkStart> {
-        let (start, len, next) = match &self.prefill {
-            Some(prefill) => (prefill.start, prefill.running.tokens.len() as u32, None),
-            None => {
-                let next = self.next_waiting()?;
+        let (start, len, next) = match (self.passing(), &self.prefill) {
+            (None, Some(prefill)) => (prefill.start, prefill.running.tokens.len() as u32, None),
+            (passing, _) => {
+                let next = passing.or_else(|| self.next_waiting())?;
                 let (shared, _) = self.room_for(&self.waiting[next])?;
                 (self.tokens_of(&shared), self.waiting[next].request.prompt.len() as u32, Some(next))
             }
@@ -62,12 +62,14 @@ impl Schedule {
         self.cut.fraction(if self.rows.len() < MANY_ROWS { 4 } else { 2 })
     }
 
-    /// The prefill time of all prompts that wait, by [`time_of`]: `start..len` of one prompt, and the prompts of all
-    /// waiting sequences but that of index `except`.
+    /// The prefill time of all prompts that wait, by [`time_of`]: `start..len` of one prompt, the rest of a prompt that
+    /// it passes, and the prompts of all waiting sequences but that of index `except`.
     fn backlog(&self, start: u32, len: u32, except: Option<usize>) -> u32 {
         let others = self.waiting.iter().enumerate().filter(|(index, _)| Some(*index) != except);
-        let times = others.map(|(_, waiting)| time_of(waiting.request.prompt.len() as u32));
-        times.fold(time_of(len - start), u32::saturating_add)
+        let others = others.map(|(_, waiting)| waiting.request.prompt.len() as u32);
+        let passed = if except.is_some() { &self.prefill } else { &self.passed };
+        let passed = passed.iter().map(|prefill| prefill.running.tokens.len() as u32 - prefill.start);
+        others.chain(passed).map(time_of).fold(time_of(len - start), u32::saturating_add)
     }
 
     /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.

@@ -162,13 +162,21 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 20));
 }
 
+/// Starts the prefill that runs next.
+fn begin_next(schedule: &mut Schedule) {
+    if schedule.passes() {
+        schedule.begin_passing();
+    }
+    schedule.begin_prefill();
+}
+
 /// Returns the sizes of the chunks that run, with `s` for each step, until `rows` rows run.
 fn order(schedule: &mut Schedule, rows: usize) -> String {
     let mut order = Vec::new();
     while schedule.rows().len() < rows {
         match schedule.next_action() {
             Next::Prefill => {
-                schedule.begin_prefill();
+                begin_next(schedule);
                 let chunk = schedule.next_chunk().unwrap();
                 let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
                 order.push(tokens.to_string());
@@ -185,7 +193,7 @@ fn order(schedule: &mut Schedule, rows: usize) -> String {
             Next::Read => schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
             Next::Mixed { .. } => {
                 assert!(schedule.in_flight.is_empty());
-                schedule.begin_prefill();
+                begin_next(schedule);
                 let chunk = schedule.next_chunk().unwrap();
                 let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
                 order.push(format!("{tokens}+s"));
@@ -200,6 +208,58 @@ fn order(schedule: &mut Schedule, rows: usize) -> String {
         }
     }
     order.join(" ")
+}
+
+#[test]
+fn short_prompts_pass_a_long_one() {
+    let prompt = |len: usize| Request::new(vec![7; len]).max_new_tokens(900);
+    let orders = [
+        (false, "1024 20 1024 s 256 s 1024 s 30 s 1024 s 512 s 392 s 256 s 1"),
+        (true, "1024 20 1024+s 256+s 1024+s 30+s 1024+s 512+s 392+s 256+s 1+s"),
+    ];
+    for (mixes, expected) in orders {
+        let limits = Limits { chunk: 1024, context: 10_000, max_batch: 16, mixes, ..LIMITS };
+        let mut schedule = Schedule::new(limits, 900);
+        for len in [5000, 20, 257, 256, 30] {
+            schedule.add(prompt(len)).unwrap();
+        }
+        assert_eq!(order(&mut schedule, 5), expected, "prompts of up to 256 tokens, one after each chunk");
+    }
+}
+
+#[test]
+fn passed_prompts_are_cancelled_and_preempted() {
+    let limits = Limits { chunk: 1024, context: 10_000, max_batch: 16, ..LIMITS };
+    let begin_both = || {
+        let mut schedule = Schedule::new(limits, 900);
+        let [long, short] = [5000, 20].map(|len| schedule.add(request(len, 9)).unwrap());
+        assert!(!chunk(&mut schedule) && schedule.passes());
+        begin_next(&mut schedule);
+        assert_eq!((schedule.next_chunk().unwrap().running.id, schedule.waiting()), (short, 2));
+        (schedule, long, short)
+    };
+    let (mut schedule, long, short) = begin_both();
+    assert!(schedule.cancel(long));
+    assert_eq!((schedule.next_chunk().unwrap().running.id, schedule.waiting()), (short, 1));
+    assert!(schedule.cancel(short));
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 900));
+
+    let (mut schedule, long, short) = begin_both();
+    schedule.preempt_youngest();
+    let next = schedule.next_chunk().unwrap();
+    assert_eq!((next.running.id, next.start, next.sets_pages), (long, 1024, true), "the long prompt goes on");
+    schedule.preempt_youngest();
+    assert_eq!((schedule.is_prefilling(), schedule.waiting(), schedule.free_pages()), (false, 2, 900));
+    assert!(schedule.cancel(long) && schedule.cancel(short));
+
+    let (mut schedule, long, _) = begin_both();
+    schedule.note_chunk_launched();
+    assert_eq!(schedule.abort_prefill(), None, "a page may be lost to the units that the long prompt holds");
+    assert_eq!((schedule.next_chunk().unwrap().running.id, schedule.waiting()), (long, 2));
+
+    let (mut schedule, ..) = begin_both();
+    schedule.clear();
+    assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 900));
 }
 
 #[test]
@@ -443,7 +503,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 /// exactly as many as it should. Pages of running sequences never overlap, and all are returned.
 #[test]
 fn sequences_do_not_affect_each_other() {
-    let (mut preempted, mut full, mut cancelled, mut shared, mut mixed) = (0, 0, 0, 0, 0);
+    let (mut preempted, mut full, mut cancelled, mut shared, mut mixed, mut passes) = (0, 0, 0, 0, 0, 0);
     let (mut drafts, mut model_drafts) = (DraftCounts::default(), DraftCounts::default());
     let add = |sum: DraftCounts, counts: DraftCounts| DraftCounts {
         drafted: sum.drafted + counts.drafted,
@@ -462,11 +522,13 @@ fn sequences_do_not_affect_each_other() {
         let (shares_prefixes, mixes) = (random.below(2) == 0, random.below(2) == 0);
         let limits = Limits { shares_prefixes, mixes, speculation, ..limits };
         let mut simulation = Simulation::new(limits, random, loss);
+        simulation.prompt_max = if seed % 5 == 0 { 800 } else { 300 };
         simulation.run(12, 40_000);
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
         shared += simulation.schedule.shared_prompt_tokens();
         mixed += simulation.mixed_passes;
+        passes += simulation.passes;
         match speculation.model {
             Some(_) => model_drafts = add(model_drafts, simulation.schedule.draft_counts()),
             None => drafts = add(drafts, simulation.schedule.draft_counts()),
@@ -475,8 +537,8 @@ fn sequences_do_not_affect_each_other() {
         cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
     assert!(
-        preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000 && mixed > 800,
-        "{preempted} {full} {cancelled} {shared} {mixed}: too few cases"
+        preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000 && mixed > 800 && passes > 20,
+        "{preempted} {full} {cancelled} {shared} {mixed} {passes}: too few cases"
     );
     for drafts in [drafts, model_drafts] {
         assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 2000, "{drafts:?}");
@@ -635,9 +697,12 @@ struct Simulation {
     prompt_is_lost: bool,
     /// The tokens and flags of each step in flight.
     in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
+    /// The maximum number of tokens of a prompt.
+    prompt_max: u64,
     /// The units that pages hold.
     held_units: BTreeMap<u32, u32>,
     prefills: u64,
+    passes: u64,
     mixed_passes: u64,
     losses: u64,
     /// The sequences that have lost a page.
@@ -662,8 +727,10 @@ impl Simulation {
             is_overwritten: false,
             prompt_is_lost: false,
             in_flight: VecDeque::new(),
+            prompt_max: 300,
             held_units: BTreeMap::new(),
             prefills: 0,
+            passes: 0,
             mixed_passes: 0,
             losses: 0,
             lost_once: BTreeSet::new(),
@@ -683,7 +750,7 @@ impl Simulation {
     fn run(&mut self, count: usize, actions_max: usize) {
         for _ in 0..actions_max {
             if self.clients.requested.len() < count && self.random.below(4) == 0 {
-                let (prompt, new) = (1 + self.random.below(300) as usize, self.random.below(180) as u32);
+                let (prompt, new) = (1 + self.random.below(self.prompt_max) as usize, self.random.below(180) as u32);
                 let stops = self.random.below(3) == 0 && new > stop_of(new);
                 self.add(prompt, new, stops);
             }
@@ -721,7 +788,7 @@ impl Simulation {
     /// Takes back the units of pages that no sequence and no prompt uses, and checks the owners of all pages.
     fn release(&mut self) {
         let freed = self.schedule.take_freed();
-        let all = self.schedule.rows().iter().chain(self.schedule.prefill.as_ref().map(|prefill| &prefill.running));
+        let all = self.schedule.rows().iter().chain(self.schedule.prefills().map(|prefill| &prefill.running));
         let shared_pages = |row: &Running| self.schedule.prefixes.pages_of(&row.shared) as usize;
         let private = all.clone().flat_map(|row| row.pages[shared_pages(row)..].to_vec());
         let shared: BTreeSet<u32> = self.schedule.prefixes.all_pages().into_iter().collect();
@@ -813,9 +880,18 @@ impl Simulation {
 
     /// Runs a chunk. Returns its sequence, and the number of tokens that it has received, if the chunk is the last one.
     fn run_chunk(&mut self) -> Option<(SeqId, u32)> {
+        if self.schedule.passes() {
+            if std::mem::take(&mut self.prompt_is_lost) {
+                let event = self.schedule.abort_prefill();
+                event.into_iter().for_each(|event| self.receive(event));
+                return None;
+            }
+            self.passes += 1;
+            self.schedule.begin_passing();
+        }
         self.schedule.begin_prefill();
         self.release();
-        let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk().unwrap();
+        let Chunk { running, tokens, start, sets_pages, is_last } = self.schedule.next_chunk().unwrap();
         assert!(!is_last || self.in_flight.is_empty());
         let (id, hot, pages) = (running.id, running.hot, running.pages.clone());
         let received = self.clients.received.get(&id).map_or(&[][..], Vec::as_slice);
@@ -828,8 +904,9 @@ impl Simulation {
                 && (end as usize == all.len()) == is_last
         );
         let nth = received.len() as u32;
-        if is_first {
-            (self.prefills, self.prompt_is_lost) = (self.prefills + 1, false);
+        self.prefills += u64::from(start == self.schedule.tokens_of(&running.shared));
+        if sets_pages {
+            self.prompt_is_lost = false;
         }
         self.attend(&all, (&pages, hot), (start, end), end);
         if self.schedule.limits.kv_cache == KvCache::Packed {
@@ -931,8 +1008,9 @@ impl Simulation {
         assert_eq!((self.schedule.free_pages(), self.schedule.waiting()), (Self::PAGES, 0), "{what}");
         assert_eq!(self.schedule.hot_pages.free(), LIMITS.max_batch, "{what}");
         assert_eq!(self.schedule.state_slots.free(), LIMITS.adjusted_max, "{what}");
-        // A prefill is the first of its sequence, or follows a lost page.
-        assert!(self.prefills <= self.clients.requested.len() as u64 + self.losses, "{what}");
+        // A prefill is the first of its sequence, or follows a lost page. Longer prompts are also preempted for pages.
+        let again = if self.prompt_max > 300 { self.schedule.preempted() } else { self.losses };
+        assert!(self.prefills <= self.clients.requested.len() as u64 + again, "{what}");
         self.clients.check(self.loss != Loss::None, what);
     }
 }

@@ -2,6 +2,8 @@
 //! texts whose logits are computed in between, and lost pages. The device tracks its BF16 units by index: none is owned
 //! twice, and none is missing at the end.
 
+use std::ops::Range;
+
 use super::*;
 
 /// The id of texts of one page or more, which are scored between steps.
@@ -75,6 +77,8 @@ struct Attack {
     /// The pages and the hot page of the current prompt, as they were set before its first chunk.
     prompt: (Vec<u32>, u32),
     prompt_is_lost: bool,
+    /// Events of prompts that another was about to pass.
+    pending: Vec<Event>,
     is_overwritten: bool,
     in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
     texts: u32,
@@ -99,6 +103,7 @@ impl Attack {
             memory: vec![0; ((plan.pages + plan.limits.max_batch) * PAGE_TOKENS) as usize],
             prompt: (Vec::new(), 0),
             prompt_is_lost: false,
+            pending: Vec::new(),
             is_overwritten: false,
             in_flight: VecDeque::new(),
             texts: 0,
@@ -185,7 +190,7 @@ impl Attack {
             Some(prefill) if self.plan.cancels_prefills && self.random.below(2) == 0 => prefill.running.id,
             _ => id,
         };
-        let runs = self.schedule.prefill.as_ref().is_some_and(|prefill| prefill.running.id == id);
+        let runs = self.schedule.prefills().any(|prefill| prefill.running.id == id);
         if runs && !self.plan.cancels_prefills {
             return;
         }
@@ -276,6 +281,9 @@ impl Attack {
 
     /// Like `Engine::step`.
     fn step(&mut self) -> Vec<Event> {
+        if !self.pending.is_empty() {
+            return std::mem::take(&mut self.pending);
+        }
         loop {
             let next = self.schedule.next_action();
             self.release();
@@ -323,11 +331,18 @@ impl Attack {
 
     /// Runs a chunk. Returns its sequence, and the number of tokens that it has received, if the chunk is the last one.
     fn run_chunk(&mut self) -> Option<(SeqId, u32)> {
+        if self.schedule.passes() {
+            if self.prompt_is_lost {
+                self.pending.extend(self.schedule.abort_prefill());
+                return None;
+            }
+            self.schedule.begin_passing();
+        }
         self.schedule.begin_prefill();
         self.release();
-        let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk()?;
+        let Chunk { running, tokens, start, sets_pages, is_last } = self.schedule.next_chunk()?;
         let (id, tokens) = (running.id, tokens.to_vec());
-        if is_first {
+        if sets_pages {
             self.prompt = (running.pages.clone(), running.hot);
             self.prompt_is_lost = false;
         }
