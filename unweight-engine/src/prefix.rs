@@ -105,6 +105,11 @@ impl PrefixCache {
         found
     }
 
+    /// A number that changes whenever [`PrefixCache::find`] may find other nodes.
+    pub fn version(&self) -> u64 {
+        self.clock
+    }
+
     /// The number of pages of these nodes.
     pub fn pages_of(&self, nodes: &[NodeId]) -> u32 {
         nodes.iter().filter_map(|node| self.nodes.get(node.0)?.as_ref()).map(|node| node.pages.len() as u32).sum()
@@ -195,6 +200,7 @@ impl PrefixCache {
             self.idle -= node.idle_pages();
             self.vacant.push(at);
             self.index.remove(&node.key);
+            self.clock += 1;
             if let Some(parent) = node.key.0.and_then(|parent| self.nodes.get_mut(parent.0)?.as_mut()) {
                 parent.children -= 1;
             }

@@ -23,7 +23,10 @@ mod chunks;
 mod prefill;
 mod speculate;
 
-use std::collections::VecDeque;
+use std::{
+    collections::VecDeque,
+    sync::{Mutex, PoisonError},
+};
 
 use rayon::prelude::*;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
@@ -53,6 +56,8 @@ struct Waiting {
     produced: u32,
     /// The sequence is tried again once [`Schedule::ended`] has reached this number, or if nothing runs.
     retry_at_ended: u64,
+    /// The nodes of the cached prefix of the prompt, at a [`PrefixCache::version`].
+    shared: Mutex<(u64, Vec<NodeId>)>,
 }
 
 impl Waiting {
@@ -297,7 +302,14 @@ impl Schedule {
         self.next_id += 1;
         if request.max_new_tokens > 0 {
             let constraint = request.constraint.take().map(|constraint| constraint.start());
-            self.waiting.push_back(Waiting { id, request, constraint, produced: 0, retry_at_ended: 0 });
+            self.waiting.push_back(Waiting {
+                id,
+                request,
+                constraint,
+                produced: 0,
+                retry_at_ended: 0,
+                shared: Mutex::default(),
+            });
         }
         Ok(id)
     }
@@ -456,9 +468,20 @@ impl Schedule {
         let cache = self.limits.kv_cache;
         let rows = self.rows.iter().filter(|row| row.need(cache, u32::MAX) > row.pages.len() as u32).count() as u32;
         let shares = self.limits.shares_prefixes;
-        let shared = if shares { self.prefixes.find(&waiting.request.prompt) } else { Vec::new() };
+        let shared = if shares { self.shared_of(waiting) } else { Vec::new() };
         let need = self.need(waiting) - self.prefixes.pages_of(&shared);
         (need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)).then_some((shared, need))
+    }
+
+    /// Returns the nodes of the cached prefix of a sequence's prompt. They are looked up only after the cache changed,
+    /// because a sequence may wait for many steps.
+    fn shared_of(&self, waiting: &Waiting) -> Vec<NodeId> {
+        let version = self.prefixes.version();
+        let mut shared = waiting.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if shared.0 != version {
+            *shared = (version, self.prefixes.find(&waiting.request.prompt));
+        }
+        shared.1.clone()
     }
 
     /// The number of pages of a prompt and the first step after it.
@@ -540,7 +563,8 @@ impl Schedule {
                 Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs, constraint: None };
             self.preempted += 1;
             let retry_at_ended = self.ended + 1;
-            self.waiting.push_front(Waiting { id, request, constraint, produced, retry_at_ended });
+            let shared = Mutex::default();
+            self.waiting.push_front(Waiting { id, request, constraint, produced, retry_at_ended, shared });
         }
     }
 

@@ -468,13 +468,10 @@ impl Engine {
     /// Prepares the next chunk of a prompt. Returns `None` if no sequence can start.
     fn begin_chunk(&mut self) -> Result<Option<PromptEnd>, DeviceError> {
         let Self { config, schedule, forward, .. } = self;
-        if schedule.passes() {
-            // Setting the pages of another prompt clears the flag.
-            if forward.prompt_is_lost()? {
-                self.pending_events.extend(schedule.abort_prefill());
-                return Ok(None);
-            }
-            schedule.begin_passing();
+        // Setting the pages of another prompt clears the flag.
+        if schedule.passes() && forward.prompt_is_lost()? {
+            self.pending_events.extend(schedule.abort_prefill());
+            return Ok(None);
         }
         schedule.begin_prefill();
         forward.release(&schedule.take_freed())?;

@@ -162,21 +162,13 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     assert_eq!((schedule.next_action(), schedule.free_pages()), (Next::Idle, 20));
 }
 
-/// Starts the prefill that runs next.
-fn begin_next(schedule: &mut Schedule) {
-    if schedule.passes() {
-        schedule.begin_passing();
-    }
-    schedule.begin_prefill();
-}
-
 /// Returns the sizes of the chunks that run, with `s` for each step, until `rows` rows run.
 fn order(schedule: &mut Schedule, rows: usize) -> String {
     let mut order = Vec::new();
     while schedule.rows().len() < rows {
         match schedule.next_action() {
             Next::Prefill => {
-                begin_next(schedule);
+                schedule.begin_prefill();
                 let chunk = schedule.next_chunk().unwrap();
                 let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
                 order.push(tokens.to_string());
@@ -193,7 +185,7 @@ fn order(schedule: &mut Schedule, rows: usize) -> String {
             Next::Read => schedule.record_step(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
             Next::Mixed { .. } => {
                 assert!(schedule.in_flight.is_empty());
-                begin_next(schedule);
+                schedule.begin_prefill();
                 let chunk = schedule.next_chunk().unwrap();
                 let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
                 order.push(format!("{tokens}+s"));
@@ -234,7 +226,7 @@ fn passed_prompts_are_cancelled_and_preempted() {
         let mut schedule = Schedule::new(limits, 900);
         let [long, short] = [5000, 20].map(|len| schedule.add(request(len, 9)).unwrap());
         assert!(!chunk(&mut schedule) && schedule.passes());
-        begin_next(&mut schedule);
+        schedule.begin_prefill();
         assert_eq!((schedule.next_chunk().unwrap().running.id, schedule.waiting()), (short, 2));
         (schedule, long, short)
     };
@@ -887,7 +879,6 @@ impl Simulation {
                 return None;
             }
             self.passes += 1;
-            self.schedule.begin_passing();
         }
         self.schedule.begin_prefill();
         self.release();

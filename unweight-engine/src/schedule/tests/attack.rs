@@ -331,12 +331,9 @@ impl Attack {
 
     /// Runs a chunk. Returns its sequence, and the number of tokens that it has received, if the chunk is the last one.
     fn run_chunk(&mut self) -> Option<(SeqId, u32)> {
-        if self.schedule.passes() {
-            if self.prompt_is_lost {
-                self.pending.extend(self.schedule.abort_prefill());
-                return None;
-            }
-            self.schedule.begin_passing();
+        if self.prompt_is_lost && self.schedule.passes() {
+            self.pending.extend(self.schedule.abort_prefill());
+            return None;
         }
         self.schedule.begin_prefill();
         self.release();
