@@ -315,6 +315,48 @@ fn steps_do_not_wait_for_long_prompts() {
     }
 }
 
+/// Short prompts pass a long one between its chunks, and all get the correct tokens.
+#[test]
+#[ignore = "needs a GPU"]
+fn short_prompts_pass_a_long_one() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for (cache, mixes) in [KvCache::Bf16, KvCache::Packed].into_iter().flat_map(|cache| [(cache, true), (cache, false)])
+    {
+        let mut engine = load(&bundle, options().chunk(64).kv_cache(cache).mixed_passes(mixes).prefix_cache(false));
+        let free = engine.free_pages();
+        for round in 0..20 {
+            // Eight chunks; a prompt passes after each of the first six.
+            let lens = [450, 1 + round as usize, 33, 64, 20, 63, 5];
+            let prompt = |(at, len): (u64, usize)| Request::new(tokens(len, vocab, 10 * round + at)).max_new_tokens(20);
+            let requests: Vec<Request> = (0..).zip(lens).map(prompt).collect();
+            let alone: Vec<u32> =
+                requests.iter().map(|request| run(&mut engine, std::slice::from_ref(request))[0][0]).collect();
+            let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
+            let (mut generated, mut started) = (BTreeMap::<SeqId, Vec<u32>>::new(), Vec::new());
+            while !engine.is_idle() {
+                for event in engine.step().unwrap() {
+                    let tokens = generated.entry(event.seq).or_default();
+                    tokens.push(event.token);
+                    if tokens.len() == 1 {
+                        started.push(event.seq);
+                    }
+                }
+            }
+            let order = [&ids[1..], &ids[..1]].concat();
+            assert_eq!(started, order, "{cache:?}, round {round}: the long prompt is the last");
+            for ((request, id), alone) in requests.iter().zip(&ids).zip(alone) {
+                if !mixes {
+                    assert_eq!(generated[id][0], alone, "{cache:?}, round {round}: the prompt has the same bits");
+                }
+                assert_most_likely(&mut engine, vocab, request, &generated[id]);
+            }
+            assert_eq!(engine.free_pages(), free, "{cache:?}: all pages are free again");
+        }
+    }
+}
+
 /// Sequences that share prefixes of their prompts get the same bits as without the prefix cache.
 #[test]
 #[ignore = "needs a GPU"]
