@@ -218,7 +218,10 @@ fn write_on(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError
     // Each word is a token: `<5> <17>`.
     let words = json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<0>" });
     let split = json!({ "type": "WhitespaceSplit" });
-    put("tokenizer.json", &pretty(json!({ "version": "1.0", "pre_tokenizer": split, "model": words })))?;
+    put(
+        "tokenizer.json",
+        &pretty(json!({ "version": "1.0", "added_tokens": [], "pre_tokenizer": split, "model": words })),
+    )?;
 
     // A shard contains consecutive tensors and ends as soon as its share is full.
     let shards = options.shards.min(tensors.len());

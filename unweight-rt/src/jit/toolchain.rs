@@ -53,7 +53,7 @@ impl Library {
             Library::Driver => "everything on the GPU; compression and decompression on the CPU still work",
             Library::Nvrtc => "compiling kernels; kernels that are in the cache still run",
             Library::CublasLt | Library::Cublas => {
-                "the matmul of raw tensors, the faster route above batch 64 on GPUs other than Hopper, the BF16 baseline \
+                "the matmul of raw tensors, the faster route above 64 rows on GPUs other than Hopper, the BF16 baseline \
                  and `--placement bf16`"
             }
         }
