@@ -194,6 +194,10 @@ class Embedding(unittest.TestCase):
         got = torch.ops.unweight.embedding(torch.tensor([5, 128, -1, 7], device=DEVICE), packed.arena, 128, 64)
         self.assertTrue(torch.equal(got[[0, 3]], weight[[5, 7]]))
         self.assertEqual(got[1:3].count_nonzero().item(), 0)
+        ids = torch.tensor([2**32 + 7, -(2**32) + 9, 2**31, -(2**63), 6], device=DEVICE)
+        got = torch.ops.unweight.embedding(ids, packed.arena, 128, 64)
+        self.assertEqual(got[:4].count_nonzero().item(), 0)
+        self.assertTrue(torch.equal(got[4], weight[6]))
 
 
 def check_product(case: unittest.TestCase, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias=None) -> None:
