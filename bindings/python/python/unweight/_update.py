@@ -50,6 +50,7 @@ def _pack_into_unchecked(
     arena.copy_(made)
     if not (keeps_window and is_in_room):
         return place(arena, lists)
+    _keep_shared_lists(holder)
     (old,) = holder.lists
     memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
     holder.lists = (memory,)
@@ -59,6 +60,13 @@ def _pack_into_unchecked(
         torch.cuda.current_stream().synchronize()
         holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
     return holder
+
+
+def _keep_shared_lists(holder: Placed) -> None:
+    """Copies escape lists that will be overwritten, if an arena with equal weights uses the same `Escapes`."""
+    shared = holder._shared
+    if shared is not None and shared.is_shared and shared.data.data_ptr() == holder.data.data_ptr():
+        shared.data = shared.data.clone()
 
 
 def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,6 +97,8 @@ def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list
     runtime = _runtime(device)
     jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
     with torch.cuda.device(device):
+        for _, holder, _, _ in updates:
+            _keep_shared_lists(holder)
         nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         torch.cuda.current_stream().synchronize()

@@ -65,10 +65,11 @@ class Escapes:
     so copying returns the same object.
     """
 
-    __slots__ = ("__weakref__", "digest", "data")
+    __slots__ = ("__weakref__", "digest", "data", "is_shared")
 
     def __init__(self, digest: str, data: Tensor) -> None:
-        self.digest, self.data = digest, data
+        self.digest, self.data, self.is_shared = digest, data, False
+        # `is_shared`: arenas with equal weights may use it.
 
     def __copy__(self) -> Escapes:
         return self
@@ -96,9 +97,8 @@ os.register_at_fork(after_in_child=_unlock)
 def _escapes(digest: str, data: Tensor) -> Escapes:
     """Returns the `Escapes` with this digest on the device of `data`; makes it if there is none."""
     with _lock:
-        escapes = _escapes_by_digest.get((data.device, digest))
-        if escapes is None:
-            escapes = _escapes_by_digest[(data.device, digest)] = Escapes(digest, data)
+        escapes = _escapes_by_digest.setdefault((data.device, digest), made := Escapes(digest, data))
+        escapes.is_shared |= escapes is not made
         return escapes
 
 
