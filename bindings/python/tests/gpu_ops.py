@@ -264,6 +264,45 @@ class Packing(Gpu):
         self.assertTrue(torch.equal(unpack(packed.arena), weight))
 
 
+class Ranks(Gpu):
+    """The products of all ranks of tensor parallelism, one after the other on one GPU."""
+
+    BATCHES = (1, 3, 16, 64, 300, 2048)
+
+    def test_rows_of_merged_matrices(self):
+        # q, k and v; gate and up. Each rank has its rows of each.
+        for k, parts in ((1024, (1024, 512, 512)), (1024, (2048, 2048)), (4096, (4096, 1024, 1024))):
+            whole = pack(weights(sum(parts), k, seed=k))
+            weight = unpack(whole.arena)
+            for ranks in (2, 4, 8):
+                slices = [torch.cat([one.chunk(ranks)[rank] for one in weight.split(parts)]) for rank in range(ranks)]
+                packed = [pack(one) for one in slices]
+                sizes = [one // ranks for one in parts]
+                for m in self.BATCHES:
+                    x = inputs(m, k, seed=m)
+                    products = [linear(x, one).split(sizes, dim=1) for one in packed]
+                    y = torch.cat([torch.cat(part, dim=1) for part in zip(*products)], dim=1)
+                    check_product(self, y, x, weight)
+                    check_product(self, linear(x, whole), x, weight)
+
+    def test_columns(self):
+        for n, k in ((1024, 2048), (4096, 14336)):
+            whole = pack(weights(n, k, seed=k))
+            weight = unpack(whole.arena)
+            for ranks in (2, 4, 7):
+                if k % (64 * ranks):
+                    continue
+                packed = [pack(one) for one in weight.chunk(ranks, dim=1)]
+                for m in self.BATCHES:
+                    x = inputs(m, k, seed=m)
+                    products = [linear(part, one).double() for part, one in zip(x.chunk(ranks, dim=1), packed)]
+                    exact = x.double() @ weight.double().T
+                    magnitude = x.double().abs() @ weight.double().abs().T
+                    # Each product is rounded once.
+                    bound = sum(one.abs() for one in products) * 2.0**-8 + magnitude * 2.0**-20 + 1e-30
+                    self.assertTrue(((sum(products) - exact).abs() <= bound).all(), (n, k, ranks, m))
+
+
 class Grouped(Gpu):
     """The operator for experts of a mixture."""
 

@@ -126,6 +126,23 @@ class Parts(unittest.TestCase):
                 self.bundle.torch("large", rows=rows)
         self.same(self.bundle.torch("large", rows=[0, 64]), self.weight[:64])
 
+    def test_slices_of_ranks_make_the_whole_product(self):
+        """Each rank of tensor parallelism multiplies by its rows, or by its columns and sums."""
+        x = inputs(7, 960)
+        exact, magnitude = x.double() @ self.weight.double().T, x.double().abs() @ self.weight.double().abs().T
+        for ranks in (1, 2, 3, 6):
+            packed = [pack(self.part.narrow(0, first, 1152 // ranks)) for first in range(0, 1152, 1152 // ranks)]
+            self.same(torch.cat([unpack(one.arena) for one in packed]), self.weight)
+            y = torch.cat([linear(x, one) for one in packed], dim=-1).double()
+            self.assertTrue(((y - exact).abs() <= exact.abs() * 2.0**-8 + magnitude * 2.0**-18).all(), ranks)
+        for ranks in (1, 3, 5):
+            size = 960 // ranks
+            packed = [pack(self.part.narrow(1, first, size)) for first in range(0, 960, size)]
+            self.same(torch.cat([unpack(one.arena) for one in packed], dim=1), self.weight)
+            products = [linear(x[:, at * size : (at + 1) * size], one).double() for at, one in enumerate(packed)]
+            bound = sum(one.abs() for one in products) * 2.0**-7 + magnitude * 2.0**-18
+            self.assertTrue(((sum(products) - exact).abs() <= bound).all(), ranks)
+
     def test_a_part_is_not_changed_in_place(self):
         for change in (
             lambda part: part.zero_(),
