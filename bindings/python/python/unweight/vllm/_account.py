@@ -121,13 +121,25 @@ def missing_tensors(layer: nn.Module) -> list[str]:
         return []
     missing = []
     for name, parameter in _parameters_to_pack(layer):
-        expected = parameter.numel()
-        if isinstance(layer, VocabParallelEmbedding):
-            # The remaining rows are padding.
-            expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
-        if arrivals.numels.get(name, 0) < expected:
+        if arrivals.numels.get(name, 0) < _expected_numel(layer, parameter):
             missing += _missing_parts(layer, arrivals, name)
     return missing
+
+
+def _expected_numel(layer: nn.Module, parameter: nn.Parameter) -> int:
+    """Returns how many elements of a parameter arrive."""
+    if isinstance(layer, VocabParallelEmbedding):
+        # The remaining rows are padding.
+        return parameter.numel() // parameter.shape[0] * layer.shard_indices.num_org_elements
+    return parameter.numel()
+
+
+def is_incomplete(layer: nn.Module) -> bool:
+    """Returns whether tensors of a layer to load are missing."""
+    if layer in arrivals_of:
+        return bool(missing_tensors(layer))
+    expected = sum(_expected_numel(layer, parameter) for parameter in layer.parameters(recurse=False))
+    return get_layerwise_info(layer).load_numel < expected
 
 
 def _missing_parts(layer: nn.Module, arrivals: Arrivals, name: str) -> list[str]:

@@ -10,7 +10,6 @@ import functools
 import os
 import pathlib
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +30,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
-from vllm.model_executor.model_loader.reload.layerwise import (
-    finalize_layerwise_reload,
-    get_layerwise_info,
-    initialize_layerwise_reload,
-    initialize_online_processing,
-)
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.models.utils import is_pp_missing_parameter
 from vllm.platforms import current_platform
 
@@ -52,7 +46,8 @@ from ._account import (
     refuse_missing,
     wrap_loaders,
 )
-from ._methods import NAME, NO_RELOAD, UnweightExpertsMethod, UnweightMethod, share_weight
+from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, share_weight
+from ._session import Session, refuse_fixed
 
 _MANIFEST = "unweight.json"
 # Threads that read and decode tensors ahead of vLLM, one tensor each, and the bytes of these tensors.
@@ -97,7 +92,7 @@ class UnweightLoader(DefaultModelLoader):
             torch._C._host_emptyCache()
         if model_config.quantization == NAME:
             _log_packed(model)
-            session = _Session(model, model_config)
+            session = Session(model, model_config)
             for module in model.modules():
                 if hasattr(module, "load_weights"):
                     module.load_weights = functools.partial(session.load_weights, module is model, module.load_weights)
@@ -130,7 +125,7 @@ class UnweightLoader(DefaultModelLoader):
         self._load.quantization = model_config.quantization
         is_running = any(hasattr(layer, "unweight_packed") for layer in model.modules())
         if is_running:
-            _refuse_fixed(model)
+            refuse_fixed(model)
         else:
             _share_tied_weights(model)
         for name, layer in model.named_modules():
@@ -360,47 +355,6 @@ def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str)
                 "and serve its directory"
             )
         yield name, tensor
-
-
-class _Session:
-    """Updates of a running engine's weights by `load_weights`: vLLM restores each layer as it was before loading, loads
-    and processes it, and copies the result to the tensors in use."""
-
-    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
-        self._model, self._model_config, self._is_active = weakref.ref(model), model_config, False
-
-    def load_weights(self, is_whole: bool, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a module's `load_weights`; `is_whole` says that the module is the model.
-
-        Begins and ends an update unless the caller did, as `reload_weights` does. Then each layer needs all of its
-        tensors in one call. Raises `NotImplementedError` for a part of the model, and what cannot be replaced.
-        """
-        if self._is_active:
-            return load(*args, **kwargs)
-        if not is_whole:
-            raise NotImplementedError(NO_RELOAD.format("the weights of a part of the model"))
-        model = self._model()
-        _refuse_fixed(model)
-        is_begun = any(get_layerwise_info(layer).can_load() for layer in model.modules())
-        self._is_active = True
-        try:
-            if is_begun:
-                return load(*args, **kwargs)
-            initialize_layerwise_reload(model)
-            loaded = load(*args, **kwargs)
-            finalize_layerwise_reload(model, self._model_config)
-            return loaded
-        finally:
-            self._is_active = False
-
-
-def _refuse_fixed(model: nn.Module) -> None:
-    """Raises `NotImplementedError` for a running model with weights that cannot be replaced."""
-    for layer in model.modules():
-        if hasattr(layer, "unweight_packed") and isinstance(layer, RoutedExperts):
-            raise NotImplementedError(NO_RELOAD.format("packed experts"))
-        if hasattr(layer, "unweight_packed") and "weight" in layer.__dict__:
-            raise NotImplementedError(NO_RELOAD.format("the head next to adapters"))
 
 
 def _log_packed(model: nn.Module) -> None:
