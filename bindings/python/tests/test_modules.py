@@ -5,11 +5,14 @@ import gc
 import io
 import unittest
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import unweight
 from torch import nn
 from torch.nn.utils import parametrize
+from unweight import modules
 from unweight._offload import Offload, blocks_of, require_two
 from unweight.modules import PackedLinear, PackedWeight
 
@@ -69,6 +72,14 @@ class Transformer(nn.Module):
         for block in self.single:
             x = x + block(x)
         return self.out(x)
+
+
+def is_packed(part: nn.Module) -> bool:
+    return isinstance(part, PackedLinear)
+
+
+def is_linear(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear)
 
 
 class Case(unittest.TestCase):
@@ -237,6 +248,13 @@ class Packing(Case):
         self.check_outputs(module, stock, inputs(3, 64))
         # F.linear has used the operator, and has not unpacked the weight.
         self.assertEqual(products, [(3, 64)])
+
+    def test_arenas_are_no_parameters(self):
+        module = drawn(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)))
+        unweight.pack_model(module)
+        self.assertEqual([(name, one.dtype) for name, one in module.named_parameters()], [("0.bias", torch.bfloat16)])
+        self.assertEqual([name for name, _ in module.named_buffers()], ["0.weight_packed", "1.weight_packed"])
+        self.assertEqual(list(module.state_dict()), ["0.weight", "0.bias", "1.weight"])
 
     def test_training_is_refused(self):
         module = drawn(nn.Linear(64, 64))
@@ -493,6 +511,47 @@ class States(Case):
             self.same(other.state_dict()["embed.weight"], expected["embed.weight"])
 
 
+    def test_copies_by_a_method_of_the_class_are_the_same_module(self):
+        class Own(nn.Linear):
+            def __deepcopy__(self, memo):
+                made = self.__new__(type(self))
+                memo[id(self)] = made
+                made.__dict__ = copy.deepcopy(self.__dict__, memo)
+                return made
+
+        # A parametrization gives its class such a method.
+        parametrized = drawn(nn.Linear(64, 128))
+        parametrize.register_parametrization(parametrized, "bias", nn.Tanh())
+        for layer in (drawn(Own(64, 128)), parametrized):
+            stock = copy.deepcopy(layer)
+            unweight.pack_model(layer)
+            copies = [copy.deepcopy(layer) for _ in range(4)]
+            del layer
+            gc.collect()
+            self.check_outputs(copies[0], stock, inputs(3, 64))
+            self.same(copies[1].weight.clone(), stock.weight.detach())
+            self.same(copies[2].state_dict()["weight"], stock.weight.detach())
+            self.assertTrue(copies[3].update_(stock.weight.detach()))
+            again = unweight.pack_model(nn.Sequential(copy.deepcopy(copies[0])))
+            self.assertEqual(again.kept, {"0": "it is packed already"})
+
+    def test_arenas_that_are_moved_one_by_one_are_found(self):
+        # As accelerate's hooks do: tensors are replaced without `_apply`.
+        def moved(layer: nn.Linear) -> None:
+            layer._buffers["weight_packed"] = layer._buffers["weight_packed"].clone()
+
+        module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}))
+        module["b"].weight = module["a"].weight
+        stock = copy.deepcopy(module)
+        unweight.pack_model(module)
+        moved(module["b"])
+        for name in module:
+            self.check_outputs(module[name], stock[name], inputs(3, 64))
+        other = inputs(64, 64, seed=4)
+        module["b"].update_(other)
+        self.same(module["a"].unpacked(), other)
+
+
 class LateCopies:
     """Copies as late as an event permits: when they are waited for, or when the slot gets another copy. Until then the
     slot is garbage, so a block that runs too early, or whose slot is overwritten too early, gives an error."""
@@ -502,6 +561,7 @@ class LateCopies:
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.in_use: set[int] = set()
         self.log: list[str] = []
+        self.followed = 0
 
     def slot(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
@@ -523,6 +583,9 @@ class LateCopies:
     def release(self, slot: int) -> None:
         self.in_use.discard(slot)
 
+    def follow(self) -> None:
+        self.followed += 1
+
 
 class Offloading(Case):
     def setUp(self):
@@ -530,7 +593,7 @@ class Offloading(Case):
         self.module = copy.deepcopy(self.stock)
         unweight.pack_model(self.module)
         self.copies = LateCopies()
-        self.blocks = blocks_of(self.module, PackedLinear)
+        self.blocks = blocks_of(self.module, is_packed)
         self.offload = Offload(self.blocks, self.copies)
         self.operands = inputs(2, 5, 64), inputs(2, 64, seed=2)
 
@@ -539,12 +602,12 @@ class Offloading(Case):
         self.assertEqual([len(layers) for layers in self.blocks], [3, 3, 3, 1, 1])
         self.assertTrue(hasattr(self.module.embed, "weight_packed"))
         self.assertFalse(hasattr(self.module.blocks[0].up, "weight_packed"))
-        self.assertEqual(blocks_of(nn.Sequential(nn.Linear(64, 64)), nn.Linear), [])
+        self.assertEqual(blocks_of(nn.Sequential(nn.Linear(64, 64)), is_linear), [])
         # Offloaded layers are not offloaded again.
-        self.assertEqual(blocks_of(self.module, PackedLinear), [])
-        self.assertEqual(len(blocks_of(self.stock, nn.Linear)), 5)
+        self.assertEqual(blocks_of(self.module, is_packed), [])
+        self.assertEqual(len(blocks_of(self.stock, is_linear)), 5)
         require_two(self.blocks)
-        with self.assertRaisesRegex(ValueError, "needs two blocks, .* but the module has 1; omit offload"):
+        with self.assertRaisesRegex(ValueError, "needs two blocks, .* but the module has 1; omit"):
             require_two(self.blocks[:1])
 
     def test_outputs_are_the_same_and_the_next_block_is_prefetched(self):
@@ -592,6 +655,63 @@ class Offloading(Case):
                 change()
         with self.assertRaisesRegex(RuntimeError, "is offloaded: its weight cannot be replaced"):
             self.module.load_state_dict(self.stock.state_dict())
+
+    def test_another_thread_is_refused(self):
+        self.check_outputs(self.module, self.stock, *self.operands)
+        with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
+            with self.assertRaisesRegex(RuntimeError, "on one thread, 'MainThread', but 'other_0' calls them; use a"):
+                pool.submit(self.module, *self.operands).result()
+            self.same(pool.submit(self.module.blocks[1].up.unpacked).result(), self.stock.blocks[1].up.weight.detach())
+        self.check_outputs(self.module, self.stock, *self.operands)
+        # The first thread that runs them, until it ends.
+        module = copy.deepcopy(self.stock)
+        unweight.pack_model(module)
+        Offload(blocks_of(module, is_packed), LateCopies())
+        with ThreadPoolExecutor(1) as pool, torch.inference_mode():
+            pool.submit(module, *self.operands).result()
+        self.check_outputs(module, self.stock, *self.operands)
+
+    def test_each_use_follows_the_stream_of_the_last(self):
+        self.check_outputs(self.module, self.stock, *self.operands)
+        self.assertEqual(self.copies.followed, sum(len(layers) for layers in self.blocks))
+
+    def test_a_weight_shared_with_a_layer_outside_of_the_blocks(self):
+        stock = drawn(Transformer())
+        stock.embed.weight = stock.single[0][1].weight
+        module = copy.deepcopy(stock)
+        unweight.pack_model(module)
+        Offload(blocks_of(module, is_packed), LateCopies())
+        for change in (
+            lambda: module.embed.update_(module.embed.unpacked()),
+            lambda: module.embed.update_sparse_(torch.tensor([3]), torch.ones(1).bfloat16()),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, "'embed' shares .* with a layer that is offloaded"):
+                change()
+        # The escape lists of the offloaded layer are its own.
+        module.embed._held.holder = None
+        del module.embed._held
+        gc.collect()
+        self.same(module.single[0][1].unpacked(), stock.single[0][1].weight.detach())
+
+    def test_layers_with_a_copy_method_are_not_copied(self):
+        module = nn.Module()
+        module.blocks = nn.ModuleList(drawn(nn.Linear(64, 64), seed=at) for at in range(2))
+        for layer in module.blocks:
+            parametrize.register_parametrization(layer, "bias", nn.Tanh())
+        unweight.pack_model(module)
+        Offload(blocks_of(module, is_packed), LateCopies())
+        with self.assertRaisesRegex(NotImplementedError, "is offloaded and cannot be copied or saved"):
+            copy.deepcopy(module)
+
+    def test_blocks_that_cannot_be_packed_do_not_count(self):
+        module = nn.Module()
+        module.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 65), nn.Linear(64, 64)])
+        drawn(module)
+        with mock.patch.object(modules, "why_not", lambda _: None):
+            for exclude in (["blocks.0"], ["blocks.?"]):
+                with self.assertRaisesRegex(ValueError, "layers that can be packed, but the module has [01]; omit"):
+                    unweight.pack_model(module, device="cuda:0", exclude=exclude, offload=True)
+        self.assertEqual({type(layer) for layer in module.blocks}, {nn.Linear})
 
     def test_a_gpu_and_two_blocks_are_needed(self):
         for device in (None, "cpu"):

@@ -10,19 +10,19 @@ time is prefetched.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Optional, Protocol, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .ops import Placed, _runtime, place, unpack
+from .ops import Placed, _holder, _runtime, place, unpack
 
 if TYPE_CHECKING:
     from .modules import PackedLinear
 
-_Layer = TypeVar("_Layer", bound=nn.Module)
 # A block runs in one slot while the next arrives in the other.
 _SLOTS = 2
 
@@ -44,6 +44,9 @@ class Copies(Protocol):
     def release(self, slot: int) -> None:
         """Lets the next copy to a slot begin when the work so far on the current stream is done."""
 
+    def follow(self) -> None:
+        """Makes later work on the current stream wait for the work so far on the stream of the last `follow`."""
+
 
 class CudaCopies:
     """Copies on a stream of their own, ordered with the work of the current stream by events."""
@@ -53,6 +56,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
         self._arrived = [torch.cuda.Event() for _ in range(_SLOTS)]
         self._released = [torch.cuda.Event() for _ in range(_SLOTS)]
+        self._followed: Optional[torch.cuda.Stream] = None
 
     def slot(self, nbytes: int) -> Tensor:
         """Returns a slot; waits for the device, so that no earlier user of the memory is still running."""
@@ -73,6 +77,12 @@ class CudaCopies:
     def release(self, slot: int) -> None:
         self._released[slot].record(torch.cuda.current_stream(self.device))
 
+    def follow(self) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if self._followed is not None and self._followed != stream:
+            stream.wait_stream(self._followed)
+        self._followed = stream
+
 
 class _Place(NamedTuple):
     """Where the arena of an offloaded layer is."""
@@ -85,7 +95,10 @@ class _Place(NamedTuple):
 
 
 class Offload:
-    """The offloaded blocks of a module, and the slots on the device that runs them. For one thread at a time."""
+    """The offloaded blocks of a module, and the slots on the device that runs them.
+
+    They run on one thread: another one would replace the block that this one uses. Streams may change.
+    """
 
     def __init__(self, blocks: Sequence[Sequence[PackedLinear]], copies: Copies) -> None:
         self.device, self._copies = copies.device, copies
@@ -93,6 +106,8 @@ class Offload:
         self._slots = [copies.slot(max(sizes)) for _ in range(_SLOTS)]
         self._block_in: list[Optional[int]] = [None] * _SLOTS
         self._current: Optional[int] = None
+        # The thread that runs the blocks, once one does.
+        self._thread: Optional[threading.Thread] = None
         # The block that followed each one last time.
         self._next = [(block + 1) % len(blocks) for block in range(len(blocks))]
         self._buffers: list[Tensor] = []
@@ -123,16 +138,20 @@ class Offload:
 
     def _add(self, layers: Sequence[PackedLinear]) -> None:
         """Moves the arenas of the last block to its buffer, and registers them in every slot."""
+        from .modules import _Held
+
         block, at = len(self._buffers) - 1, 0
         for layer in layers:
-            arena = layer.weight_packed.data
+            arena, holder = layer._registered()
             view = slice(at, at + arena.nbytes)
             host = self._buffers[block][view]
             host.copy_(arena)
             self._places[id(layer)] = _Place(block, host, tuple(slot[view] for slot in self._slots))
+            del layer.weight_packed
+            # A layer that shares the weight and stays on the device keeps its own.
+            layer._held.is_offloaded = True
             # The layer keeps its escape lists in CPU memory, to unpack the arena there.
-            del layer._parameters["weight_packed"]
-            layer._offload = self
+            layer._held, layer._offload = _Held(host, _holder(host, holder.data)), self
             at += arena.nbytes
         placed: list[list[Placed]] = []
         if self.device.type == "cuda":
@@ -160,9 +179,27 @@ class Offload:
 
         Fetches the block of the layer unless it is there, and starts to fetch the next one.
         """
+        if self._thread is not threading.current_thread():
+            self._own()
+        self._copies.follow()
         where = self._places[id(layer)]
         slot = self._enter(where.block) if where.block != self._current else self._block_in.index(where.block)
         return where.slots[slot]
+
+    def _own(self) -> None:
+        """Makes the current thread the one that runs the blocks; raises `RuntimeError` if there is another one."""
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError(
+                f"offloaded layers run on one thread, '{self._thread.name}', but '{threading.current_thread().name}' "
+                "calls them; use a ThreadPoolExecutor(max_workers=1), or pack the module without offload"
+            )
+        self._thread = threading.current_thread()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise NotImplementedError(
+            "a layer is offloaded and cannot be copied or saved; save its state_dict, or copy the module before "
+            "offloading"
+        )
 
     def _enter(self, block: int) -> int:
         """Makes a block current, and returns its slot."""
@@ -202,28 +239,29 @@ def offload_blocks(module: nn.Module, device: torch.device) -> None:
     """Offloads the packed layers of the elements of each outermost `nn.ModuleList`; `pack_model` documents it."""
     from .modules import PackedLinear
 
-    blocks = blocks_of(module, PackedLinear)
-    require_two(blocks)
-    Offload(blocks, CudaCopies(device))
+    blocks = blocks_of(module, lambda part: isinstance(part, PackedLinear))
+    # Values may have kept `pack_model` from packing the layers of some blocks, which then stay on the device.
+    if blocks:
+        Offload(blocks, CudaCopies(device))
 
 
 def require_two(blocks: Sequence[object]) -> None:
     """Raises `ValueError` for fewer than two blocks."""
     if len(blocks) < 2:
         raise ValueError(
-            f"offload needs two blocks, the elements of an nn.ModuleList with linear layers, but the module has "
-            f"{len(blocks)}; omit offload"
+            f"offload needs two blocks, elements of an nn.ModuleList with linear layers that can be packed, but the "
+            f"module has {len(blocks)}; omit offload"
         )
 
 
-def blocks_of(module: nn.Module, kind: type[_Layer]) -> list[list[_Layer]]:
-    """Returns the layers of a class in each element of the outermost `nn.ModuleList`s, without those that are
-    offloaded already, and without empty blocks."""
-    blocks: list[list[_Layer]] = []
+def blocks_of(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> list[list[Any]]:
+    """Returns some layers of each element of the outermost `nn.ModuleList`s, without those that are offloaded already,
+    and without empty blocks."""
+    blocks: list[list[Any]] = []
     seen: set[int] = set()
 
     def is_new(part: nn.Module) -> bool:
-        return isinstance(part, kind) and id(part) not in seen and getattr(part, "_offload", None) is None
+        return is_ours(part) and id(part) not in seen and getattr(part, "_offload", None) is None
 
     def visit(part: nn.Module) -> None:
         for child in part.children():

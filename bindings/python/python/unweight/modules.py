@@ -1,7 +1,7 @@
 """Packs the linear layers of any torch module in place: `unweight.pack_model`.
 
 A packed layer stays the same object with the same hooks and parents. Its class changes to a subclass of its own class,
-which has the arena as the parameter `weight_packed` and a read-only property `weight`: a tensor without memory of its
+which has the arena as the buffer `weight_packed` and a read-only property `weight`: a tensor without memory of its
 own that unpacks when it is used. So code that reads `layer.weight.dtype`, passes `layer.weight` to `F.linear`, or tests
 `isinstance(layer, nn.Linear)` works as before.
 """
@@ -26,7 +26,16 @@ from ._devices import _as_device, why_not
 from ._part import _Fixed
 from ._update import _ascending, _pack_into, _update_in_place
 from .errors import UnweightError
-from .ops import Escapes, Placed, _holder, _linear, _pack, _PackedState
+from .ops import (
+    _SHAPE,
+    Escapes,
+    Placed,
+    _holder,
+    _holder_of_moved,
+    _linear,
+    _pack,
+    _PackedState,
+)
 
 if TYPE_CHECKING:
     from ._offload import Offload
@@ -124,20 +133,31 @@ def _autocast_dtype(device: str) -> Optional[torch.dtype]:
 
 
 class _Held:
-    """The object to keep with an arena, for all layers that share it. A copy has only the escape lists, until the first
-    of its layers holds the copied arena."""
+    """An arena and the object to keep with it, for all layers that share it. A copy has only the escape lists, until
+    the first of its layers uses the copied arena."""
 
-    __slots__ = ("holder", "lists")
+    __slots__ = ("arena", "holder", "lists", "is_offloaded")
 
-    def __init__(self, holder: Union[Escapes, Placed, None], lists: Optional[Tensor] = None) -> None:
-        self.holder, self.lists = holder, lists
+    def __init__(
+        self, arena: Optional[Tensor], holder: Union[Escapes, Placed, None], lists: Optional[Tensor] = None
+    ) -> None:
+        self.arena, self.holder, self.lists = arena, holder, lists
+        self.is_offloaded = False
+        """Whether one of these layers was offloaded: it has a copy, which an update would not reach."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Held, (None, self.holder.data)
+        return _Held, (None, None, self.lists if self.holder is None else self.holder.data)
 
-    def hold(self, arena: Tensor) -> None:
-        if self.holder is None:
-            self.holder, self.lists = _holder(arena, self.lists), None
+    def use(self, arena: Tensor) -> Tensor:
+        """Returns the arena to use for a layer that has `arena`, which may have been copied or moved."""
+        if arena is not self.arena:
+            if self.arena is not None and self.arena.device == arena.device:
+                # Another layer was moved first.
+                return self.arena
+            before = self.holder
+            self.holder = _holder(arena, self.lists) if before is None else _holder_of_moved(arena, before)
+            self.arena, self.lists = arena, None
+        return arena
 
 
 class PackedLinear(_PackedState, nn.Linear):
@@ -148,19 +168,23 @@ class PackedLinear(_PackedState, nn.Linear):
     `load_state_dict` packs a new one, and rounds other dtypes to BF16, as it does for a BF16 `nn.Linear`.
     """
 
-    weight_packed: nn.Parameter
-    """The arena, uint8 `[bytes]`; absent if the layer is offloaded."""
+    weight_packed: Tensor
+    """The arena, uint8 `[bytes]`, a buffer; absent if the layer is offloaded."""
     _held: _Held
     _offload: Optional[Offload] = None
     _layer_name = ""
 
+    def _use_arena(self) -> None:
+        """Registers the arena, or takes that of a layer that shares it, if it was copied or moved."""
+        arena = self._buffers.get("weight_packed")
+        # That of an offloaded layer is elsewhere.
+        if arena is not None and arena is not self._held.arena:
+            self._buffers["weight_packed"] = self._held.use(arena)
+
     @property
     def _escapes(self) -> Union[Escapes, Placed, None]:  # type: ignore[override]
+        self._use_arena()
         return self._held.holder
-
-    @_escapes.setter
-    def _escapes(self, holder: Union[Escapes, Placed]) -> None:
-        self._held.holder = holder
 
     @property
     def weight(self) -> PackedWeight:  # type: ignore[override]
@@ -190,7 +214,20 @@ class PackedLinear(_PackedState, nn.Linear):
 
     def _arena(self) -> Tensor:
         """Returns the arena on the device that the layer runs on."""
-        return self.weight_packed if self._offload is None else self._offload.arena(self)
+        if self._offload is not None:
+            return self._offload.arena(self)
+        # A compiled module's arena is in use already.
+        if not torch.compiler.is_compiling():
+            self._use_arena()
+        return self.weight_packed
+
+    def _refuse_change(self) -> None:
+        """Raises `NotImplementedError` if the weight is offloaded, also for another layer that shares it."""
+        if self._offload is not None or self._held.is_offloaded:
+            shares = "" if self._offload is not None else "shares its weight with a layer that "
+            raise NotImplementedError(
+                f"{self._describe()} {shares}is offloaded: its weight cannot be replaced; pack it again"
+            )
 
     def _unpacked_where_run(self) -> Tensor:
         return self.unpacked() if self._offload is None else self._offload.unpacked(self)
@@ -207,22 +244,21 @@ class PackedLinear(_PackedState, nn.Linear):
         layer may run meanwhile. Raises `ValueError`, and changes nothing, if `weight` has another shape or dtype or
         cannot be packed, and `NotImplementedError` if the layer is offloaded.
         """
-        if self._offload is not None:
-            raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
+        self._refuse_change()
         if weight.shape != (self.out_features, self.in_features) or weight.dtype != torch.bfloat16:
             raise ValueError(
                 f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
                 f"{weight.dtype} {list(weight.shape)}"
             )
-        before = self._escapes
-        holder = _pack_into(self.weight_packed.data, before, weight.to(self.weight_packed.device))
+        arena, before = self._registered()
+        holder = _pack_into(arena, before, weight.to(arena.device))
         if isinstance(holder, str):
             raise ValueError(
                 f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
                 "replace it by a BF16 layer, load the module in BF16 and pack it again"
             )
-        self._escapes = holder
-        return holder is before or self.weight_packed.device.type == "cpu"
+        self._held.holder = holder
+        return holder is before or arena.device.type == "cpu"
 
     def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
         """Replaces some elements of the weight; the others keep their bits. Returns and raises the same as `update_`.
@@ -236,11 +272,15 @@ class PackedLinear(_PackedState, nn.Linear):
 
     def _sparse(self, index: Tensor, values: Tensor) -> tuple[PackedLinear, Tensor, Tensor]:
         """Checks new elements, except their positions, and moves them to the device of the arena."""
-        if self._offload is not None:
-            raise NotImplementedError(f"{self._describe()} is offloaded: its weight cannot be replaced; pack it again")
+        self._refuse_change()
         _check_sparse(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
         device = self.weight_packed.device
         return self, index.to(device, torch.int64).contiguous(), values.detach().to(device).contiguous()
+
+    def _registered(self) -> tuple[Tensor, Union[Escapes, Placed]]:
+        """Returns the arena without history, and the object to keep with it."""
+        holder = self._escapes
+        return self.weight_packed.data, holder
 
     def _sparse_what(self) -> tuple[int, str, str]:
         """Returns the elements of the weight, and what errors call the positions and the weight."""
@@ -255,8 +295,8 @@ class PackedLinear(_PackedState, nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.unpacked()
+        # Without the arena, a buffer that is not persistent.
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.pop(f"{prefix}weight_packed", None)
 
     def _load_from_state_dict(
         self,
@@ -270,15 +310,8 @@ class PackedLinear(_PackedState, nn.Linear):
     ) -> None:
         key = f"{prefix}weight"
         rest = {name: value for name, value in state_dict.items() if name.startswith(prefix) and name != key}
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         # The arena stays; the new weight is packed into it.
-        arena = self._parameters.pop("weight_packed", None)
-        try:
-            super()._load_from_state_dict(
-                rest, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-        finally:
-            if arena is not None:
-                self._parameters = {"weight_packed": arena, **self._parameters}
         if key in state_dict:
             try:
                 if not self.update_(_as_loaded(state_dict[key], local_metadata)):
@@ -298,16 +331,11 @@ class PackedLinear(_PackedState, nn.Linear):
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        if self._offload is not None:
-            raise NotImplementedError(
-                f"{self._describe()} is offloaded and cannot be copied or saved; save its state_dict, or copy the "
-                "module before offloading"
-            )
         return _empty_layer, (type(self)._class_before,), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._held.hold(self.weight_packed)
+        self._use_arena()
 
     _class_before: type[nn.Linear] = nn.Linear
     """The class before packing."""
@@ -337,12 +365,12 @@ def _empty_layer(before: type[nn.Linear]) -> PackedLinear:
     return made.__new__(made)
 
 
-def _become_packed(layer: nn.Linear, arena: nn.Parameter, held: _Held, name: str) -> None:
-    """Changes a layer to a packed one with this parameter as its arena."""
+def _become_packed(layer: nn.Linear, held: _Held, name: str) -> None:
+    """Changes a layer to a packed one with this arena."""
     # Assigned before anything else, because it fails for a class with another layout.
     layer.__class__ = _packed_class(type(layer))
     del layer._parameters["weight"]
-    layer._parameters = {"weight_packed": arena, **layer._parameters}
+    layer.register_buffer("weight_packed", held.arena, persistent=False)
     layer._held, layer._n, layer._layer_name = held, layer.out_features, name
 
 
@@ -359,7 +387,7 @@ def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
     is_valid = True
     for device, rest in by_device.items():
         if device.type == "cuda":
-            done = _update_in_place([(layer.weight_packed.data, layer._escapes, *one) for layer, *one in rest])
+            done = _update_in_place([(*layer._registered(), *one) for layer, *one in rest])
             for (layer, index, _), what in zip(rest, done):
                 if what == "outside":
                     raise _outside(index, *layer._sparse_what())
@@ -456,6 +484,8 @@ def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
         return "its weight is on the meta device"
     if weight.layout != torch.strided:
         return f"the layout of its weight is {weight.layout}"
+    if weight.shape[0] % 64 or weight.shape[1] % 64:
+        return _SHAPE
     if id(weight) in others:
         return f"it shares its weight with '{others[id(weight)]}', which is not a linear layer"
     return None
@@ -496,7 +526,8 @@ def pack_model(
         device: the device to pack on and to move the module to, layer by layer; `None` packs where each weight is.
         exclude: glob patterns (`*`, `?`) of names of layers to leave as they are.
         offload: keep packed weights of blocks in pinned CPU memory. While a block runs, the next one is copied to the
-            GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU.
+            GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU. All calls
+            must come from one thread.
 
     Raises:
         TypeError: `module`, `device` or `exclude` has another type.
@@ -515,14 +546,15 @@ def pack_model(
         raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
     if isinstance(exclude, str):
         raise TypeError(f"exclude is a string; give a list of patterns: [{exclude!r}]")
-    exclude = tuple(exclude)
+    layers = _layers_of(module, tuple(exclude))
     if offload:
         from ._offload import blocks_of, offload_blocks, require_two
 
         # Checked before anything is packed.
-        require_two(blocks_of(module, nn.Linear))
+        packable = {id(layer) for _, layer, reason in layers if reason is None}
+        require_two(blocks_of(module, lambda part: isinstance(part, PackedLinear) or id(part) in packable))
     before = _nbytes(module)
-    layers = _pack_layers(module, target, exclude, offload)
+    reports = _pack_layers(layers, target, offload)
     for parameter in module.parameters():
         if not is_lazy(parameter):
             parameter.requires_grad_(False)
@@ -530,53 +562,66 @@ def pack_model(
         offload_blocks(module, target)
     if target is not None:
         module.to(target)
-    return ModelReport(tuple(layers), before, _nbytes(module))
+    return ModelReport(tuple(reports), before, _nbytes(module))
 
 
-def _pack_layers(
-    module: nn.Module, target: Optional[torch.device], exclude: Sequence[str], to_cpu: bool
-) -> list[LayerReport]:
-    """Packs the layers of a module on `target`; with `to_cpu`, moves each to the CPU."""
+class _Layer(NamedTuple):
+    """A linear layer of a module to pack."""
+
+    name: str
+    layer: nn.Linear
+    reason: Optional[str]
+    """Why it is not packed, as far as is known without packing."""
+
+
+def _layers_of(module: nn.Module, exclude: Sequence[str]) -> list[_Layer]:
+    """Returns the linear layers of a module."""
     others = {
         id(parameter): name or type(part).__name__
         for name, part in module.named_modules()
         if not isinstance(part, nn.Linear)
         for parameter in part.parameters(recurse=False)
     }
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    excluded = {id(layer) for name, layer in layers if any(fnmatch.fnmatchcase(name, one) for one in exclude)}
+    stays = {id(layer._parameters.get("weight")): name for name, layer in layers if id(layer) in excluded}
+    found = []
+    for name, layer in layers:
+        reason = _reason_to_keep(layer, others)
+        if reason is None and id(layer) in excluded:
+            reason = "excluded"
+        if reason is None and (at := id(layer._parameters.get("weight"))) in stays:
+            reason = f"it shares its weight with '{stays[at]}', which is excluded"
+        found.append(_Layer(name, layer, reason))
+    return found
+
+
+def _pack_layers(layers: Sequence[_Layer], target: Optional[torch.device], to_cpu: bool) -> list[LayerReport]:
+    """Packs layers on `target`; with `to_cpu`, moves each to the CPU."""
     # By the id of the weight: the arena of the layers that share it, or why it cannot be packed. An id stays unique,
     # because the weights of all layers existed at once.
-    done: dict[int, Union[tuple[nn.Parameter, _Held], str]] = {}
-    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    excluded = {name for name, _ in layers if any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)}
-    stays = {id(layer._parameters.get("weight")): name for name, layer in layers if name in excluded}
+    done: dict[int, Union[_Held, str]] = {}
     reports = []
-    for name, layer in layers:
+    for name, layer, reason in layers:
         weight = layer._parameters.get("weight")
         nbytes = 0 if weight is None or is_lazy(weight) or id(weight) in done else weight.nbytes
-        reason = _reason_to_keep(layer, others)
-        if reason is None and name in excluded:
-            reason = "excluded"
-        if reason is None and id(weight) in stays:
-            reason = f"it shares its weight with '{stays[id(weight)]}', which is excluded"
         if reason is None and id(weight) not in done:
             done[id(weight)] = _pack_weight(weight.data, target, to_cpu)
         result = reason or done[id(weight)]
         if not isinstance(result, str):
             try:
-                _become_packed(layer, *result, name)
+                _become_packed(layer, result, name)
             except TypeError as error:
                 result = f"its class cannot be changed: {error}"
         if isinstance(result, str):
             reports.append(LayerReport(name, nbytes, nbytes, result))
         else:
-            after = result[0].nbytes + result[1].holder.data.nbytes if nbytes else 0
+            after = result.arena.nbytes + result.holder.data.nbytes if nbytes else 0
             reports.append(LayerReport(name, nbytes, after, None))
     return reports
 
 
-def _pack_weight(
-    weight: Tensor, target: Optional[torch.device], to_cpu: bool
-) -> Union[tuple[nn.Parameter, _Held], str]:
+def _pack_weight(weight: Tensor, target: Optional[torch.device], to_cpu: bool) -> Union[_Held, str]:
     """Returns the arena of a weight packed on `target`, or why it cannot be packed; with `to_cpu`, on the CPU."""
     weight = weight if target is None else weight.to(target)
     if (reason := why_not(weight.device)) is not None:
@@ -588,4 +633,4 @@ def _pack_weight(
     if to_cpu and arena.device.type != "cpu":
         arena = arena.cpu()
         holder = _holder(arena, holder.data)
-    return nn.Parameter(arena, requires_grad=False), _Held(holder)
+    return _Held(arena, holder)

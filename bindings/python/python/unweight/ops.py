@@ -665,10 +665,13 @@ class _PackedState:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if self._escapes is not None and hasattr(self, "weight_packed"):
-            # It may have been moved, such as by `to`.
-            self._escapes = _holder_of_moved(self.weight_packed, self._escapes)
+        self._use_arena()
         return self
+
+    def _use_arena(self) -> None:
+        """Keeps the object that belongs to the arena, which may have been moved, such as by `to`."""
+        if self._escapes is not None:
+            self._escapes = _holder_of_moved(self.weight_packed, self._escapes)
 
     def extra_repr(self) -> str:
         state = "packed" if self.is_packed else "not packed"
