@@ -249,12 +249,44 @@ class Packing(Case):
         # F.linear has used the operator, and has not unpacked the weight.
         self.assertEqual(products, [(3, 64)])
 
+    def test_a_layer_whose_attributes_disagree_with_its_weight_stays(self):
+        module = drawn(nn.Linear(128, 256, bias=False))
+        # As cutting a vocabulary does.
+        module.weight = nn.Parameter(module.weight.detach()[:128])
+        stock = copy.deepcopy(module)
+        report = unweight.pack_model(module)
+        self.assertEqual(report.kept, {"": "its weight is [128, 128], but the layer is [256, 128]"})
+        self.check_outputs(module, stock, inputs(3, 128))
+
     def test_arenas_are_no_parameters(self):
         module = drawn(nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64, bias=False)))
         unweight.pack_model(module)
         self.assertEqual([(name, one.dtype) for name, one in module.named_parameters()], [("0.bias", torch.bfloat16)])
         self.assertEqual([name for name, _ in module.named_buffers()], ["0.weight_packed", "1.weight_packed"])
         self.assertEqual(list(module.state_dict()), ["0.weight", "0.bias", "1.weight"])
+
+    def test_what_cannot_be_done_changes_nothing(self):
+        class Closed(nn.Linear):
+            def __init_subclass__(cls) -> None:
+                raise RuntimeError("this class is closed")
+
+        module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "closed": Closed(64, 64)}))
+        report = unweight.pack_model(module)
+        self.assertEqual(report.packed, ["a"])
+        self.assertEqual(report.kept, {"closed": "its class cannot be changed: this class is closed"})
+        module = drawn(nn.Sequential(nn.Linear(64, 64)))
+        module.append(nn.Linear(64, 64, device="meta", dtype=torch.bfloat16))
+        with self.assertRaisesRegex(ValueError, "'1.weight' is on the meta device and cannot be moved to cpu: load it"):
+            unweight.pack_model(module, device="cpu")
+        self.assertIs(type(module[0]), nn.Linear)
+
+    def test_excluded_layers_are_named(self):
+        shared = nn.Linear(64, 64)
+        module = drawn(nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(64, 64)}))
+        # Each of the names of a layer.
+        self.assertEqual(unweight.pack_model(module, exclude=["b"]).kept, {"a": "excluded"})
+        with self.assertWarnsRegex(UserWarning, "exclude='blocks.*' is the name of no linear layer"):
+            unweight.pack_model(module, exclude=["a", "blocks.*"])
 
     def test_training_is_refused(self):
         module = drawn(nn.Linear(64, 64))

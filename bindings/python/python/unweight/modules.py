@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import warnings
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
@@ -484,6 +485,8 @@ def _reason_to_keep(layer: nn.Linear, others: dict[int, str]) -> Optional[str]:
         return "its weight is on the meta device"
     if weight.layout != torch.strided:
         return f"the layout of its weight is {weight.layout}"
+    if weight.shape != (layer.out_features, layer.in_features):
+        return f"its weight is {list(weight.shape)}, but the layer is {[layer.out_features, layer.in_features]}"
     if weight.shape[0] % 64 or weight.shape[1] % 64:
         return _SHAPE
     if id(weight) in others:
@@ -524,14 +527,15 @@ def pack_model(
     Args:
         module: any module, such as a diffusion transformer, a text encoder or an embedding model.
         device: the device to pack on and to move the module to, layer by layer; `None` packs where each weight is.
-        exclude: glob patterns (`*`, `?`) of names of layers to leave as they are.
+        exclude: glob patterns (`*`, `?`) of names of layers to leave as they are. A pattern without a layer warns.
         offload: keep packed weights of blocks in pinned CPU memory. While a block runs, the next one is copied to the
             GPU `device`. Blocks are the elements of each `nn.ModuleList`; everything else stays on the GPU. All calls
             must come from one thread.
 
     Raises:
         TypeError: `module`, `device` or `exclude` has another type.
-        ValueError: `device` is unknown or has no kernels, or `offload` is given without a GPU or without two blocks.
+        ValueError: `device` is unknown or has no kernels, or a tensor on the meta device cannot be moved to it, or
+            `offload` is given without a GPU or without two blocks. The module is unchanged.
         DeviceError: the GPU or NVRTC failed.
     """
     if not isinstance(module, nn.Module):
@@ -546,6 +550,8 @@ def pack_model(
         raise ValueError(f"offload needs a GPU to copy weights to, got device={device!r}; pass device='cuda'")
     if isinstance(exclude, str):
         raise TypeError(f"exclude is a string; give a list of patterns: [{exclude!r}]")
+    if target is not None:
+        _refuse_meta(module, target)
     layers = _layers_of(module, tuple(exclude))
     if offload:
         from ._offload import blocks_of, offload_blocks, require_two
@@ -575,7 +581,7 @@ class _Layer(NamedTuple):
 
 
 def _layers_of(module: nn.Module, exclude: Sequence[str]) -> list[_Layer]:
-    """Returns the linear layers of a module."""
+    """Returns the linear layers of a module. Warns if a pattern of `exclude` names none of them."""
     others = {
         id(parameter): name or type(part).__name__
         for name, part in module.named_modules()
@@ -583,7 +589,13 @@ def _layers_of(module: nn.Module, exclude: Sequence[str]) -> list[_Layer]:
         for parameter in part.parameters(recurse=False)
     }
     layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    excluded = {id(layer) for name, layer in layers if any(fnmatch.fnmatchcase(name, one) for one in exclude)}
+    # A layer may have several names.
+    every = module.named_modules(remove_duplicate=False) if exclude else ()
+    names = [(name, id(layer)) for name, layer in every if isinstance(layer, nn.Linear)]
+    matched = {pattern: {at for name, at in names if fnmatch.fnmatchcase(name, pattern)} for pattern in exclude}
+    for pattern in (pattern for pattern, found in matched.items() if not found):
+        warnings.warn(f"exclude={pattern!r} is the name of no linear layer of the module", stacklevel=3)
+    excluded = set().union(*matched.values())
     stays = {id(layer._parameters.get("weight")): name for name, layer in layers if id(layer) in excluded}
     found = []
     for name, layer in layers:
@@ -611,7 +623,7 @@ def _pack_layers(layers: Sequence[_Layer], target: Optional[torch.device], to_cp
         if not isinstance(result, str):
             try:
                 _become_packed(layer, result, name)
-            except TypeError as error:
+            except Exception as error:  # Also what `__init_subclass__` of its class raises.
                 result = f"its class cannot be changed: {error}"
         if isinstance(result, str):
             reports.append(LayerReport(name, nbytes, nbytes, result))
@@ -634,3 +646,12 @@ def _pack_weight(weight: Tensor, target: Optional[torch.device], to_cpu: bool) -
         arena = arena.cpu()
         holder = _holder(arena, holder.data)
     return _Held(arena, holder)
+
+
+def _refuse_meta(module: nn.Module, target: torch.device) -> None:
+    """Raises `ValueError` for a tensor without contents, which cannot be moved to a device."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if tensor.device.type == "meta" and not is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' is on the meta device and cannot be moved to {target}: load it first, or omit device"
+            )
