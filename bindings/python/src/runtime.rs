@@ -389,6 +389,12 @@ impl Runtime {
     /// Replaces elements of registered arenas in place. An update is (address of the arena, of the index, of the
     /// values, number of elements). Returns for each what was done, the bytes of its escape lists, and their digest.
     fn update(&self, py: Python<'_>, updates: Vec<Update>, scratch: (u64, u64)) -> PyResult<Vec<UpdateResult>> {
+        // As lazy tensors have it. The kernel would end the context.
+        if updates.iter().any(|&(_, index, values, len)| len > 0 && (index == 0 || values == 0)) {
+            let message =
+                "positions and values need memory on the GPU, but one begins at address 0; pass plain tensors";
+            return Err(PyValueError::new_err(message));
+        }
         let layers = updates.iter().map(|&(arena, ..)| self.of(py, arena)).collect::<PyResult<Vec<Arc<Linear>>>>()?;
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let work = || -> Result<Vec<UpdateResult>, Failed> {

@@ -426,6 +426,63 @@ class Weight(Case):
         with self.assertRaisesRegex(ValueError, "'b.weight' shares its weight with another layer"):
             unweight.update_sparse_(module, {"a.weight": (index, values), "b.weight": (index, values)})
 
+    def test_operands_are_checked_and_read(self):
+        index, values = torch.arange(4), torch.ones(4).bfloat16()
+        for wrong, error in (
+            ((index.to(torch.complex64), values), ValueError),
+            (([0, 1], values[:2]), TypeError),
+            ((index, [1.0] * 4), TypeError),
+            ((index, Wrapper(values)), ValueError),
+        ):
+            with self.assertRaises(error):
+                self.layer.update_sparse_(*wrong)
+        with self.assertRaisesRegex(TypeError, "is a tensor, got list"):
+            self.layer.update_([1.0])
+        other = drawn(nn.Linear(128, 64), seed=3)
+        expected = other.weight.detach().clone()
+        unweight.pack_model(other)
+        # A view of a packed weight has no memory; that of a negation has the values before it.
+        self.assertTrue(self.layer.update_sparse_(torch.arange(8192), other.weight.view(-1)))
+        self.same(self.layer.unpacked(), expected)
+        expected.view(-1)[:4] = -values
+        self.assertTrue(self.layer.update_sparse_(torch._neg_view(-index), torch._neg_view(values)))
+        self.same(self.layer.unpacked(), expected)
+
+    def test_parameters_that_are_not_contiguous_are_updated(self):
+        module = drawn(nn.ModuleDict({"up": nn.Linear(64, 64), "conv": nn.Conv2d(8, 8, 3)}))
+        module = module.to(memory_format=torch.channels_last)
+        module.small = nn.Parameter(torch.ones(8).to(torch.float8_e4m3fn), requires_grad=False)
+        with torch.inference_mode():
+            module.made = nn.Parameter(torch.ones(8).bfloat16(), requires_grad=False)
+        module.cast = nn.Parameter(torch.ones(1, 4).bfloat16().expand(4, 4), requires_grad=False)
+        module.meta = nn.Parameter(torch.ones(8, device="meta").bfloat16(), requires_grad=False)
+        expected = {name: one.detach().contiguous().clone() for name, one in module.named_parameters()}
+        unweight.pack_model(module)
+        index, values = torch.tensor([5, 1, 7]), torch.tensor([1.0, -2.0, 3.0]).bfloat16()
+        for refused in ("cast", "meta"):
+            with self.assertRaisesRegex(ValueError, f"'{refused}' is a torch.bfloat16 Tensor on .* as a whole"):
+                unweight.update_sparse_(module, {"up.weight": (index, values), refused: (index, values)})
+            self.same(module["up"].unpacked(), expected["up.weight"])
+        names = ("up.weight", "conv.weight", "made", "small")
+        updates = {name: (index, values.to(expected[name].dtype)) for name in names}
+        self.assertTrue(unweight.update_sparse_(module, updates))
+        for name in names:
+            bits = torch.uint8 if name == "small" else torch.int16
+            expected[name].view(bits).view(-1)[index] = updates[name][1].view(bits)
+            got = module["up"].unpacked() if name == "up.weight" else module.get_parameter(name).data
+            self.assertTrue(torch.equal(got.contiguous().view(bits), expected[name].view(bits)), name)
+
+    def test_layers_packed_in_inference_mode_are_updated_outside(self):
+        layer = drawn(nn.Linear(128, 64))
+        with torch.inference_mode():
+            unweight.pack_model(layer)
+        self.assertTrue(layer.weight_packed.is_inference())
+        other = inputs(64, 128, seed=4)
+        self.assertTrue(layer.update_(other))
+        other.view(-1)[:3] = 2.0
+        self.assertTrue(layer.update_sparse_(torch.arange(3), torch.full((3,), 2.0).bfloat16()))
+        self.same(layer.unpacked(), other)
+
     def test_layers_that_share_a_weight_are_updated_together(self):
         module = drawn(nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)}))
         module["b"].weight = module["a"].weight

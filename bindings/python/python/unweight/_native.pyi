@@ -138,7 +138,8 @@ class Runtime:
 
         Returns for each what was done, the bytes of its escape lists and their digest: `"updated"`, or without a change
         `"whole"` (another window or more escapes than there is room for), `"outside"`, `"skipped"` (a place
-        of another arena is outside), `"unsorted"` (places do not ascend); `"differs"` is a bug.
+        of another arena is outside), `"unsorted"` (places do not ascend); `"differs"` is a bug. Raises
+        `ValueError` for address 0.
         """
     def prepare_embed(self) -> None:
         """Compiles and loads the kernel of `embed`, which cannot be done while a CUDA graph is captured."""

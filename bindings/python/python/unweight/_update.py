@@ -22,7 +22,9 @@ def _pack_into(
     have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
     """
     weight = _with_memory(weight.detach()).resolve_neg().contiguous()
-    packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
+    # Tensors that were made in inference mode may be changed only in it.
+    with torch.inference_mode():
+        packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
     if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
         raise UnweightError("new weights were packed wrongly: please report this bug")
     return packed

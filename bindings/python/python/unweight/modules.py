@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ._devices import _as_device, why_not
+from ._dispatch import _with_memory
 from ._part import _Fixed
 from ._update import _ascending, _pack_into, _update_in_place
 from .errors import UnweightError
@@ -243,9 +244,11 @@ class PackedLinear(_PackedState, nn.Linear):
         Returns whether CUDA graphs that have captured this layer stay valid. They do unless the exponent window changes
         or the escape lists outgrow their room, a quarter more than before; then capture them again. No work with this
         layer may run meanwhile. Raises `ValueError`, and changes nothing, if `weight` has another shape or dtype or
-        cannot be packed, and `NotImplementedError` if the layer is offloaded.
+        cannot be packed, `TypeError` if it is not a tensor, and `NotImplementedError` if the layer is offloaded.
         """
         self._refuse_change()
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"the weight of {self._describe()} is a tensor, got {type(weight).__name__}")
         if weight.shape != (self.out_features, self.in_features) or weight.dtype != torch.bfloat16:
             raise ValueError(
                 f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
@@ -267,16 +270,15 @@ class PackedLinear(_PackedState, nn.Linear):
         `index` is an integer tensor `[m]` of positions in the flattened weight, `values` is bfloat16 `[m]`. The last
         value of a repeated position counts. Positions that ascend are fastest. On a GPU, only the touched parts of the
         arena change, unless the exponent window or the room for escapes does. Raises `ValueError` for other shapes and
-        dtypes, and `IndexError` for a position outside of the weight.
+        dtypes, `TypeError` for other types, and `IndexError` for a position outside of the weight.
         """
         return _update_layers([self._sparse(index, values)])
 
     def _sparse(self, index: Tensor, values: Tensor) -> tuple[PackedLinear, Tensor, Tensor]:
         """Checks new elements, except their positions, and moves them to the device of the arena."""
         self._refuse_change()
-        _check_sparse(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
-        device = self.weight_packed.device
-        return self, index.to(device, torch.int64).contiguous(), values.detach().to(device).contiguous()
+        elements = _elements(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
+        return self, *_moved(*elements, self.weight_packed.device)
 
     def _registered(self) -> tuple[Tensor, Union[Escapes, Placed]]:
         """Returns the arena without history, and the object to keep with it."""
@@ -382,8 +384,8 @@ def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
         if update[1].numel() != 0:
             by_device.setdefault(update[0].weight_packed.device, []).append(update)
     for device, rest in by_device.items():
-        # Before anything changes; a GPU's kernels check by themselves.
-        for layer, index, _ in rest if device.type != "cuda" else ():
+        # Before anything changes; the kernels of one GPU check by themselves.
+        for layer, index, _ in rest if device.type != "cuda" or len(by_device) > 1 else ():
             _check_positions(index, *layer._sparse_what())
     is_valid = True
     for device, rest in by_device.items():
@@ -416,8 +418,9 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
 
     Raises:
         KeyError: the module has no such parameter.
-        ValueError: wrong shapes or dtypes, which changes nothing; or a new weight cannot be packed: its layer keeps
-            the old one.
+        TypeError: an index or values are not tensors.
+        ValueError: wrong shapes or dtypes, or elements that cannot be replaced in place, which changes nothing; or a
+            new weight cannot be packed: its layer keeps the old one.
         IndexError: a position is outside of its parameter; nothing has changed.
         NotImplementedError: a layer is offloaded.
     """
@@ -433,28 +436,56 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         if isinstance(owner, PackedLinear) and leaf == "weight_packed":
             raise KeyError(f"'{key}' is an arena; name '{name}.weight'")
         if parameter is not None:
-            _check_sparse(index, values, parameter.dtype, what := f"sparse values of '{key}'")
+            index, values = _elements(index, values, parameter.dtype, what := f"sparse values of '{key}'")
             _check_positions(index, parameter.numel(), what, "parameter")
-            plain.append((parameter, index, values))
+            _check_memory(parameter, key)
+            plain.append((parameter, *_ascending(*_moved(index, values, parameter.device))))
         elif id(owner._held) in packed:
             raise ValueError(f"'{key}' shares its weight with another layer of the update; name one of them")
         else:
             packed[id(owner._held)] = owner._sparse(index, values)
     is_valid = _update_layers(list(packed.values()))
-    for parameter, index, values in plain:
-        index, values = _ascending(index.to(parameter.device, torch.int64), values.to(parameter.device))
-        parameter.data.view(-1)[index] = values
+    # In inference mode, tensors that were made in it may be changed, too.
+    with torch.inference_mode():
+        for parameter, index, values in plain:
+            bits = _BITS[parameter.element_size()]
+            # `put_` takes flat positions also if the parameter is not contiguous.
+            parameter.data.view(bits).put_(index, values.view(bits))
     return is_valid
 
 
-def _check_sparse(index: Tensor, values: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Raises `ValueError` unless these are positions and as many values of a dtype."""
-    is_integer = not index.is_floating_point() and index.dtype != torch.bool
+# Integers as wide as the elements of a parameter: `put_` does not take every dtype.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _check_memory(parameter: Tensor, key: str) -> None:
+    """Raises `ValueError` if the elements of a parameter that is not packed cannot be replaced in place."""
+    tensor = parameter.data
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not is_plain or torch._debug_has_internal_overlap(tensor) == 1 or tensor.element_size() not in _BITS:
+        raise ValueError(
+            f"'{key}' is a {tensor.dtype} {type(tensor).__name__} on {tensor.device} without memory of its own for "
+            "each element: replace it as a whole"
+        )
+
+
+def _elements(index: Tensor, values: Tensor, dtype: torch.dtype, what: str) -> tuple[Tensor, Tensor]:
+    """Returns positions and as many values of a dtype, as tensors with memory; raises `ValueError` for others."""
+    for one in (index, values):
+        if not isinstance(one, Tensor):
+            raise TypeError(f"{what} are two tensors, an index and values, got {type(one).__name__}")
+    is_integer = not index.is_floating_point() and not index.is_complex() and index.dtype != torch.bool
     if index.dim() != 1 or index.shape != values.shape or not is_integer or values.dtype != dtype:
         raise ValueError(
             f"{what} are an integer index [m] and {str(dtype).removeprefix('torch.')} values [m], got {index.dtype} "
             f"{list(index.shape)} and {values.dtype} {list(values.shape)}"
         )
+    index, values = (_with_memory(one.detach()).resolve_neg().resolve_conj() for one in (index, values))
+    return index, values
+
+
+def _moved(index: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    return index.to(device, torch.int64).contiguous(), values.to(device).contiguous()
 
 
 def _check_positions(index: Tensor, numel: int, what: str, flattened: str) -> None:
