@@ -16,7 +16,7 @@ import unweight._embedding
 import unweight.ops
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from unweight.ops import Experts, Linear, linear, pack, pack_experts, place, unpack
+from unweight.ops import Experts, Linear, _runtime, linear, pack, pack_experts, place, unpack
 
 DEVICE = torch.device("cuda", 0)
 # The minimum shape, and some of real models. Some batches of the largest use stream-K.
@@ -144,6 +144,48 @@ class Sparse(unittest.TestCase):
         values = layer.unpacked().view(-1) * 2.0**12
         self.assertFalse(layer.update_sparse_(torch.arange(128 * 64), values))
         self.same(layer, values.view(128, 64))
+
+    def test_values_without_memory_or_with_a_negative_bit(self):
+        layer, other = self.made(128, 64, 1), self.made(128, 64, 2)
+        expected = other.unpacked()
+        # A lazy view, which has no address.
+        layer.update_sparse_(torch.arange(128 * 64, device=DEVICE), other.weight.view(-1))
+        self.same(layer, expected)
+        values = torch._neg_view(weights(1, 40, 3).view(-1))
+        expected.view(-1)[:40] = values
+        layer.update_sparse_(torch._neg_view(-torch.arange(40, device=DEVICE)), values)
+        self.same(layer, expected)
+        arena, scratch = layer.weight_packed, torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+        for index, one in ((0, values.data_ptr()), (scratch.data_ptr(), 0)):
+            with self.assertRaisesRegex(ValueError, "one begins at address 0; pass plain tensors"):
+                _runtime(DEVICE).update([(arena.data_ptr(), index, one, 1)], (scratch.data_ptr(), scratch.nbytes))
+        self.same(layer, expected)
+
+    def test_a_position_outside_on_one_device_changes_no_other(self):
+        module = nn.ModuleDict({"host": nn.Linear(64, 128, bias=False).bfloat16(), "device": self.made(128, 64)})
+        module["host"].weight.data = weights(128, 64, 1).cpu()
+        unweight.pack_model(module["host"])
+        before, one = module["host"].unpacked(), torch.ones(2).bfloat16()
+        updates = {"host.weight": (torch.tensor([0, 1]), one), "device.weight": (torch.tensor([0, 8192]), one)}
+        with self.assertRaises(IndexError):
+            unweight.update_sparse_(module, updates)
+        self.assertTrue(torch.equal(module["host"].unpacked(), before))
+
+    def test_layers_with_equal_weights_share_no_lists(self):
+        x, index = inputs(3, 512), torch.arange(0, 1024 * 512, 97, device=DEVICE)
+        for update in (
+            lambda layer: layer.update_(weights(1024, 512, 22)),
+            lambda layer: layer.update_sparse_(index, weights(1, len(index), 23).view(-1)),
+        ):
+            first, second = self.made(1024, 512, 21), self.made(1024, 512, 21)
+            expected = second.unpacked()
+            self.assertTrue(update(first))
+            self.same(second, expected)
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # A copy, which is registered with the lists that its digest names.
+                y = torch.ops.unweight.linear(x, second.weight_packed.clone(), 1024)
+                self.assertTrue(torch.equal(y, second(x)))
 
     def test_layers_are_updated_together(self):
         module = nn.ModuleDict({name: self.made(n, 256, n) for name, n in (("a", 64), ("b", 1024), ("c", 192))})
@@ -749,6 +791,134 @@ class Modules(Gpu):
                     self.assertFalse(torch.equal(out, expected))
             copied = copy.deepcopy(layer)
             self.assertTrue(torch.equal(copied(x), layer(x)))
+
+    def test_compiled_modules_use_new_weights(self):
+        module, x = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)), inputs(4, 64)
+        module.to(DEVICE, torch.bfloat16)
+        for seed, at in enumerate((0, 2)):
+            module[at].weight.data = weights(*module[at].weight.shape, seed=seed)
+        unweight.pack_model(module)
+        index, seeds = torch.arange(0, 64 * 128, 3, device=DEVICE), iter(range(50, 60))
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            run = torch.compile(module, fullgraph=True, mode=mode)
+            with torch.inference_mode():
+                for _ in range(3):
+                    before = run(x).clone()
+                for seed in (next(seeds), next(seeds)):
+                    valid = module[0].update_(weights(128, 64, seed=seed))
+                    valid &= module[2].update_sparse_(index, weights(1, len(index), seed=seed).view(-1))
+                    self.assertTrue(valid)
+                    y = run(x).clone()
+                    torch.testing.assert_close(y, module(x), atol=2e-2, rtol=2e-2)
+                    self.assertFalse(torch.equal(y, before), mode)
+
+    def test_layers_packed_in_inference_mode_are_updated_outside(self):
+        with torch.inference_mode():
+            layer = nn.Linear(256, 128, bias=False).to(DEVICE, torch.bfloat16)
+            layer.weight.data = weights(128, 256)
+            unweight.pack_model(layer)
+        new = weights(128, 256, seed=9)
+        layer.update_(new)
+        new.view(-1)[:5] = 0.5
+        layer.update_sparse_(torch.arange(5), torch.full((5,), 0.5).bfloat16())
+        layer.cpu().to(DEVICE)
+        self.assertTrue(torch.equal(layer.unpacked(), new))
+        with torch.inference_mode():
+            layer.update_(new * 2)
+        self.assertTrue(torch.equal(copy.deepcopy(layer).unpacked(), new * 2))
+
+    def test_moves_lose_no_memory(self):
+        module, x = self.made(), inputs(5, 256)
+        unweight.pack_model(module)
+        with torch.no_grad():
+            expected, allocated = module(x), None
+            for turn in range(6):
+                module.cpu()
+                gc.collect()
+                allocated = allocated or torch.cuda.memory_allocated()
+                self.assertEqual(torch.cuda.memory_allocated(), allocated, turn)
+                self.assertTrue(torch.equal(module.to(DEVICE)(x), expected))
+
+    def test_arenas_that_are_moved_one_by_one_are_registered(self):
+        # As accelerate's hooks do.
+        module, x = self.made(), inputs(5, 256)
+        module.blocks[2][0].weight = module.blocks[0][0].weight
+        unweight.pack_model(module)
+        with torch.no_grad():
+            expected = module(x)
+            module.cpu()
+            for part in module.modules():
+                for tensors in (part._parameters, part._buffers):
+                    for name, tensor in tensors.items():
+                        moved = tensor.to(DEVICE)
+                        tensors[name] = nn.Parameter(moved, False) if isinstance(tensor, nn.Parameter) else moved
+            self.assertTrue(torch.equal(module(x), expected))
+
+    def test_offloaded_blocks_on_threads_and_streams(self):
+        module = self.made()
+        resident = copy.deepcopy(module)
+        unweight.pack_model(resident, device=DEVICE)
+        unweight.pack_model(module, device=DEVICE, offload=True)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        with torch.no_grad():
+            operands = [inputs(33, 256, seed=seed) for seed in (1, 2)]
+            expected = [resident(x) for x in operands]
+            torch.cuda.synchronize()
+            for _ in range(10):
+                got = []
+                for stream, x in zip(streams, operands):
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(20_000_000)
+                        got.append(module(x))
+                torch.cuda.synchronize()
+                self.assertTrue(all(torch.equal(*pair) for pair in zip(got, expected)))
+            raised = []
+
+            def other() -> None:
+                try:
+                    module(operands[0])
+                except RuntimeError as error:
+                    raised.append(str(error))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            self.assertIn("offloaded layers run on one thread, 'MainThread'", raised[0])
+            self.assertTrue(torch.equal(module(operands[0]), expected[0]))
+
+    def test_a_weight_shared_with_a_layer_outside_of_the_blocks(self):
+        stock, x = self.made(), inputs(5, 256)
+        stock.first.weight = stock.blocks[2][0].weight
+        module, resident = copy.deepcopy(stock), copy.deepcopy(stock)
+        unweight.pack_model(resident)
+        unweight.pack_model(module, device=DEVICE, offload=True)
+        gc.collect()
+        with torch.no_grad():
+            self.assertTrue(torch.equal(module(x), resident(x)))
+            state = module.state_dict()
+            for name, value in stock.state_dict().items():
+                self.assertTrue(torch.equal(state[name].to(DEVICE), value), name)
+            with self.assertRaisesRegex(NotImplementedError, "'first' shares .* with a layer that is offloaded"):
+                module.first.update_(module.first.unpacked())
+            self.assertTrue(torch.equal(module(x), resident(x)))
+
+    def test_blocks_that_cannot_be_packed_stay_on_the_gpu(self):
+        for odd in (1, 4):
+            module, x = self.made(), inputs(5, 256)
+            for block in module.blocks[:odd]:
+                for layer in block[::2]:
+                    # Too many zeros.
+                    layer.weight.data.view(-1)[::3] = 0
+            resident = copy.deepcopy(module)
+            self.assertEqual(len(unweight.pack_model(resident, device=DEVICE).kept), 2 * odd)
+            self.assertEqual(len(unweight.pack_model(module, device=DEVICE, offload=True).kept), 2 * odd)
+            with torch.no_grad():
+                for _ in range(2):
+                    self.assertTrue(torch.equal(module(x), resident(x)))
+        module.blocks = module.blocks[:1]
+        with self.assertRaisesRegex(ValueError, "but the module has 1; omit offload"):
+            unweight.pack_model(module, device=DEVICE, offload=True)
 
     def test_offloaded_blocks_give_the_same_bits(self):
         stock = self.made()
