@@ -32,6 +32,8 @@ mod local;
 mod process;
 mod prompt;
 mod vocabulary;
+#[cfg(feature = "serve")]
+mod watch;
 
 #[cfg(unix)]
 use std::process::Command;
