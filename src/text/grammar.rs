@@ -126,9 +126,15 @@ impl Grammars {
             Ok(matcher)
         };
         let compiled = catch_panic(compile).unwrap_or_else(Err);
-        let too_complex = |why: String| TextError::Grammar(format!("{}; simplify it", short(&why)));
+        let unusable = |why: String| {
+            // The reason of `llguidance` why a first mask is empty.
+            if why.contains("NoExtensionBias") {
+                return TextError::Grammar("no text matches it, as if a schema referred only to itself".to_owned());
+            }
+            TextError::Grammar(format!("{}; simplify it", short(&why)))
+        };
         let (extra_time, shared) = (Duration::ZERO, Arc::clone(&self.shared));
-        compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared }).map_err(too_complex)
+        compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared }).map_err(unusable)
     }
 
     /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.
@@ -342,6 +348,13 @@ mod tests {
             println!("{tokens} tokens, at most {longest:?}, {all:?} in total");
             assert!(tokens == 400 || answer.matcher.is_stopped() && !answer.matcher.is_error(), "{tokens}");
         }
+    }
+
+    #[test]
+    fn errors_name_the_cause() {
+        let (text, sampled) = codec();
+        let error = text.compile(&Grammar::Schema(r##"{"$ref": "#"}"##.into()), &sampled).unwrap_err().to_string();
+        assert!(error.contains("no text matches") && !error.contains("NoExtension"), "{error}");
     }
 
     #[test]
