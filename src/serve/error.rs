@@ -80,6 +80,13 @@ impl ApiError {
         Self { retry_after: Some(1), ..error.code("bodies_full") }
     }
 
+    /// The maximum number of grammars waits to be compiled, status 429.
+    pub fn grammars(limit: usize) -> Self {
+        let message = format!("{limit} grammars wait to be compiled, the limit; try again later");
+        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
+        Self { retry_after: Some(1), ..error.code("grammars_full") }
+    }
+
     /// A request that exceeds a limit, status 400.
     pub fn limit(message: impl fmt::Display) -> Self {
         Self::bad(message).code("text_limit_exceeded")

@@ -65,6 +65,15 @@ impl Histogram {
     }
 }
 
+/// Memory and work outside of the engine.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held {
+    /// Bytes that request bodies hold.
+    pub body_bytes: u64,
+    /// Texts and grammars that wait for a text process.
+    pub texts_waiting: u64,
+}
+
 /// All metrics of a server.
 #[derive(Debug)]
 pub(super) struct Metrics {
@@ -133,8 +142,8 @@ impl Metrics {
         self.waiting.store(load.waiting as u64, Release);
     }
 
-    /// Returns all metrics as text. `body_bytes` is the memory that request bodies hold.
-    pub fn text(&self, limits: &Limits, body_bytes: u64) -> String {
+    /// Returns all metrics as text.
+    pub fn text(&self, limits: &Limits, held: Held) -> String {
         let mut out = String::new();
         let name = "unweight_requests_total";
         head(&mut out, name, "Requests answered, by route and status.", "counter");
@@ -149,7 +158,8 @@ impl Metrics {
         for (name, kind, help, value) in [
             ("sequences_running", "gauge", "Running sequences.", self.running.load(Acquire)),
             ("sequences_waiting", "gauge", "Waiting sequences.", self.waiting.load(Acquire)),
-            ("body_bytes", "gauge", "Bytes held by request bodies.", body_bytes),
+            ("texts_waiting", "gauge", "Texts and grammars that wait for a text process.", held.texts_waiting),
+            ("body_bytes", "gauge", "Bytes held by request bodies.", held.body_bytes),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),
@@ -253,7 +263,7 @@ mod tests {
             let (max_batch, context, pages) = (4, 4096, 100);
             let limits =
                 Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, vocab: 9, eos };
-            metrics.text(&limits, 3072)
+            metrics.text(&limits, Held { body_bytes: 3072, texts_waiting: 7 })
         };
         assert!(!text(KvCache::Packed, 512).contains("unweight_expert"), "all experts are on the GPU");
         metrics.load(Load { experts: Some(experts), ..load });
@@ -268,6 +278,7 @@ mod tests {
             "unweight_expert_stalled_seconds_total 0.0015",
             "unweight_kv_cache_info{kv_cache=\"packed\"} 1",
             "unweight_body_bytes 3072",
+            "unweight_texts_waiting 7",
             "unweight_kv_pages 100",
             "unweight_kv_pages_free 30",
             "unweight_kv_units 512",

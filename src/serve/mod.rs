@@ -17,6 +17,7 @@ mod frame;
 mod listen;
 mod metrics;
 mod options;
+mod places;
 mod prepare;
 mod routes;
 mod sampling;

@@ -17,16 +17,15 @@ use super::{
     bodies::{BODY_LIMIT, Bodies, BodyPermit, SMALL_BYTES},
     error::ApiError,
     frame::Endpoint,
+    places::{Place, Places},
     structure::Compiled,
     tool_calls::MARKS,
     worker::{Handle, Sequences, SubmitError},
 };
-use crate::text::{self, DecodeError, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text, TextError};
+use crate::text::{self, DecodeError, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request, or its body.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
-/// The maximum number of compiled grammars of waiting and running requests, with about 100 MiB each at most.
-const GRAMMARS_MAX: usize = 64;
 /// The maximum number of prompt tokens of a request, over all its texts.
 const PROMPT_TOKENS_MAX: u64 = 8 << 20;
 /// The maximum number of prompt tokens of all requests in preparation.
@@ -47,11 +46,7 @@ pub(super) struct Preparer {
     pub marks: Arc<[(u32, &'static str)]>,
     /// The maximum size of a prompt's text, bytes.
     text_bytes: u64,
-    /// One permit per text process.
-    process_permits: Arc<Semaphore>,
-    /// Work on texts of more than [`SMALL_BYTES`] needs one of these, too, so that it never occupies all processes.
-    large_permits: Arc<Semaphore>,
-    grammar_permits: Arc<Semaphore>,
+    pub places: Places,
     token_permits: Arc<Semaphore>,
 }
 
@@ -77,9 +72,7 @@ impl Preparer {
             text,
             handle,
             model: model.into(),
-            process_permits: Arc::new(Semaphore::new(PROCESSES)),
-            large_permits: Arc::new(Semaphore::new(PROCESSES - 1)),
-            grammar_permits: Arc::new(Semaphore::new(GRAMMARS_MAX)),
+            places: Places::new(),
             token_permits: Arc::new(Semaphore::new((PENDING_TOKENS_MAX / TOKENS_PER_PERMIT) as usize)),
         }
     }
@@ -155,17 +148,13 @@ impl Preparer {
         };
         let limits = &self.handle.shared.limits;
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
-        // A grammar needs the permit of large prompts, because it may take as long as one.
-        let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
-        let grammar_permit = permit(&self.grammar_permits).await.map_err(ApiError::server)?;
-        let large = permit(&self.large_permits).await.map_err(ApiError::server)?;
-        let process = permit(&self.process_permits).await.map_err(ApiError::server)?;
+        let (permit, place) = self.places.grammar(grammar.text().len(), self.text.is_compiled(&grammar)).await?;
         let text = self.text.clone();
-        // The task owns the permits, so they are released when it ends.
-        let compile = move || (text.compile(&grammar, &sampled), process, large);
-        let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
+        // The task owns the place, which is released when it ends.
+        let compile = move || (text.compile(&grammar, &sampled), place);
+        let (compiled, _) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
-        Ok(Some(Compiled::constraint(answer, grammar_permit)))
+        Ok(Some(Compiled::constraint(answer, permit)))
     }
 
     /// Returns the texts of prompts, each `n` times. Prompts of token ids are detokenized.
@@ -286,8 +275,8 @@ impl Preparer {
                 }
             });
         }
-        // Keeps the process permit until the tokens have permits of their own.
-        let (encoded, _process_permit) = self.tokenize_texts(texts, encode_limits).await?;
+        // Keeps the place until the tokens have permits of their own.
+        let (encoded, _place) = self.tokenize_texts(texts, encode_limits).await?;
         let mut encoded = encoded.into_iter();
         let mut all = Vec::with_capacity(prompts.len());
         for prompt in prompts {
@@ -312,25 +301,21 @@ impl Preparer {
         Ok((all, tokens, permit))
     }
 
-    /// Tokenizes texts in a text process. Returns the permit for the process, too.
+    /// Tokenizes texts in a text process. Returns its place, too.
     async fn tokenize_texts(
         &self,
         texts: Vec<text::Prompt>,
         limits: EncodeLimits,
-    ) -> Result<(Vec<Encoded>, Option<OwnedSemaphorePermit>), ApiError> {
+    ) -> Result<(Vec<Encoded>, Place), ApiError> {
         if texts.is_empty() {
-            return Ok((Vec::new(), None));
+            return Ok((Vec::new(), Vec::new()));
         }
-        let bytes: usize = texts.iter().map(text::Prompt::bytes).sum();
-        let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
-        let large =
-            if bytes > SMALL_BYTES { Some(permit(&self.large_permits).await.map_err(ApiError::server)?) } else { None };
-        let process = permit(&self.process_permits).await.map_err(ApiError::server)?;
+        let place = self.places.text(texts.iter().map(text::Prompt::bytes).sum()).await?;
         let text = self.text.clone();
-        // Runs as its own task, which owns the permits: a client that disconnects does not wait for it.
-        let encode = move || (text.encode_all(&texts, limits), process, large);
-        let (encoded, process, _large) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
-        Ok((encoded?, Some(process)))
+        // Runs as its own task, which owns the place: a client that disconnects does not wait for it.
+        let encode = move || (text.encode_all(&texts, limits), place);
+        let (encoded, place) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
+        Ok((encoded?, place))
     }
 
     fn too_long(&self, tokens: u64, request: &ApiRequest) -> ApiError {

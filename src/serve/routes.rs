@@ -27,6 +27,7 @@ use super::{
     bodies::BODY_LIMIT,
     error::ApiError,
     frame::{Endpoint, Frame},
+    metrics::Held,
     options::ServeOptions,
     prepare::{Accepted, Preparer, random},
     tokenize::{self, Tokenize},
@@ -110,7 +111,9 @@ async fn health(State(server): State<Server>) -> Response {
 
 async fn metrics_text(State(server): State<Server>) -> Response {
     let Shared { metrics, limits, .. } = server.shared();
-    let text = metrics.text(limits, server.preparer.bodies.held());
+    let Preparer { bodies, places, .. } = &server.preparer;
+    let held = Held { body_bytes: bodies.held(), texts_waiting: places.waiting() };
+    let text = metrics.text(limits, held);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 

@@ -12,13 +12,13 @@ use std::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unweight_format::raw::return_freed_memory;
 
-#[cfg(feature = "serve")]
-use super::error::TextError;
 use super::{
     STACK_BYTES,
     frame::{self, ProcessRequest, Reader, Writer},
     local::Local,
 };
+#[cfg(feature = "serve")]
+use super::{error::TextError, grammar::Grammars, prompt::Grammar};
 
 /// The memory limit of a call beyond the loaded tokenizer, stack and heap together; bytes.
 pub(super) const CALL_BYTES: u64 = 256 << 20;
@@ -111,12 +111,12 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
                     limit_memory(CALL_BYTES - STACK_BYTES);
                 }
                 let compiled = match &grammars {
-                    Some(Ok(grammars)) => grammars.compile(grammar).map(|_| ()),
+                    Some(Ok(grammars)) => size_of_compiled(grammars, grammar),
                     Some(Err(TextError::Grammar(why))) => Err(TextError::Grammar(why.clone())),
                     Some(Err(error)) => Err(TextError::Grammar(error.to_string())),
-                    None => Ok(()),
+                    None => Ok(0),
                 };
-                reply(&compiled.map_or_else(|error| frame::failure(&error), |()| frame::done().0))?;
+                reply(&compiled.map_or_else(|error| frame::failure(&error), frame::grammar_reply))?;
                 return_freed_memory();
             }
         }
@@ -126,6 +126,17 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
         }
     }
     Ok(())
+}
+
+/// Compiles a grammar, and returns the memory that it takes, bytes.
+#[cfg(feature = "serve")]
+fn size_of_compiled(grammars: &Grammars, grammar: &Grammar) -> Result<u64, TextError> {
+    let before = memory(1);
+    let compiled = grammars.compile(grammar)?;
+    return_freed_memory();
+    let after = memory(1);
+    drop(compiled);
+    Ok(after.unwrap_or(0).saturating_sub(before.unwrap_or(0)))
 }
 
 /// Returns the payload with the files of a tokenizer.
@@ -155,14 +166,15 @@ fn read_payload(input: &mut File, length: u32) -> io::Result<Vec<u8>> {
     Ok(payload)
 }
 
+/// Returns the size of the process (0), or what of it is in memory (1); bytes.
+fn memory(which: usize) -> Option<u64> {
+    let pages: u64 = fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(which)?.parse().ok()?;
+    Some(pages * rustix::param::page_size() as u64)
+}
+
 /// Limits the process to `more` bytes beyond its present size. A lower system limit stays.
 fn limit_memory(more: u64) {
-    let size = || -> Option<u64> {
-        // The first number is the size, in pages.
-        let pages: u64 = fs::read_to_string("/proc/self/statm").ok()?.split(' ').next()?.parse().ok()?;
-        Some(pages * rustix::param::page_size() as u64)
-    };
-    let Some(size) = size() else { return };
+    let Some(size) = memory(0) else { return };
     let maximum = getrlimit(Resource::As).maximum;
     let current = Some((size + more).min(maximum.unwrap_or(u64::MAX)));
     // If the system does not support the limit, the time limit and the parent's end still apply.

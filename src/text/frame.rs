@@ -271,6 +271,25 @@ pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<En
     reader.end(Ok(encoded))
 }
 
+/// Returns the reply to a grammar, which takes `bytes` bytes of memory.
+#[cfg(feature = "serve")]
+pub(super) fn grammar_reply(bytes: u64) -> Vec<u8> {
+    let mut out = done();
+    out.long(bytes);
+    out.0
+}
+
+/// Parses the output of [`grammar_reply`]; `None` if it is invalid.
+#[cfg(feature = "serve")]
+pub(super) fn read_grammar_reply(payload: &[u8]) -> Option<Result<u64, TextError>> {
+    let mut reader = match opened(payload)? {
+        Ok(reader) => reader,
+        Err(error) => return Some(Err(error)),
+    };
+    let bytes = reader.long()?;
+    reader.end(Ok(bytes))
+}
+
 /// Starts the payload of a successful reply.
 pub(super) fn done() -> Writer {
     Writer(vec![DONE])

@@ -23,6 +23,8 @@ mod chat;
 #[cfg(unix)]
 mod child;
 mod clock;
+#[cfg(feature = "serve")]
+mod compiled;
 mod error;
 mod frame;
 #[cfg(feature = "serve")]
@@ -47,6 +49,8 @@ use std::{
     sync::{Arc, Once},
 };
 
+#[cfg(feature = "serve")]
+use compiled::Kept;
 #[cfg(feature = "serve")]
 use grammar::Grammars;
 use local::Local;
@@ -81,7 +85,7 @@ const PREPARING: &str = "preparing the prompt";
 /// The stack size of a text process. Templates with deep expressions need a large one.
 const STACK_BYTES: u64 = 64 << 20;
 /// The maximum number of text processes of a [`Text`].
-pub(crate) const PROCESSES: usize = 2;
+pub(crate) const PROCESSES: usize = 3;
 /// The maximum number of tokens that a stream holds back while they complete no character.
 const HELD_TOKENS_MAX: usize = 64;
 
@@ -91,9 +95,9 @@ pub struct Text {
     vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
     chat: Option<Chat>,
-    /// The compiler of grammars, and the sampled tokens that it is for.
+    /// The compiler of grammars, the sampled tokens that it is for, and what it has compiled.
     #[cfg(feature = "serve")]
-    grammars: Arc<OnceLock<(Sampled, Grammars)>>,
+    grammars: Arc<OnceLock<(Sampled, Grammars, Kept)>>,
 }
 
 /// Where prompts are encoded.
@@ -123,7 +127,7 @@ impl Text {
         Ok(Self::of(vocabulary, Encoder::Local(Arc::new(local)), chat))
     }
 
-    /// Loads untrusted files: at most two child processes read them and encode prompts. Otherwise like [`Text::new`].
+    /// Loads untrusted files: at most three child processes read them and encode prompts. Otherwise like [`Text::new`].
     ///
     /// `command` starts a program that calls [`run_text_process`]; its stdin, stdout and stderr are set here. Loading
     /// may take 10 s and 64 MiB plus 128 times the size of the files, at most 2 GiB. A call may take 2 s and 256 MiB. A
@@ -210,26 +214,39 @@ impl Text {
         self.vocabulary.special(text)
     }
 
-    /// Compiles a grammar. With text processes, one of them compiles it first, within the limits of a call; this blocks
-    /// until one is free.
+    /// Whether [`Text::compile`] only copies a grammar, because it was compiled before.
+    #[cfg(feature = "serve")]
+    pub(crate) fn is_compiled(&self, grammar: &Grammar) -> bool {
+        self.grammars.get().is_some_and(|(.., kept)| kept.has(grammar))
+    }
+
+    /// Compiles a grammar, or copies one that was compiled before. With text processes, one of them compiles it first,
+    /// within the limits of a call; this blocks until one is free.
     ///
     /// # Errors
     /// [`TextError`].
     #[cfg(feature = "serve")]
     pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Answer, TextError> {
-        #[cfg(unix)]
-        if let Encoder::Pool(pool) = &self.encoder {
-            pool.check_grammar(grammar, sampled)?;
+        let grammars = self.grammars.get().filter(|(compiled_for, ..)| compiled_for == sampled);
+        if let Some(answer) = grammars.and_then(|(.., kept)| kept.get(grammar)) {
+            return Ok(answer);
         }
-        let grammars = match self.grammars.get() {
-            Some((compiled_for, grammars)) if compiled_for == sampled => grammars,
-            _ => {
+        let bytes = match &self.encoder {
+            Encoder::Local(_) => 0,
+            #[cfg(unix)]
+            Encoder::Pool(pool) => pool.check_grammar(grammar, sampled)?,
+        };
+        let (_, grammars, kept) = match grammars {
+            Some(grammars) => grammars,
+            None => {
                 let grammars = Grammars::new(&self.vocabulary, sampled)?;
                 // A served model has one vocabulary; the first of two threads sets it.
-                &self.grammars.get_or_init(|| (sampled.clone(), grammars)).1
+                self.grammars.get_or_init(|| (sampled.clone(), grammars, Kept::default()))
             }
         };
-        grammars.compile_on_large_stack(grammar)
+        let answer = grammars.compile_on_large_stack(grammar)?;
+        kept.insert(grammar, &answer, bytes);
+        Ok(answer)
     }
 
     /// Returns the size of the longest token, bytes.

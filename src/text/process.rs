@@ -30,6 +30,9 @@ const CALL_TIME_MAX: Duration = Duration::from_secs(2);
 const LOAD_TIME_MAX: Duration = Duration::from_secs(10);
 /// The maximum size of the reply to the files of a tokenizer, which contains its vocabulary; bytes.
 const VOCABULARY_BYTES_MAX: u64 = 128 << 20;
+/// The time limit of checking a grammar. This program then compiles it, too, which takes as long.
+#[cfg(feature = "serve")]
+const GRAMMAR_TIME_MAX: Duration = CALL_TIME_MAX.checked_div(2).unwrap();
 /// The name of the work on a grammar, for errors.
 #[cfg(feature = "serve")]
 const COMPILING: &str = "compiling it";
@@ -130,19 +133,19 @@ impl Pool {
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         let payload = frame::request(prompts, limits);
         let bytes_max = frame::reply_bytes_max(prompts.len(), limits);
-        self.call(payload, bytes_max, PREPARING, |answer| frame::read_reply(answer, prompts.len()))
+        self.call(payload, bytes_max, (PREPARING, CALL_TIME_MAX), |answer| frame::read_reply(answer, prompts.len()))
     }
 
-    /// Compiles a grammar in a free process; waits until there is one.
+    /// Compiles a grammar in a free process; waits until there is one. Returns the memory that it takes, bytes.
     ///
     /// # Errors
     /// [`TextError`], as [`Pool::encode`].
     #[cfg(feature = "serve")]
-    pub fn check_grammar(&self, grammar: &Grammar, sampled: &Sampled) -> Result<(), TextError> {
+    pub fn check_grammar(&self, grammar: &Grammar, sampled: &Sampled) -> Result<u64, TextError> {
         let payload = frame::grammar_request(grammar, sampled);
         let bytes_max = frame::reply_bytes_max(0, EncodeLimits { bytes: 0, tokens: 0, all_tokens: 0 });
-        let checked = self.call(payload, bytes_max, COMPILING, |answer| frame::read_reply(answer, 0));
-        checked.map(|_| ()).map_err(|error| match error {
+        let checked = self.call(payload, bytes_max, (COMPILING, GRAMMAR_TIME_MAX), frame::read_grammar_reply);
+        checked.map_err(|error| match error {
             TextError::Limit { work: COMPILING, limit } => {
                 TextError::Grammar(format!("{COMPILING} takes more than {limit}; simplify it"))
             }
@@ -150,12 +153,12 @@ impl Pool {
         })
     }
 
-    /// Sends a payload to a process and parses its reply of at most `bytes_max` bytes.
+    /// Sends a payload to a process, which may `work` for `time`, and parses its reply of at most `bytes_max` bytes.
     fn call<T>(
         &self,
         payload: Vec<u8>,
         bytes_max: u64,
-        work: &'static str,
+        (work, time): (&'static str, Duration),
         read: impl FnOnce(&[u8]) -> Option<Result<T, TextError>>,
     ) -> Result<T, TextError> {
         let slot = self.slot()?;
@@ -175,14 +178,14 @@ impl Pool {
             slot.return_process(process);
             return Err(TextError::Limit { work, limit: format!("{} bytes of text", child::REQUEST_BYTES_MAX) });
         }
-        let answer = process.exchange(&payload, bytes_max, CALL_TIME_MAX);
+        let answer = process.exchange(&payload, bytes_max, time);
         drop(payload);
         match answer.and_then(|answer| read(&answer).ok_or(CallError::Ended)) {
             Ok(answered) => {
                 slot.return_process(process);
                 answered
             }
-            Err(error) => Err(self.end(process, &error, work, CALL_TIME_MAX, child::CALL_BYTES)),
+            Err(error) => Err(self.end(process, &error, work, time, child::CALL_BYTES)),
         }
     }
 

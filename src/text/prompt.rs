@@ -164,6 +164,11 @@ impl Grammar {
         }
     }
 
+    /// Returns the text.
+    pub(crate) fn text(&self) -> &str {
+        self.parts().1
+    }
+
     /// Creates a grammar from its [`Grammar::parts`].
     pub(super) fn of((kind, text): (u8, &str)) -> Self {
         let text = text.to_owned();

@@ -28,6 +28,7 @@ use unweight::{
 };
 
 mod draft;
+mod flood;
 mod hostile;
 mod memory;
 

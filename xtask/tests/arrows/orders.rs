@@ -245,10 +245,10 @@ pub const INNER: &[(&str, &str)] = &[
         "load report weights < results < activations attention experts kv products rivals updates",
     ),
     ("src/hub", "digest error url < settings < client < repository < cache push < fetch"),
-    ("src/text", "clock error prompt watch < chat frame < vocabulary < grammar < local < child < process"),
+    ("src/text", "clock error prompt watch < chat frame < vocabulary < grammar < compiled local < child < process"),
     (
         "src/serve",
-        "backend options tool_calls < cpu metrics < worker < error < bodies fields < frame structure tools < sampling < \
+        "backend options tool_calls < cpu metrics < worker < error < bodies fields < frame places structure tools < sampling < \
          api < prepare tokenize < answer < routes < listen",
     ),
     (
