@@ -23,7 +23,7 @@ use super::{
     bodies::BodyPermit,
     error::ApiError,
     frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
-    prepare::Preparer,
+    prepare::{Preparer, on_thread_for},
     tool_calls::ToolCalls,
     worker::{SequenceEvent, Sequences, Unavailable},
 };
@@ -250,8 +250,8 @@ impl Texts {
         Ok(None)
     }
 
-    /// Waits for all texts and returns the whole answer.
-    pub async fn complete(mut self, frame: &Frame) -> Result<Value, ApiError> {
+    /// Waits for all texts and returns the JSON of the whole answer.
+    pub async fn complete(mut self, frame: Frame) -> Result<Vec<u8>, ApiError> {
         let mut choices = vec![AnswerChoice::default(); self.choices.len()];
         let mut bytes = 0;
         while let Some(Piece { index, choice }) = self.next().await? {
@@ -271,7 +271,8 @@ impl Texts {
                 }
             }
         }
-        Ok(frame.complete(&choices, self.usage))
+        let usage = self.usage;
+        on_thread_for(bytes, move || frame.complete(&choices, usage).to_string().into_bytes()).await
     }
 
     /// Sends pieces as they are generated, until all texts have ended or the client has disconnected.

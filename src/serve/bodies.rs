@@ -1,9 +1,9 @@
-//! Reads request bodies within a limit on the memory of all bodies together.
+//! The memory of all request bodies together, and that of all whole answers, within a limit.
 
 use std::{error::Error as _, sync::Arc};
 
 use axum::{
-    body::{Body, HttpBody},
+    body::{Body, Bytes, HttpBody},
     extract::Request,
     http::header,
 };
@@ -24,9 +24,11 @@ pub(super) const SMALL_BYTES: usize = 64 << 10;
 /// Bytes per permit.
 const BYTES_PER_PERMIT: usize = 1 << 10;
 
-/// The memory budget of request bodies.
+/// A memory budget of bodies.
 #[derive(Clone)]
 pub(super) struct Bodies {
+    /// Returns the error that the limit was reached.
+    full: fn(usize) -> ApiError,
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
 }
@@ -40,8 +42,9 @@ pub(super) struct BodyPermit {
 }
 
 impl Bodies {
-    pub fn new() -> Self {
+    pub fn new(full: fn(usize) -> ApiError) -> Self {
         Self {
+            full,
             small: Arc::new(Semaphore::new(SMALL_BYTES_LIMIT / BYTES_PER_PERMIT)),
             large: Arc::new(Semaphore::new((BODIES_LIMIT - SMALL_BYTES_LIMIT) / BYTES_PER_PERMIT)),
         }
@@ -55,6 +58,23 @@ impl Bodies {
 
     fn empty_permit(&self) -> BodyPermit {
         BodyPermit { bodies: self.clone(), small: None, large: None, bytes: 0 }
+    }
+
+    /// Returns an answer as a body, which holds its memory until it is sent or the client has disconnected.
+    pub fn hold(&self, answer: Vec<u8>) -> Result<Body, ApiError> {
+        struct Held {
+            answer: Vec<u8>,
+            _permit: BodyPermit,
+        }
+        impl AsRef<[u8]> for Held {
+            fn as_ref(&self) -> &[u8] {
+                &self.answer
+            }
+        }
+        let mut permit = self.empty_permit();
+        // A larger answer is sent when it is the only large one.
+        permit.grow(answer.len().min(BODIES_LIMIT - SMALL_BYTES_LIMIT))?;
+        Ok(Bytes::from_owner(Held { answer, _permit: permit }).into())
     }
 
     /// Reads a body. Memory is reserved as data arrives, not by the announced length. Without room, the rest of the
@@ -96,7 +116,7 @@ impl Bodies {
 }
 
 /// Returns the next piece of a body.
-async fn next(body: &mut Body) -> Result<Option<axum::body::Bytes>, ApiError> {
+async fn next(body: &mut Body) -> Result<Option<Bytes>, ApiError> {
     loop {
         match body.frame().await {
             None => return Ok(None),
@@ -130,7 +150,7 @@ impl BodyPermit {
         let large = units(after.saturating_sub(SMALL_BYTES)) - units(before.saturating_sub(SMALL_BYTES));
         let both = acquire(&self.bodies.small, &mut self.small, small)
             .and_then(|()| acquire(&self.bodies.large, &mut self.large, large));
-        both.ok_or_else(|| ApiError::bodies(BODIES_LIMIT))?;
+        both.ok_or_else(|| (self.bodies.full)(BODIES_LIMIT))?;
         self.bytes = bytes;
         Ok(())
     }
@@ -151,7 +171,7 @@ mod tests {
 
     #[test]
     fn all_bodies_together_have_a_limit() {
-        let bodies = Bodies::new();
+        let bodies = Bodies::new(ApiError::bodies);
         let large: Vec<BodyPermit> = std::iter::from_fn(|| permit(&bodies, BODY_LIMIT).ok()).collect();
         assert_eq!(large.len(), 6, "48 MiB for large bodies, besides their first bytes");
         assert!(bodies.held() <= BODIES_LIMIT as u64);

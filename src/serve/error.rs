@@ -80,6 +80,14 @@ impl ApiError {
         Self { retry_after: Some(1), ..error.code("bodies_full") }
     }
 
+    /// Answers that clients have not read reached their memory limit, status 503.
+    pub fn answers(limit: usize) -> Self {
+        let message =
+            format!("answers that clients have not read reached the limit of {} MiB; try again later", limit >> 20);
+        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
+        Self { retry_after: Some(1), ..error.code("answers_full") }
+    }
+
     /// The maximum number of grammars waits to be compiled, status 429.
     pub fn grammars(limit: usize) -> Self {
         let message = format!("{limit} grammars wait to be compiled, the limit; try again later");

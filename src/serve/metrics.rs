@@ -70,6 +70,8 @@ impl Histogram {
 pub(super) struct Held {
     /// Bytes that request bodies hold.
     pub body_bytes: u64,
+    /// Bytes of whole answers that clients have not read.
+    pub answer_bytes: u64,
     /// Texts and grammars that wait for a text process.
     pub texts_waiting: u64,
 }
@@ -160,6 +162,7 @@ impl Metrics {
             ("sequences_waiting", "gauge", "Waiting sequences.", self.waiting.load(Acquire)),
             ("texts_waiting", "gauge", "Texts and grammars that wait for a text process.", held.texts_waiting),
             ("body_bytes", "gauge", "Bytes held by request bodies.", held.body_bytes),
+            ("answer_bytes", "gauge", "Bytes of whole answers that clients have not read.", held.answer_bytes),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),
@@ -263,7 +266,7 @@ mod tests {
             let (max_batch, context, pages) = (4, 4096, 100);
             let limits =
                 Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, vocab: 9, eos };
-            metrics.text(&limits, Held { body_bytes: 3072, texts_waiting: 7 })
+            metrics.text(&limits, Held { body_bytes: 3072, answer_bytes: 2048, texts_waiting: 7 })
         };
         assert!(!text(KvCache::Packed, 512).contains("unweight_expert"), "all experts are on the GPU");
         metrics.load(Load { experts: Some(experts), ..load });
@@ -278,6 +281,7 @@ mod tests {
             "unweight_expert_stalled_seconds_total 0.0015",
             "unweight_kv_cache_info{kv_cache=\"packed\"} 1",
             "unweight_body_bytes 3072",
+            "unweight_answer_bytes 2048",
             "unweight_texts_waiting 7",
             "unweight_kv_pages 100",
             "unweight_kv_pages_free 30",

@@ -44,9 +44,9 @@ pub use bodies::BODY_LIMIT;
 pub use cpu::{CpuError, CpuReference};
 pub use options::{Ended, ServeError, ServeOptions};
 
-/// The number of threads that parse large bodies and wait for text processes. They use the processor time that the
-/// engine and the connections leave.
-const BLOCKING_THREADS: usize = 4;
+/// The number of threads that parse and print large JSON and wait for text processes. They use the processor time that
+/// the engine and the connections leave.
+const BLOCKING_THREADS: usize = 6;
 
 /// Serves a model until `stop` is set and the running requests have ended. The calling thread runs the engine.
 ///

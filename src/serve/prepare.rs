@@ -24,7 +24,7 @@ use super::{
 };
 use crate::text::{self, DecodeError, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
 
-/// How long a client may take to send the head of a request, or its body.
+/// How long a client may take to send the head of a request after the first, or a body.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 /// The maximum number of prompt tokens of a request, over all its texts.
 const PROMPT_TOKENS_MAX: u64 = 8 << 20;
@@ -39,6 +39,8 @@ const TOKENS_PER_PERMIT: u64 = 256;
 #[derive(Clone)]
 pub(super) struct Preparer {
     pub bodies: Bodies,
+    /// The memory of whole answers until clients have read them.
+    pub answers: Bodies,
     pub text: Text,
     pub handle: Handle,
     pub model: Arc<str>,
@@ -67,7 +69,8 @@ impl Preparer {
         let marks = MARKS.iter().filter_map(mark).collect();
         Self {
             marks,
-            bodies: Bodies::new(),
+            bodies: Bodies::new(ApiError::bodies),
+            answers: Bodies::new(ApiError::answers),
             text_bytes,
             text,
             handle,
@@ -87,8 +90,9 @@ impl Preparer {
     ) -> Result<Accepted, ApiError> {
         // The body's memory counts for its prompts, too, until the engine has them.
         let (body, body_permit) = self.body(http_request).await?;
-        let mut request = self.read(endpoint, body).await?;
         let capacity = self.handle.shared.capacity();
+        let parse = move |body: &[u8], model: &str| ApiRequest::read(endpoint, body, model, capacity);
+        let mut request = self.parse(body, parse).await?;
         let requested = request.prompts.len().saturating_mul(request.n as usize);
         if requested > capacity {
             return Err(SubmitError::TooMany { requested, capacity }.into());
@@ -210,14 +214,14 @@ impl Preparer {
         prompt: text::Prompt,
         strings: bool,
     ) -> Result<(Vec<u32>, Option<Vec<String>>), ApiError> {
-        let limits =
-            EncodeLimits { bytes: self.text_bytes, tokens: TOKENIZE_TOKENS_MAX, all_tokens: TOKENIZE_TOKENS_MAX };
-        let (encoded, _process_permit) = self.tokenize_texts(vec![prompt], limits).await?;
+        let context = u64::from(self.handle.shared.limits.context);
+        let tokens = if strings { context.min(TOKENIZE_TOKENS_MAX) } else { TOKENIZE_TOKENS_MAX };
+        let limits = EncodeLimits { bytes: self.text_bytes, tokens, all_tokens: TOKENIZE_TOKENS_MAX };
+        let (encoded, _place) = self.tokenize_texts(vec![prompt], limits).await?;
         let ids = match encoded.into_iter().next() {
             Some(Encoded::Ids(ids)) => ids,
-            Some(Encoded::TooMany(tokens)) => {
-                let message =
-                    format!("the text has {tokens} tokens; the limit is {TOKENIZE_TOKENS_MAX}; split the text");
+            Some(Encoded::TooMany(found)) => {
+                let message = format!("the text has {found} tokens; the limit is {tokens}; split the text");
                 return Err(ApiError::limit(message));
             }
             None => return Err(ApiError::server("the text process returned too few prompts")),
@@ -239,14 +243,14 @@ impl Preparer {
         read.map_err(|_| ApiError::timeout("sending the body", SEND_TIMEOUT.as_secs()))?
     }
 
-    /// Parses a body: here if it is small, else on a blocking thread.
-    async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<ApiRequest, ApiError> {
-        let (model, prompts_max) = (Arc::clone(&self.model), self.handle.shared.capacity());
-        if body.len() <= SMALL_BYTES {
-            return ApiRequest::read(endpoint, &body, &model, prompts_max);
-        }
-        let read = tokio::task::spawn_blocking(move || ApiRequest::read(endpoint, &body, &model, prompts_max));
-        read.await.map_err(ApiError::server)?
+    /// Parses a body with the name of the model.
+    pub async fn parse<T: Send + 'static>(
+        &self,
+        body: Vec<u8>,
+        parse: impl FnOnce(&[u8], &str) -> Result<T, ApiError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let model = Arc::clone(&self.model);
+        on_thread_for(body.len(), move || parse(&body, &model)).await?
     }
 
     /// Tokenizes the prompts of a request. Returns their tokens, the number of tokens, and the permit for their memory.
@@ -323,6 +327,17 @@ impl Preparer {
         let (max_new_tokens, context) = (request.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
         SubmitError::Admission(unweight_engine::AdmissionError::TooLong { prompt, max_new_tokens, context }).into()
     }
+}
+
+/// Does work on `bytes` bytes of JSON: here if they are few, else on a blocking thread.
+pub(super) async fn on_thread_for<T: Send + 'static>(
+    bytes: usize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    if bytes <= SMALL_BYTES {
+        return Ok(work());
+    }
+    tokio::task::spawn_blocking(work).await.map_err(ApiError::server)
 }
 
 /// Returns a random number of the system.

@@ -15,6 +15,7 @@ use axum::{
     routing::{get, post},
 };
 use hyper::StatusCode;
+use serde::Serialize;
 use serde_json::{Value, json};
 use subtle::ConstantTimeEq;
 use tokio::{
@@ -29,7 +30,7 @@ use super::{
     frame::{Endpoint, Frame},
     metrics::Held,
     options::ServeOptions,
-    prepare::{Accepted, Preparer, random},
+    prepare::{Accepted, Preparer, on_thread_for, random},
     tokenize::{self, Tokenize},
     worker::{Shared, Unavailable},
 };
@@ -111,8 +112,8 @@ async fn health(State(server): State<Server>) -> Response {
 
 async fn metrics_text(State(server): State<Server>) -> Response {
     let Shared { metrics, limits, .. } = server.shared();
-    let Preparer { bodies, places, .. } = &server.preparer;
-    let held = Held { body_bytes: bodies.held(), texts_waiting: places.waiting() };
+    let Preparer { bodies, answers, places, .. } = &server.preparer;
+    let held = Held { body_bytes: bodies.held(), answer_bytes: answers.held(), texts_waiting: places.waiting() };
     let text = metrics.text(limits, held);
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
@@ -189,23 +190,34 @@ async fn answer(
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
         return Ok((headers, Body::new(Pieces(receiver))).into_response());
     }
-    let answer = texts.complete(&frame).await?;
-    Ok(json_response(StatusCode::OK, &answer))
+    let answer = texts.complete(frame).await?;
+    whole(&server, answer)
+}
+
+/// Returns the response of a whole answer.
+fn whole(server: &Server, answer: Vec<u8>) -> Result<Response, ApiError> {
+    let body = server.preparer.answers.hold(answer)?;
+    Ok(([(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// The answer of `/tokenize`.
+#[derive(Serialize)]
+struct Tokenized {
+    count: usize,
+    max_model_len: u32,
+    tokens: Vec<u32>,
+    token_strs: Option<Vec<String>>,
 }
 
 /// Handles `/tokenize`: returns the token ids of a text or a conversation.
 async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
         let (body, _permit) = server.preparer.body(request).await?;
-        let Tokenize { prompt, strings } = Tokenize::read(&body, &server.options.model)?;
-        drop(body);
-        let (tokens, strings) = server.preparer.tokenize(prompt, strings).await?;
-        Ok(json!({
-            "count": tokens.len(),
-            "max_model_len": server.shared().limits.context,
-            "tokens": tokens,
-            "token_strs": strings,
-        }))
+        let Tokenize { prompt, strings } = server.preparer.parse(body, Tokenize::read).await?;
+        let (tokens, token_strs) = server.preparer.tokenize(prompt, strings).await?;
+        let (count, max_model_len) = (tokens.len(), server.shared().limits.context);
+        let answer = Tokenized { count, max_model_len, tokens, token_strs };
+        on_thread_for(count * size_of::<u32>(), move || serde_json::to_vec(&answer)).await?.map_err(ApiError::server)
     })
     .await
 }
@@ -214,15 +226,15 @@ async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<
 async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
         let (body, _permit) = server.preparer.body(request).await?;
-        let tokens = tokenize::read_tokens(&body, &server.options.model)?;
+        let tokens = server.preparer.parse(body, tokenize::read_tokens).await?;
         let text = server.preparer.detokenize(tokens, BODY_LIMIT as u64, "tokens").await?;
-        Ok(json!({ "prompt": text }))
+        on_thread_for(text.len(), move || json!({ "prompt": text }).to_string().into_bytes()).await
     })
     .await
 }
 
 /// Returns the result of `work`, or an error if it takes too long or the server stops.
-async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiError>>) -> Result<Response, ApiError> {
+async fn bounded(server: &Server, work: impl Future<Output = Result<Vec<u8>, ApiError>>) -> Result<Response, ApiError> {
     server.shared().check_available()?;
     let mut abort = server.shared().abort.subscribe();
     let answer = tokio::select! {
@@ -231,5 +243,5 @@ async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiEr
         _ = abort.wait_for(|abort| *abort) => return Err(Unavailable::Stopping.into()),
     };
     let answer = answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))??;
-    Ok(json_response(StatusCode::OK, &answer))
+    whole(server, answer)
 }

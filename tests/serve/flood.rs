@@ -1,6 +1,7 @@
-//! Many clients at once with large grammars.
+//! Many clients at once with large grammars, or that do not read their answers.
 
 use std::{
+    net::TcpStream,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -11,7 +12,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::{Server, ask, command};
+use crate::{Server, ask, bundle_with, command, command_of, memory, send};
 
 /// Maximum time of a request next to a flood.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -81,4 +82,40 @@ fn a_repeated_schema_is_compiled_once() {
     let second = (0..3).map(|_| timed()).min().unwrap();
     println!("{first:?}, then {second:?}");
     assert!(second < first / 3, "{first:?}, then {second:?}");
+}
+
+#[test]
+fn unread_answers_have_a_limit() {
+    let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
+    let long = "y".repeat(1000);
+    let token = tokenizer["added_tokens"].as_array_mut().unwrap().last_mut().unwrap();
+    let old = std::mem::replace(&mut token["content"], json!(long)).as_str().unwrap().to_owned();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let id = vocab.remove(&old).unwrap();
+    vocab.insert(long, id.clone());
+    let home = bundle_with(&[("tokenizer.json", &tokenizer.to_string())]);
+    let server = Server::start(&mut command_of(&home.path().join("tiny"), &["--context", "8192"]));
+    assert_eq!(server.ask("/detokenize", r#"{"tokens": [5]}"#).0, 200);
+    let before = memory::resident(server.child.id());
+    // Answers of 4 MB.
+    let large = json!({"tokens": vec![id; 4000]}).to_string();
+    let clients: Vec<TcpStream> = (0..30)
+        .map(|_| {
+            let mut client = TcpStream::connect(server.address()).unwrap();
+            send(&mut client, "/detokenize", &large);
+            client
+        })
+        .collect();
+    server.wait_for_some("unweight_answer_bytes", |bytes| bytes > f64::from(44 << 20));
+    assert_eq!(server.ask("/detokenize", r#"{"tokens": [5]}"#).0, 200, "small answers have memory of their own");
+    // Answered after all others.
+    let (status, answer) = server.ask("/detokenize", &large);
+    assert_eq!((status, answer.contains("answers_full")), (503, true), "{status}");
+    assert!(server.metric("unweight_answer_bytes") <= f64::from(64 << 20));
+    let held = memory::resident(server.child.id());
+    println!("{} MiB, {} before", held >> 20, before >> 20);
+    assert!(held < before + (88 << 20), "{} MiB, {} before", held >> 20, before >> 20);
+    drop(clients);
+    server.wait_for("unweight_answer_bytes", 0.0);
+    assert_eq!(server.ask("/detokenize", &large).0, 200);
 }
