@@ -103,6 +103,7 @@ impl ToolCalls {
             }
             ToolFormat::MistralArgs => held.split(LIST).map(with_args).collect(),
         };
+        let found = found.filter(|found| found.iter().all(|found| self.is_known(found)));
         let mark = match (self.inside, is_tagged) {
             (true, true) => OPEN,
             (true, false) => LIST,
@@ -194,7 +195,7 @@ impl ToolCalls {
         let mut found = Vec::new();
         while !rest.is_empty() {
             let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-            let own = call(&values.next()?.ok()?).filter(|(name, _)| self.schema(name).is_some())?;
+            let own = call(&values.next()?.ok()?).filter(|found| self.is_known(found))?;
             found.push(own);
             rest = rest[values.byte_offset()..].trim_start();
             rest = rest.strip_prefix(';').unwrap_or(rest).trim_start();
@@ -213,6 +214,12 @@ impl ToolCalls {
             ToolFormat::QwenCoder => function(text, |name| self.schema(name)),
             _ => call(&serde_json::from_str(text.trim()).ok()?),
         }
+        .filter(|found| self.is_known(found))
+    }
+
+    /// Whether a call is one of a function that may be called.
+    fn is_known(&self, (name, _): &(String, String)) -> bool {
+        self.schema(name).is_some()
     }
 
     fn numbered(&mut self, (name, arguments): (String, String)) -> ToolCall {
@@ -285,7 +292,10 @@ fn call(value: &Value) -> Option<(String, String)> {
         (Value::Null, Value::Null) => "{}".to_owned(),
         (Value::Object(_), _) => value["arguments"].to_string(),
         // Some models write the arguments as a JSON string.
-        (Value::String(text), _) => text.clone(),
+        (Value::String(text), _) => {
+            let arguments: serde_json::Map<String, Value> = serde_json::from_str(text).ok()?;
+            Value::Object(arguments).to_string()
+        }
         (Value::Null, Value::Object(_)) => value["parameters"].to_string(),
         _ => return None,
     };
@@ -335,6 +345,20 @@ mod tests {
             (Hermes, "<tool_call>{\"name\": \"g\", ", "<tool_call>{\"name\": \"g\", ", vec![]),
             (Hermes, "<tool_call>{\"name\": \"g\"}</tool_call>\n\n a b ", "a b ", vec![g(0)]),
             (Hermes, "<tool_call>no</tool_call>!", "<tool_call>no</tool_call>!", vec![]),
+            (
+                Hermes,
+                "<tool_call>{\"name\": \"other\"}</tool_call>",
+                "<tool_call>{\"name\": \"other\"}</tool_call>",
+                vec![],
+            ),
+            (Hermes, r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}</tool_call>"#, "", vec![f(0)]),
+            (
+                Hermes,
+                r#"<tool_call>{"name": "f", "arguments": "a"}</tool_call>"#,
+                r#"<tool_call>{"name": "f", "arguments": "a"}</tool_call>"#,
+                vec![],
+            ),
+            (MistralArgs, "[TOOL_CALLS]other[ARGS]{}", "[TOOL_CALLS]other[ARGS]{}", vec![]),
             (
                 Hermes,
                 r#"<tool_call>{"name": "f", "arguments": {"s": "\" </tool_call>"}}</tool_call>!"#,
