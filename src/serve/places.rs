@@ -86,8 +86,8 @@ impl Places {
         Ok(place)
     }
 
-    /// Waits for the permit to hold a compiled grammar and, unless one `is_kept`, until a grammar of this size may use a
-    /// process.
+    /// Waits for the permit to hold a compiled grammar and, unless it `is_kept`, until a grammar of this size may use
+    /// a process.
     pub async fn grammar(&self, bytes: usize, is_kept: bool) -> Result<(OwnedSemaphorePermit, Place), ApiError> {
         if is_kept {
             return Ok((permit(&self.compiled).await?, Vec::new()));

@@ -1,5 +1,5 @@
-//! Ends work of `llguidance` that takes too much processor time. Its own limits count items and fuel, whose cost depends
-//! on the grammar.
+//! Ends work of `llguidance` that takes too much processor time. Its own limits count items and fuel, whose cost
+//! depends on the grammar.
 
 use std::{
     sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
@@ -148,6 +148,7 @@ mod tests {
         let handle = CancellationHandle::default();
         let spin = || while !handle.is_cancelled() {};
         let ((), spun) = limited(Some(handle.clone()), time_max, spin);
-        assert!(spun >= time_max && spun < 2 * time_max, "{spun:?}");
+        // The watching thread may wait for a processor, too.
+        assert!(spun >= time_max && spun < 20 * time_max, "{spun:?}");
     }
 }
