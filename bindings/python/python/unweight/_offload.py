@@ -181,6 +181,9 @@ class Offload:
         """
         if self._thread is not threading.current_thread():
             self._own()
+        # Before anything that would end the capture with an error of CUDA.
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("offloaded layers cannot be captured in a CUDA graph; pack the module without offload")
         self._copies.follow()
         where = self._places[id(layer)]
         slot = self._enter(where.block) if where.block != self._current else self._block_in.index(where.block)
@@ -203,8 +206,6 @@ class Offload:
 
     def _enter(self, block: int) -> int:
         """Makes a block current, and returns its slot."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("offloaded layers cannot be captured in a CUDA graph; pack the module without offload")
         left: Optional[int] = None
         if self._current is not None:
             left = self._block_in.index(self._current)
