@@ -48,9 +48,9 @@ const MASK_TIME: [Duration; 2] = [Duration::from_millis(2), Duration::from_milli
 const TOKEN_TIME: [Duration; 2] = [Duration::from_micros(500), Duration::from_micros(1500)];
 /// How far an answer may exceed these times, where later tokens catch up.
 const EXTRA_TIME_MAX: Duration = Duration::from_millis(100);
-/// How far all answers together may exceed them within [`SHARED_INTERVAL`], which is longer than a step: more than 64
-/// masks of 6.5 ms do.
-const SHARED_EXTRA_TIME_MAX: Duration = Duration::from_millis(400);
+/// How far all answers together may exceed them within [`SHARED_INTERVAL`], which is longer than a step, per thread
+/// that computes masks: a quarter of its time.
+const SHARED_EXTRA_TIME_MAX: Duration = Duration::from_millis(25);
 const SHARED_INTERVAL: Duration = Duration::from_millis(100);
 /// The maximum length of a parser error's text, characters.
 const ERROR_CHARS_MAX: usize = 300;
@@ -79,8 +79,14 @@ impl SharedTime {
     /// Returns the time that is left.
     fn left(&mut self) -> Duration {
         self.spend(Duration::ZERO);
-        SHARED_EXTRA_TIME_MAX.saturating_sub(self.spent)
+        shared_extra_time_max().saturating_sub(self.spent)
     }
+}
+
+/// Returns how far all answers together may exceed their times within [`SHARED_INTERVAL`].
+fn shared_extra_time_max() -> Duration {
+    // The schedule computes masks on rayon's threads.
+    SHARED_EXTRA_TIME_MAX * rayon::current_num_threads().max(2) as u32
 }
 
 impl Grammars {
@@ -329,7 +335,7 @@ mod tests {
         assert!(spin(&mut one, 10 * extra) >= time + extra, "an answer may exceed its time");
         // The watching thread may wait for a processor, but not always.
         let shortest = (0..5).map(|_| {
-            one.shared.lock().unwrap().spend(SHARED_EXTRA_TIME_MAX);
+            one.shared.lock().unwrap().spend(shared_extra_time_max());
             other = start.separate();
             spin(&mut other, 10 * extra)
         });
