@@ -716,7 +716,8 @@ fn offloaded_experts_give_the_same_tokens() {
         "norm_topk_prob": true, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0}"#;
     let qwen3 = ModelConfig::parse(qwen3, None).unwrap();
     let of_bundle = |options: EngineOptions| load(&bundle, options);
-    let of_config = |options: EngineOptions| Engine::random(gpu(), qwen3.clone(), options, &|_| {}).expect("an engine");
+    let of_config =
+        |options: EngineOptions| Engine::random(gpu(), qwen3.clone(), None, options, &|_| {}).expect("an engine");
     let models: [(&str, u32, MakeEngine<'_>); 2] = [("mixtral", 8, &of_bundle), ("qwen3-moe", 32, &of_config)];
     for (name, experts, make) in models {
         let mut whole = make(options());

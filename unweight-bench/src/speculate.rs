@@ -155,10 +155,8 @@ pub fn bench_speculate(
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
             }
         };
-        let engine = match draft.filter(|_| speculate > 0) {
-            Some(draft) => Engine::random_with_draft(kernels, model.config(), draft.config(), options, &compiled)?,
-            None => Engine::random(kernels, model.config(), options, &compiled)?,
-        };
+        let draft = draft.filter(|_| speculate > 0).map(Geometry::config);
+        let engine = Engine::random(kernels, model.config(), draft, options, &compiled)?;
         progress(&format!("engine with up to {speculate} drafted tokens loaded: {}", engine.memory()));
         Ok::<_, EngineError>(engine)
     };

@@ -98,31 +98,19 @@ impl Engine {
         load(kernels, (bundle, Some(draft)), options, progress)
     }
 
-    /// Loads a model of this configuration with random weights, for measurements.
-    ///
-    /// # Errors
-    /// As for [`Engine::load`].
-    pub fn random(
-        kernels: &KernelSet,
-        config: ModelConfig,
-        options: EngineOptions,
-        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
-    ) -> Result<Self, EngineError> {
-        random(kernels, (config, None), options, &|_, _| {}, progress)
-    }
-
-    /// Like [`Engine::random`], with a draft model of the configuration `draft`, whose weights are random, too.
+    /// Loads a model of this configuration with random weights, for measurements, and a draft model of the configuration
+    /// `draft`, if there is one.
     ///
     /// # Errors
     /// As for [`Engine::load_with_draft`].
-    pub fn random_with_draft(
+    pub fn random(
         kernels: &KernelSet,
         config: ModelConfig,
-        draft: ModelConfig,
+        draft: Option<ModelConfig>,
         options: EngineOptions,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
-        random(kernels, (config, Some(draft)), options, &|_, _| {}, progress)
+        random(kernels, (config, draft), options, &|_, _| {}, progress)
     }
 
     /// Like [`Engine::random`], with the MLP weights in the encodings of `stored` if the placement is

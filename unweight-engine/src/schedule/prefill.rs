@@ -53,8 +53,9 @@ pub struct Chunk<'a> {
 }
 
 impl Schedule {
-    /// Starts the prefill of the next waiting sequence, if [`Schedule::next_action`] returned [`super::Next::Prefill`] or
-    /// [`super::Next::Mixed`], and no prompt runs or the sequence passes it. It may free pages ([`Schedule::take_freed`]).
+    /// Starts the prefill of the next waiting sequence, if [`Schedule::next_action`] returned [`super::Next::Prefill`]
+    /// or [`super::Next::Mixed`], and no prompt runs or the sequence passes it. It may free pages
+    /// ([`Schedule::take_freed`]).
     pub fn begin_prefill(&mut self) {
         if let Some(next) = self.passing() {
             self.passed = self.prefill.take().map(|prefill| Prefill { is_set: false, ..prefill });
@@ -70,7 +71,7 @@ impl Schedule {
 
     /// Whether [`Schedule::begin_prefill`] would let a short prompt pass the current one, of which no page may be lost
     /// then ([`Schedule::abort_prefill`]).
-    pub fn passes(&self) -> bool {
+    pub(crate) fn passes(&self) -> bool {
         self.passing().is_some()
     }
 
