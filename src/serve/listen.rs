@@ -21,6 +21,8 @@ use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
+#[cfg(unix)]
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{
     net::TcpStream,
     sync::{Notify, Semaphore, watch},
@@ -104,6 +106,14 @@ impl Drop for Silence {
     }
 }
 
+/// Lets the process open as many files as the system allows, because each connection takes one.
+#[cfg(unix)]
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    // If this fails, fewer connections are open at a time.
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
 /// Accepts connections until `stop` is set, then waits for them.
 pub(super) async fn listen(
     listener: TcpListener,
@@ -113,6 +123,8 @@ pub(super) async fn listen(
     stop: Arc<AtomicBool>,
 ) -> std::io::Result<Ended> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
+    #[cfg(unix)]
+    raise_file_limit();
     let shared = Arc::clone(&handle.shared);
     let grace = options.grace;
     let preparer = Preparer::new(text.clone(), handle, &options.model);
@@ -147,7 +159,10 @@ pub(super) async fn listen(
                 });
             }
             // Out of file descriptors, or a client that has already disconnected: continue with others.
-            Err(_) => sleep(POLL_INTERVAL).await,
+            Err(_) => {
+                silent.close_oldest();
+                sleep(POLL_INTERVAL).await;
+            }
         }
         while connections.try_join_next().is_some() {}
     }

@@ -126,9 +126,11 @@ fn unread_answers_have_a_limit() {
 
 #[test]
 fn silent_connections_are_closed() {
+    // The server raises its limit itself.
     let limit = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+    setrlimit(Resource::Nofile, Rlimit { current: Some(512), ..limit }).unwrap();
     let server = Server::start(&mut command(&["--context", "512"]));
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     let is_open = |stream: &mut TcpStream| {
         stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
         // No data arrives; an open connection reaches the time limit.
