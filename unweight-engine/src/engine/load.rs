@@ -98,8 +98,8 @@ impl Engine {
         load(kernels, (bundle, Some(draft)), options, progress)
     }
 
-    /// Loads a model of this configuration with random weights, for measurements, and a draft model of the configuration
-    /// `draft`, if there is one.
+    /// Loads a model of this configuration with random weights, for measurements, and a draft model of the
+    /// configuration `draft`, if there is one.
     ///
     /// # Errors
     /// As for [`Engine::load_with_draft`].
