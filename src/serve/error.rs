@@ -75,24 +75,27 @@ impl ApiError {
 
     /// All bodies together reached their memory limit, status 503.
     pub fn bodies(limit: usize) -> Self {
-        let message = format!("request bodies in memory reached the limit of {} MiB; try again later", limit >> 20);
-        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
-        Self { retry_after: Some(1), ..error.code("bodies_full") }
+        let what = format!("request bodies in memory reached the limit of {} MiB", limit >> 20);
+        Self::full(StatusCode::SERVICE_UNAVAILABLE, "bodies_full", what)
     }
 
     /// Answers that clients have not read reached their memory limit, status 503.
     pub fn answers(limit: usize) -> Self {
-        let message =
-            format!("answers that clients have not read reached the limit of {} MiB; try again later", limit >> 20);
-        let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
-        Self { retry_after: Some(1), ..error.code("answers_full") }
+        let what = format!("answers that clients have not read reached the limit of {} MiB", limit >> 20);
+        Self::full(StatusCode::SERVICE_UNAVAILABLE, "answers_full", what)
     }
 
     /// The maximum number of grammars waits to be compiled, status 429.
     pub fn grammars(limit: usize) -> Self {
-        let message = format!("{limit} grammars wait to be compiled, the limit; try again later");
-        let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
-        Self { retry_after: Some(1), ..error.code("grammars_full") }
+        let what = format!("{limit} grammars wait to be compiled, the limit");
+        Self::full(StatusCode::TOO_MANY_REQUESTS, "grammars_full", what)
+    }
+
+    /// A limit of all requests together was reached, status 429 or 503: the client may try again after a second.
+    fn full(status: StatusCode, code: &'static str, what: impl fmt::Display) -> Self {
+        let kind = if status == StatusCode::TOO_MANY_REQUESTS { "rate_limit_error" } else { "server_error" };
+        let error = Self::new(status, kind, format!("{what}; try again later"));
+        Self { retry_after: Some(1), ..error.code(code) }
     }
 
     /// A request that exceeds a limit, status 400.
@@ -139,9 +142,7 @@ impl From<SubmitError> for ApiError {
             }
             SubmitError::Admission(rejected) => Self::bad(rejected),
             SubmitError::Full => {
-                let message = "the queue of waiting requests is full; try again later";
-                let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
-                Self { retry_after: Some(1), ..error.code("queue_full") }
+                Self::full(StatusCode::TOO_MANY_REQUESTS, "queue_full", "the queue of waiting requests is full")
             }
             SubmitError::TooMany { requested, capacity } => Self::bad(format!(
                 "the request needs {requested} texts; at most {capacity} can run and wait here; split the request"
