@@ -14,6 +14,7 @@ default settings except for `--max-model-len`, `--max-num-seqs` and `--gpu-memor
 - `closed`: 1, 8, 32, 64 and 128 clients, each of which sends its next request when the last one ends: 512 + 128 tokens.
 - `prefix`: pairs of requests that share 4,000 tokens; the text of the second must equal that of a fresh server of
   ours.
+- `bench` (needs `--vllm`): the closed loop by vLLM's client, `vllm bench serve`; not a default.
 - `no_limit` (own servers only): 256 chats without `max_tokens` in 24 GB of GPU memory and a context of 1,024 tokens,
   next to `unweight generate` with the same prompts.
 
@@ -47,6 +48,20 @@ import aiohttp
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 32, 8, 128, 128256
 LOADS = ("long", "short", "closed", "prefix", "no_limit")
+# What `--only` takes besides, and the results of `vllm bench serve` that are kept.
+BENCH = "bench"
+# `vllm bench serve` for each list of options, in one process, because its imports take long.
+BENCH_PROGRAM = """
+import json, sys
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+with open(sys.argv[2], "w") as results:
+    for options in json.loads(sys.argv[1]):
+        parser = FlexibleArgumentParser()
+        add_cli_args(parser)
+        print(json.dumps(main(parser.parse_args(options))), file=results)
+"""
+BENCH_KEYS = ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 # Requests per second, prompt tokens, new tokens.
 OPEN = {"long": (3.0, 6000, 64), "short": (16.0, 512, 128)}
 # Clients, requests.
@@ -203,6 +218,19 @@ class Server:
         self.log.close()
 
 
+def vllm_environment(path: Path | None) -> dict[str, str]:
+    """Returns the environment of vLLM's processes."""
+    environment = dict(os.environ)
+    # Disable downloads, usage reports, and FlashInfer's sampler. Greedy decoding does not use the sampler, and
+    # FlashInfer may be missing.
+    environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    if path:
+        others = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(path.absolute()), *([others] if others else [])])
+    return environment
+
+
 class Vllm:
     """The server of vLLM in BF16, run as a process. Its log is next to the model."""
 
@@ -213,15 +241,8 @@ class Vllm:
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "bfloat16"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(CONTEXT)]
         command += ["--max-num-seqs", str(MAX_BATCH), "--gpu-memory-utilization", "0.9"]
-        environment = dict(os.environ)
-        # Disable downloads, usage reports, and FlashInfer's sampler. Greedy decoding does not use the sampler, and
-        # FlashInfer may be missing.
-        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-        if path:
-            others = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = os.pathsep.join([str(path.absolute()), *([others] if others else [])])
         self.log = log.open("w")
+        environment = vllm_environment(path)
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=environment)
         self.url = f"http://127.0.0.1:{port}"
         try:
@@ -475,14 +496,42 @@ def offline(binary: str, bundle: Path, memory: str) -> dict:
     return {key: value for key, value in whole.items() if not isinstance(value, (list, dict))}
 
 
+def bench(url: str, model: Path, arguments) -> list[dict]:
+    """Runs vLLM's own client against a server, at each number of clients."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
+        name = json.load(answer)["data"][0]["id"]
+    common = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions", "--model", name]
+    common += ["--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", "512", "--ignore-eos"]
+    common += ["--random-output-len", "128", "--temperature", "0", "--disable-tqdm"]
+    runs = [
+        [*common, "--num-prompts", str(requests), "--max-concurrency", str(clients), "--seed", str(clients)]
+        for clients, requests in CLOSED
+    ]
+    results = model.parent / "bench.jsonl"
+    command = [arguments.vllm, "-c", BENCH_PROGRAM, json.dumps(runs), str(results)]
+    environment = vllm_environment(arguments.vllm_path)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"vllm bench serve: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    found = [
+        {"clients": clients, **{key: of[key] for key in BENCH_KEYS if key in of}}
+        for (clients, _), of in zip(CLOSED, found, strict=True)
+    ]
+    print(BENCH, json.dumps(found), flush=True)
+    return found
+
+
 def run_vllm(model: Path, arguments, result: dict, save: Callable[[], None]) -> None:
-    loads = [load for load in arguments.only if load != "no_limit"]
+    loads = [load for load in arguments.only if load in LOADS[:-1]]
     began = time.perf_counter()
     try:
         with Vllm(arguments.vllm, arguments.vllm_path, model, model.parent / "vllm.log") as server:
             result["start_s"] = round(time.perf_counter() - began, 2)
             result["started"] = usage(server.process.pid)
             asyncio.run(measure(server.url, loads, arguments.seconds, result, save, process=server.process.pid))
+            if BENCH in arguments.only:
+                result[BENCH] = bench(server.url, model, arguments)
     except RuntimeError as error:
         result["failed"] = str(error)
         print(error, flush=True)
@@ -493,14 +542,16 @@ def run_vllm(model: Path, arguments, result: dict, save: Callable[[], None]) -> 
 def run(binary: str, bundle: Path, arguments, name: str, result: dict, save: Callable[[], None]) -> None:
     work = bundle.parent
     sizes = ["--max-batch", str(MAX_BATCH)]
-    loads = [load for load in arguments.only if load != "no_limit"]
-    if loads:
+    loads = [load for load in arguments.only if load in LOADS[:-1]]
+    if loads or BENCH in arguments.only:
         began = time.perf_counter()
         with Server(binary, bundle, work / f"{name}.log", *sizes, *arguments.option) as server:
             result["start_s"] = round(time.perf_counter() - began, 2)
             pid = server.process.pid
             result["started"] = usage(pid)
             asyncio.run(measure(server.url, loads, arguments.seconds, result, save, process=pid, ours=True))
+            if BENCH in arguments.only:
+                result[BENCH] = bench(server.url, work / "model", arguments)
     if "prefix" in loads:
         with Server(binary, bundle, work / f"{name}-alone.log", *sizes, *arguments.option) as server:
             alone = asyncio.run(texts_alone(server.url))
@@ -532,13 +583,15 @@ def main() -> int:
     parser.add_argument("--bundle", type=Path, help="a bundle made by an earlier run with --keep")
     parser.add_argument("--work", type=Path, help="directory for the model, 30 GB")
     parser.add_argument("--keep", action="store_true", help="keep the bundle, with --vllm also the model, in --work")
-    parser.add_argument("--only", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--only", nargs="+", choices=[*LOADS, BENCH], default=list(LOADS))
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--option", action="append", default=[], help="option of `unweight serve`; repeatable")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.vllm and arguments.url:
         parser.error("--vllm needs --unweight: it measures the model that the bundle is made from")
+    if BENCH in arguments.only and not arguments.vllm:
+        parser.error("--only bench needs --vllm")
     results = {}
 
     def save() -> None:
@@ -547,7 +600,7 @@ def main() -> int:
         part.replace(arguments.out)
 
     if arguments.url:
-        loads = [load for load in arguments.only if load != "no_limit"]
+        loads = [load for load in arguments.only if load in LOADS[:-1]]
         result = results["server"] = {}
         asyncio.run(measure(arguments.url, loads, arguments.seconds, result, save, model=arguments.model))
     else:
@@ -563,7 +616,8 @@ def main() -> int:
         if arguments.vllm:
             print("-- vllm", flush=True)
             run_vllm(model, arguments, results.setdefault("vllm", {}), save)
-        if made and not (arguments.keep and arguments.vllm):
+        # `bench` reads the tokenizer.
+        if made and not (arguments.keep and arguments.vllm) and BENCH not in arguments.only:
             shutil.rmtree(model)
         builds = [("now", arguments.unweight)]
         if arguments.before:
@@ -573,6 +627,8 @@ def main() -> int:
             run(binary, bundle, arguments, name, results.setdefault(name, {}), save)
         if not arguments.keep:
             shutil.rmtree(bundle)
+            if made:
+                shutil.rmtree(model, ignore_errors=True)
     save()
     return int(any(failed(result) for result in results.values()))
 
