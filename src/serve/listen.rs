@@ -2,18 +2,23 @@
 
 use std::{
     collections::BTreeMap,
-    future::pending,
+    convert::Infallible,
     net::TcpListener,
-    pin::pin,
+    pin::{Pin, pin},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
     },
-    time::Duration,
+    task::{Context, Poll},
+    time::{Duration, Instant},
 };
 
-use axum::Router;
+use axum::{
+    Router,
+    body::{Body, Bytes, HttpBody},
+};
 use hyper::{
+    body::{Frame, SizeHint},
     server::conn::http1,
     service::{Service, service_fn},
 };
@@ -27,7 +32,7 @@ use tokio::{
     net::TcpStream,
     sync::{Notify, Semaphore, watch},
     task::JoinSet,
-    time::{sleep, timeout},
+    time::{sleep, timeout, timeout_at},
 };
 
 use super::{
@@ -38,7 +43,7 @@ use super::{
 };
 use crate::text::Text;
 
-/// The maximum number of open connections. For a further one, the oldest that has sent no whole head is closed.
+/// The maximum number of open connections. For a further one, an idle one is closed.
 const CONNECTIONS_MAX: usize = 2048;
 /// How long a client may take to send the first head of a connection.
 const FIRST_HEAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -48,61 +53,144 @@ const READ_TIMEOUT: Duration = Duration::from_secs(60);
 const CONNECTION_BUFFER_BYTES_MAX: usize = 64 << 10;
 /// How often the server checks whether to stop.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// How long connections may flush their data after all sequences have ended.
+/// How long connections may flush their data after the end of the grace period, or of the time of a request.
 pub(super) const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The connections that have sent no whole head, the oldest first.
+/// The connections without a request, which are closed for new ones.
 #[derive(Clone, Default)]
-struct Silent(Arc<Mutex<BTreeMap<u64, Arc<Notify>>>>);
+struct Idle(Arc<Mutex<IdleConnections>>);
 
-impl Silent {
-    fn connections(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<Notify>>> {
+/// Idle connections by numbers, which grow.
+#[derive(Default)]
+struct IdleConnections {
+    next: u64,
+    /// Those that have sent no whole head.
+    silent: BTreeMap<u64, Arc<Notify>>,
+    /// Those that have had a request.
+    between_requests: BTreeMap<u64, Arc<Notify>>,
+}
+
+impl Idle {
+    fn connections(&self) -> MutexGuard<'_, IdleConnections> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection.
-    fn add(&self, number: u64) -> Silence {
-        let closing = Arc::clone(self.connections().entry(number).or_default());
-        Silence { silent: self.clone(), number, closing }
+    /// Adds a connection without a head.
+    fn add(&self, timeout: Duration) -> Arc<Connection> {
+        let (closing, deadline) = (Arc::default(), watch::Sender::new(Some(Instant::now() + FIRST_HEAD_TIMEOUT)));
+        let mut connections = self.connections();
+        let number = connections.add(true, &closing).into();
+        Arc::new(Connection { idle: self.clone(), number, closing, deadline, timeout })
     }
 
-    /// Closes the oldest connection, if there is one.
-    fn close_oldest(&self) {
-        if let Some((_, closing)) = self.connections().pop_first() {
+    /// Closes a connection, if one is idle: of the larger kind the one that is idle longest.
+    fn close_one(&self) {
+        let mut connections = self.connections();
+        let IdleConnections { silent, between_requests, .. } = &mut *connections;
+        let kind = if silent.len() >= between_requests.len() { silent } else { between_requests };
+        if let Some((_, closing)) = kind.pop_first() {
             closing.notify_one();
         }
     }
 }
 
-/// The silence of a connection before its first head.
-struct Silence {
-    silent: Silent,
-    number: u64,
-    closing: Arc<Notify>,
-}
-
-impl Silence {
-    /// Ends the silence. Returns whether it lasted until now.
-    fn end(&self) -> bool {
-        self.silent.connections().remove(&self.number).is_some()
+impl IdleConnections {
+    fn add(&mut self, is_silent: bool, closing: &Arc<Notify>) -> u64 {
+        self.next += 1;
+        let kind = if is_silent { &mut self.silent } else { &mut self.between_requests };
+        kind.insert(self.next, Arc::clone(closing));
+        self.next
     }
 
-    /// Waits until the connection must be closed for its silence.
-    async fn is_too_long(&self) {
-        tokio::select! {
-            () = self.closing.notified() => {}
-            () = sleep(FIRST_HEAD_TIMEOUT) => {
-                if !self.end() {
-                    pending::<()>().await;
+    fn remove(&mut self, number: u64) {
+        self.silent.remove(&number);
+        self.between_requests.remove(&number);
+    }
+}
+
+/// An open connection.
+struct Connection {
+    idle: Idle,
+    /// Its number when it was last idle.
+    number: AtomicU64,
+    /// Notified when it must be closed for another.
+    closing: Arc<Notify>,
+    /// When it must end, unless it becomes idle before.
+    deadline: watch::Sender<Option<Instant>>,
+    /// The time limit of a request.
+    timeout: Duration,
+}
+
+impl Connection {
+    fn begin_request(&self) {
+        self.idle.connections().remove(self.number.load(Relaxed));
+        // The error of a request that took too long is still sent.
+        self.deadline.send_replace(Some(Instant::now() + self.timeout + FLUSH_TIMEOUT));
+    }
+
+    fn end_request(&self) {
+        self.deadline.send_replace(None);
+        self.number.store(self.idle.connections().add(false, &self.closing), Relaxed);
+    }
+
+    /// Waits until the connection must be closed.
+    async fn is_over(&self) {
+        let mut deadline = self.deadline.subscribe();
+        let late = async {
+            loop {
+                // `self` keeps the sender, so `changed` does not fail.
+                let at = *deadline.borrow_and_update();
+                let Some(at) = at else {
+                    let _ = deadline.changed().await;
+                    continue;
+                };
+                if timeout_at(at.into(), deadline.changed()).await.is_err() {
+                    return;
                 }
             }
+        };
+        tokio::select! {
+            () = late => {}
+            () = self.closing.notified() => {}
         }
     }
 }
 
-impl Drop for Silence {
+impl Drop for Connection {
     fn drop(&mut self) {
-        self.end();
+        self.idle.connections().remove(self.number.load(Relaxed));
+    }
+}
+
+/// The body of a response. Its request ends when the connection has taken it.
+struct Answering {
+    body: Body,
+    connection: Arc<Connection>,
+}
+
+impl HttpBody for Answering {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Answering {
+    fn drop(&mut self) {
+        self.connection.end_request();
     }
 }
 
@@ -126,11 +214,11 @@ pub(super) async fn listen(
     #[cfg(unix)]
     raise_file_limit();
     let shared = Arc::clone(&handle.shared);
-    let grace = options.grace;
+    let (grace, request_timeout) = (options.grace, options.timeout);
     let preparer = Preparer::new(text.clone(), handle, &options.model);
     let app = router(Server { preparer, options: Arc::new(options), started: now() });
     let (closing, closed) = watch::channel(false);
-    let (connection_permits, silent) = (Arc::new(Semaphore::new(CONNECTIONS_MAX)), Silent::default());
+    let (connection_permits, idle) = (Arc::new(Semaphore::new(CONNECTIONS_MAX)), Idle::default());
     let mut connections = JoinSet::new();
     let stopped = async {
         while !stop.load(Relaxed) {
@@ -138,11 +226,11 @@ pub(super) async fn listen(
         }
     };
     let mut stopped = pin!(stopped);
-    for number in 0.. {
+    loop {
         let accept = async {
             let accepted = listener.accept().await?;
             if connection_permits.available_permits() == 0 {
-                silent.close_oldest();
+                idle.close_one();
             }
             Ok::<_, std::io::Error>((accepted, Arc::clone(&connection_permits).acquire_owned().await))
         };
@@ -152,15 +240,15 @@ pub(super) async fn listen(
         };
         match accepted {
             Ok(((stream, _), permit)) => {
-                let (app, closed, silence) = (app.clone(), closed.clone(), silent.add(number));
+                let (app, closed, open) = (app.clone(), closed.clone(), idle.add(request_timeout));
                 connections.spawn(async move {
-                    connection(stream, app, silence, closed).await;
+                    connection(stream, app, open, closed).await;
                     drop(permit);
                 });
             }
             // Out of file descriptors, or a client that has already disconnected: continue with others.
             Err(_) => {
-                silent.close_oldest();
+                idle.close_one();
                 sleep(POLL_INTERVAL).await;
             }
         }
@@ -189,7 +277,7 @@ async fn join_all(connections: &mut JoinSet<()>) {
     while connections.join_next().await.is_some() {}
 }
 
-async fn connection(stream: TcpStream, app: Router, silence: Silence, mut closed: watch::Receiver<bool>) {
+async fn connection(stream: TcpStream, app: Router, open: Arc<Connection>, mut closed: watch::Receiver<bool>) {
     // Send tokens at once, because they are small. If the socket refuses the option, it is only slower.
     let _ = stream.set_nodelay(true);
     #[cfg(target_os = "linux")]
@@ -198,8 +286,9 @@ async fn connection(stream: TcpStream, app: Router, silence: Silence, mut closed
     http.timer(TokioTimer::new()).header_read_timeout(SEND_TIMEOUT).max_buf_size(CONNECTION_BUFFER_BYTES_MAX);
     let app = TowerToHyperService::new(app);
     let service = service_fn(|request| {
-        silence.end();
-        app.call(request)
+        open.begin_request();
+        let (response, connection) = (app.call(request), Arc::clone(&open));
+        async move { Ok::<_, Infallible>(response.await?.map(|body| Answering { body, connection })) }
     });
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), service));
     let closing = async {
@@ -209,7 +298,7 @@ async fn connection(stream: TcpStream, app: Router, silence: Silence, mut closed
     // Connection errors concern only the client.
     tokio::select! {
         _ = connection.as_mut() => {}
-        () = silence.is_too_long() => {}
+        () = open.is_over() => {}
         () = closing => {
             connection.as_mut().graceful_shutdown();
             let _ = connection.await;

@@ -1,7 +1,6 @@
-//! Many clients at once that repeat large grammars, do not read their answers, or say nothing.
+//! Many clients at once that repeat large grammars, or do not read their answers.
 
 use std::{
-    io::{Read, Write},
     net::TcpStream,
     sync::{
         Arc,
@@ -11,7 +10,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 
 use crate::{Server, ask, bundle_with, command, command_of, memory, send};
@@ -122,48 +120,4 @@ fn unread_answers_have_a_limit() {
     drop(clients);
     server.wait_for("unweight_answer_bytes", 0.0);
     assert_eq!(server.ask("/detokenize", &large).0, 200);
-}
-
-#[test]
-fn silent_connections_are_closed() {
-    // The server raises its limit itself.
-    let limit = getrlimit(Resource::Nofile);
-    setrlimit(Resource::Nofile, Rlimit { current: Some(512), ..limit }).unwrap();
-    let server = Server::start(&mut command(&["--context", "512"]));
-    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
-    let is_open = |stream: &mut TcpStream| {
-        stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-        // No data arrives; an open connection reaches the time limit.
-        stream.read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
-    };
-    let request = "GET /health HTTP/1.1\r\nhost: x\r\n\r\n";
-    let ask_again = |stream: &mut TcpStream| {
-        stream.write_all(request.as_bytes()).unwrap();
-        stream.set_read_timeout(Some(ANSWER_TIME)).unwrap();
-        let (mut answer, mut piece) = (Vec::new(), [0; 1000]);
-        while !answer.ends_with(b"}") {
-            let length = stream.read(&mut piece).unwrap();
-            assert!(length > 0, "the connection was closed");
-            answer.extend(&piece[..length]);
-        }
-    };
-    let mut kept = TcpStream::connect(server.address()).unwrap();
-    ask_again(&mut kept);
-    let start = Instant::now();
-    let mut silent = Vec::new();
-    for at in 0..2100 {
-        silent.push(TcpStream::connect(server.address()).unwrap());
-        // The system's queue of connections to accept is short.
-        if at % 64 == 0 {
-            assert_eq!(server.ask("/health", "").0, 200);
-        }
-    }
-    assert_eq!(server.ask("/health", "").0, 200);
-    assert!(start.elapsed() < Duration::from_secs(8), "{:?}", start.elapsed());
-    assert!(!is_open(&mut silent[0]), "the oldest is closed");
-    assert!(is_open(&mut silent[2099]));
-    ask_again(&mut kept);
-    thread::sleep(Duration::from_secs(11).saturating_sub(start.elapsed()) + Duration::from_secs(1));
-    assert!(!is_open(&mut silent[2099]), "the time for the first head is over");
-    ask_again(&mut kept);
 }

@@ -31,6 +31,7 @@ mod draft;
 mod flood;
 mod hostile;
 mod memory;
+mod unread;
 
 /// Returns a bundle with the tokenizer and the template of this directory, made once.
 fn bundle() -> PathBuf {
