@@ -30,6 +30,7 @@ mod worker;
 use std::{
     net::TcpListener,
     sync::{Arc, atomic::AtomicBool},
+    time::Duration,
 };
 
 use tokio::sync::watch;
@@ -84,7 +85,9 @@ where
     let run_result = worker.run(backend);
     // The worker ends when all handles are gone, so `listen` ends as well.
     let listen_result = runtime.block_on(server);
-    runtime.shutdown_timeout(FLUSH_TIMEOUT);
+    let was_cut = matches!(listen_result, Ok(Ok(Ended::Cut)));
+    // After a cut, the time to flush is over.
+    runtime.shutdown_timeout(if was_cut { Duration::ZERO } else { FLUSH_TIMEOUT });
     run_result.map_err(ServeError::Backend)?;
     Ok(listen_result.unwrap_or_else(|error| Err(std::io::Error::other(error)))?)
 }
