@@ -1,8 +1,7 @@
 //! Collects the generated texts of an answer, and sends them as a whole or as a stream.
 
 use std::{
-    collections::VecDeque,
-    convert::Infallible,
+    io,
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll},
@@ -11,19 +10,18 @@ use std::{
 
 use axum::body::Bytes;
 use hyper::body::Frame as BodyFrame;
-use serde_json::Value;
 use tokio::{
-    sync::mpsc,
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
     time::{timeout, timeout_at},
 };
 use unweight_engine::{Finish, Logprobs, NO_TOKEN};
 
 use super::{
     api::ApiRequest,
-    bodies::BodyPermit,
+    echo::{Echo, EchoStream, LargeWork, event},
     error::ApiError,
     frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
-    prepare::{Preparer, on_thread_for},
+    prepare::Preparer,
     tool_calls::ToolCalls,
     worker::{SequenceEvent, Sequences, Unavailable},
 };
@@ -33,6 +31,9 @@ use crate::text::{StopStrings, Text, TextError, TextStream};
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(15);
 /// The maximum size of an answer that is sent as a whole, bytes of text.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
+
+/// The maximum size of the pieces of a stream that wait for the connection, bytes. A larger piece waits alone.
+const QUEUED_BYTES_MAX: usize = 32 << 10;
 
 /// A text of an answer while it is generated.
 struct ChoiceState {
@@ -157,9 +158,7 @@ pub(super) struct Texts {
     sequences: Sequences,
     text: Text,
     choices: Vec<ChoiceState>,
-    /// Prompts to echo before the texts, with the index of the text; `_permit` holds their memory.
-    echoes: VecDeque<(usize, Arc<str>)>,
-    _permit: Option<BodyPermit>,
+    printing: LargeWork,
     /// The number of texts that have not ended.
     unfinished: usize,
     usage: Usage,
@@ -177,15 +176,14 @@ impl Texts {
         prompt_tokens: u64,
         (deadline, timeout_s): (Instant, u64),
     ) -> Self {
-        let Preparer { text, marks, .. } = preparer;
+        let Preparer { text, marks, printing, .. } = preparer;
         let choices = sequences.cancel_flags.iter().map(|_| ChoiceState::new(text, request, marks)).collect();
         Self {
             unfinished: sequences.cancel_flags.len(),
             sequences,
             text: text.clone(),
             choices,
-            echoes: VecDeque::new(),
-            _permit: None,
+            printing: printing.clone(),
             usage: Usage { prompt: prompt_tokens, completion: 0 },
             deadline,
             timeout_s,
@@ -203,20 +201,8 @@ impl Texts {
         self
     }
 
-    /// Sets the prompts that the texts start with.
-    pub fn echo(self, echo: Option<(Vec<Arc<str>>, BodyPermit)>) -> Self {
-        let (texts, permit) = echo.unzip();
-        Self { echoes: texts.into_iter().flatten().enumerate().collect(), _permit: permit, ..self }
-    }
-
     /// Returns the next piece with content; `None` when all texts have ended. Cancel-safe.
     async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
-        if let Some((index, text)) = self.echoes.pop_front() {
-            return Ok(Some(Piece {
-                index,
-                choice: AnswerChoice { text: text.to_string(), ..AnswerChoice::default() },
-            }));
-        }
         while self.unfinished > 0 {
             let event = match timeout_at(self.deadline.into(), self.sequences.events.recv()).await {
                 Err(_) => return Err(ApiError::timeout("the request", self.timeout_s)),
@@ -250,10 +236,15 @@ impl Texts {
         Ok(None)
     }
 
-    /// Waits for all texts and returns the JSON of the whole answer.
-    pub async fn complete(mut self, frame: Frame) -> Result<Vec<u8>, ApiError> {
+    /// Waits for all texts and returns the JSON of the whole answer, whose texts start with `echo`. Returns the place
+    /// of the printing, too.
+    pub async fn complete(
+        mut self,
+        frame: Frame,
+        echo: Option<Echo>,
+    ) -> Result<(Vec<u8>, Option<OwnedSemaphorePermit>), ApiError> {
         let mut choices = vec![AnswerChoice::default(); self.choices.len()];
-        let mut bytes = 0;
+        let mut bytes = echo.as_ref().map_or(0, Echo::bytes);
         while let Some(Piece { index, choice }) = self.next().await? {
             bytes += choice.text.len() + choice.tool_calls.iter().map(|call| call.arguments.len()).sum::<usize>();
             bytes += choice.logprobs.iter().flatten().map(SampledLogprobs::bytes).sum::<usize>();
@@ -272,18 +263,29 @@ impl Texts {
             }
         }
         let usage = self.usage;
-        on_thread_for(bytes, move || frame.complete(&choices, usage).to_string().into_bytes()).await
+        let print = move || {
+            if let Some(echo) = echo {
+                for (index, choice) in choices.iter_mut().enumerate() {
+                    choice.text.insert_str(0, &echo.text(index));
+                }
+            }
+            frame.complete(&choices, usage).to_string().into_bytes()
+        };
+        self.printing.run(bytes, print).await
     }
 
     /// Sends pieces as they are generated, until all texts have ended or the client has disconnected.
-    pub async fn stream(mut self, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Bytes>) {
-        let deadline = self.deadline;
+    pub async fn stream(mut self, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Queued>) {
+        let (deadline, room) = (self.deadline, Arc::new(Semaphore::new(QUEUED_BYTES_MAX)));
         let send = async |data: String| {
-            let sent = timeout_at(deadline.into(), pieces.send(data.into())).await;
+            let queue = async {
+                let permits = data.capacity().min(QUEUED_BYTES_MAX) as u32;
+                let permit = Arc::clone(&room).acquire_many_owned(permits).await.ok()?;
+                pieces.send((data.into(), permit)).await.ok()
+            };
             // A client that does not read in time counts as disconnected.
-            matches!(sent, Ok(Ok(())))
+            matches!(timeout_at(deadline.into(), queue).await, Ok(Some(())))
         };
-        let event = |value: &Value| format!("data: {value}\n\n");
         let role: String =
             (0..self.choices.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
         if !role.is_empty() && !send(role).await {
@@ -326,17 +328,28 @@ impl Texts {
     }
 }
 
+/// A piece of a stream that waits for the connection, and its part of [`QUEUED_BYTES_MAX`].
+pub(super) type Queued = (Bytes, OwnedSemaphorePermit);
+
 /// The body of a streamed response.
-pub(super) struct Pieces(pub mpsc::Receiver<Bytes>);
+pub(super) struct Pieces {
+    /// The prompts before all pieces.
+    pub echo: Option<EchoStream>,
+    pub pieces: mpsc::Receiver<Queued>,
+}
 
 impl hyper::body::Body for Pieces {
     type Data = Bytes;
-    type Error = Infallible;
+    type Error = io::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<BodyFrame<Bytes>, Infallible>>> {
-        self.0.poll_recv(context).map(|piece| piece.map(|bytes| Ok(BodyFrame::data(bytes))))
+    ) -> Poll<Option<Result<BodyFrame<Bytes>, io::Error>>> {
+        if let Some(piece) = self.echo.as_mut().and_then(EchoStream::next) {
+            return Poll::Ready(Some(piece.map(BodyFrame::data)));
+        }
+        self.echo = None;
+        self.pieces.poll_recv(context).map(|piece| piece.map(|(bytes, _)| Ok(BodyFrame::data(bytes))))
     }
 }

@@ -1,6 +1,17 @@
-//! The memory of all request bodies together, and that of all whole answers, within a limit.
+//! The memory of all request bodies together, and that of all large answers, within a limit.
 
-use std::{error::Error as _, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    error::Error as _,
+    io,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
 
 use axum::{
     body::{Body, Bytes, HttpBody},
@@ -8,73 +19,139 @@ use axum::{
     http::header,
 };
 use http_body_util::BodyExt;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use hyper::body::{Frame, SizeHint};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout,
+};
 
 use super::error::ApiError;
 
 /// The largest body of a request, bytes: a million token ids and more.
 pub const BODY_LIMIT: usize = 8 << 20;
-/// The maximum size of all bodies together, bytes.
+/// The maximum size of all bodies together, bytes; also of all large answers.
 const BODIES_LIMIT: usize = 64 << 20;
-/// The part of [`BODIES_LIMIT`] that is reserved for the first [`SMALL_BYTES`] bytes of each body, so that large bodies
-/// leave memory for small ones.
-const SMALL_BYTES_LIMIT: usize = 16 << 20;
-/// The size of a small body, and of the part of a large one that counts as small; bytes.
+/// The part of [`BODIES_LIMIT`] that is reserved for small bodies.
+const SMALL_BODIES_LIMIT: usize = 16 << 20;
+/// The maximum size of a small body or answer, bytes.
 pub(super) const SMALL_BYTES: usize = 64 << 10;
 /// Bytes per permit.
 const BYTES_PER_PERMIT: usize = 1 << 10;
+/// How long a client may send nothing of its body.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long data must have waited for its client before it is dropped for other data.
+const STALL_TIME: Duration = Duration::from_secs(1);
+/// The maximum size of the pieces in which answers are sent, bytes.
+pub(super) const PIECE_BYTES: usize = 16 << 10;
 
-/// A memory budget of bodies.
+/// A memory budget of bodies or answers.
 #[derive(Clone)]
 pub(super) struct Bodies {
     /// Returns the error that the limit was reached.
     full: fn(usize) -> ApiError,
-    small: Arc<Semaphore>,
-    large: Arc<Semaphore>,
+    small: Arc<Pool>,
+    large: Arc<Pool>,
+}
+
+/// A part of a budget.
+struct Pool {
+    bytes: usize,
+    free: Arc<Semaphore>,
+    waiting: Mutex<BTreeMap<Since, Data>>,
+    /// Makes each [`Since`] unique.
+    number: AtomicU64,
+}
+
+/// Since when data has waited, and a number that makes this unique.
+type Since = (Instant, u64);
+
+/// Data with its memory.
+pub(super) struct Data {
+    pub bytes: Vec<u8>,
+    permit: BodyPermit,
+}
+
+/// Data that waits for its client. The longest waiting is dropped if others need the memory.
+pub(super) struct Waiting {
+    pool: Arc<Pool>,
+    since: Since,
 }
 
 /// The memory that a body holds; dropping it releases the memory.
 pub(super) struct BodyPermit {
     bodies: Bodies,
-    small: Option<OwnedSemaphorePermit>,
-    large: Option<OwnedSemaphorePermit>,
+    permit: Option<OwnedSemaphorePermit>,
     bytes: usize,
+    /// When it became larger.
+    grown: Instant,
+}
+
+impl Pool {
+    fn new(bytes: usize) -> Arc<Self> {
+        let free = Arc::new(Semaphore::new(bytes / BYTES_PER_PERMIT));
+        Arc::new(Self { bytes, free, waiting: Mutex::default(), number: AtomicU64::new(0) })
+    }
+
+    fn held(&self) -> usize {
+        self.bytes.saturating_sub(self.free.available_permits() * BYTES_PER_PERMIT)
+    }
+
+    fn waiting(&self) -> MutexGuard<'_, BTreeMap<Since, Data>> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes permits; without room, drops the data that has waited longest.
+    fn take(&self, permits: usize) -> Option<OwnedSemaphorePermit> {
+        loop {
+            if let Ok(permit) = Arc::clone(&self.free).try_acquire_many_owned(u32::try_from(permits).ok()?) {
+                return Some(permit);
+            }
+            let mut waiting = self.waiting();
+            let oldest = waiting.first_entry().filter(|entry| entry.key().0.elapsed() >= STALL_TIME)?;
+            let dropped = oldest.remove();
+            drop(waiting);
+            drop(dropped);
+        }
+    }
 }
 
 impl Bodies {
-    pub fn new(full: fn(usize) -> ApiError) -> Self {
-        Self {
-            full,
-            small: Arc::new(Semaphore::new(SMALL_BYTES_LIMIT / BYTES_PER_PERMIT)),
-            large: Arc::new(Semaphore::new((BODIES_LIMIT - SMALL_BYTES_LIMIT) / BYTES_PER_PERMIT)),
-        }
+    /// Creates the budget of request bodies.
+    pub fn new() -> Self {
+        let (small, large) = (Pool::new(SMALL_BODIES_LIMIT), Pool::new(BODIES_LIMIT - SMALL_BODIES_LIMIT));
+        Self { full: ApiError::bodies, small, large }
+    }
+
+    /// Creates the budget of answers, of which it counts the large ones.
+    pub fn of_answers() -> Self {
+        Self { full: ApiError::answers, small: Pool::new(0), large: Pool::new(BODIES_LIMIT) }
     }
 
     /// Returns the bytes that bodies hold.
     pub fn held(&self) -> u64 {
-        let free = self.small.available_permits() + self.large.available_permits();
-        (BODIES_LIMIT / BYTES_PER_PERMIT).saturating_sub(free) as u64 * BYTES_PER_PERMIT as u64
+        (self.small.held() + self.large.held()) as u64
     }
 
-    fn empty_permit(&self) -> BodyPermit {
-        BodyPermit { bodies: self.clone(), small: None, large: None, bytes: 0 }
+    pub fn empty_permit(&self) -> BodyPermit {
+        BodyPermit { bodies: self.clone(), permit: None, bytes: 0, grown: Instant::now() }
     }
 
-    /// Returns an answer as a body, which holds its memory until it is sent or the client has disconnected.
+    /// Returns the part of the budget for a body of this size.
+    fn pool(&self, bytes: usize) -> &Arc<Pool> {
+        if bytes <= SMALL_BYTES { &self.small } else { &self.large }
+    }
+
+    /// Returns the body of an answer, which holds its memory until the connection has taken it. Small answers hold
+    /// none, because the connection takes them at once.
     pub fn hold(&self, answer: Vec<u8>) -> Result<Body, ApiError> {
-        struct Held {
-            answer: Vec<u8>,
-            _permit: BodyPermit,
-        }
-        impl AsRef<[u8]> for Held {
-            fn as_ref(&self) -> &[u8] {
-                &self.answer
-            }
+        if answer.len() <= SMALL_BYTES {
+            return Ok(answer.into());
         }
         let mut permit = self.empty_permit();
-        // A larger answer is sent when it is the only large one.
-        permit.grow(answer.len().min(BODIES_LIMIT - SMALL_BYTES_LIMIT))?;
-        Ok(Bytes::from_owner(Held { answer, _permit: permit }).into())
+        // A larger answer is sent when it is the only one.
+        permit.grow(answer.len().min(self.large.bytes))?;
+        let length = answer.len();
+        Ok(Body::new(Answer { rest: Some(Data { bytes: answer, permit }.wait(Instant::now())), sent: 0, length }))
     }
 
     /// Reads a body. Memory is reserved as data arrives, not by the announced length. Without room, the rest of the
@@ -85,33 +162,26 @@ impl Bodies {
         if declared.is_some_and(|length| length > BODY_LIMIT as u64) {
             return Err(ApiError::body(BODY_LIMIT));
         }
-        let mut permit = self.empty_permit();
-        let (mut body, mut bytes, mut length) = (request.into_body(), Vec::new(), 0);
-        let mut full = None;
-        while let Some(data) = next(&mut body).await? {
-            length += data.len();
+        let (mut body, mut length) = (request.into_body(), 0);
+        // `None` without room.
+        let mut received = Some(Data { bytes: Vec::new(), permit: self.empty_permit() });
+        loop {
+            let waiting = received.map(|data| {
+                let grown = data.permit.grown;
+                data.wait(grown)
+            });
+            let piece = timeout(SILENCE_TIMEOUT, next(&mut body)).await;
+            let piece = piece.map_err(|_| ApiError::timeout("a pause of the body", SILENCE_TIMEOUT.as_secs()))??;
+            received = waiting.and_then(Waiting::end);
+            let Some(piece) = piece else { break };
+            length += piece.len();
             if length > BODY_LIMIT {
                 return Err(ApiError::body(BODY_LIMIT));
             }
-            if full.is_some() {
-                continue;
-            }
-            if length > bytes.capacity() {
-                let hint = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
-                // Reserve a quarter more, so that a body of many pieces is not copied often, but not more than the rest
-                // of the body.
-                let capacity =
-                    (length + length / 4 + BYTES_PER_PERMIT).min(length.saturating_add(hint)).min(BODY_LIMIT);
-                if let Err(error) = permit.grow(capacity) {
-                    full = Some(error);
-                    (bytes, permit) = (Vec::new(), self.empty_permit());
-                    continue;
-                }
-                bytes.reserve_exact(capacity - bytes.len());
-            }
-            bytes.extend_from_slice(&data);
+            let rest = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
+            received = received.and_then(|data| data.extend(&piece, rest));
         }
-        full.map_or(Ok((bytes, permit)), Err)
+        received.map(|data| (data.bytes, data.permit)).ok_or_else(|| (self.full)(self.pool(length).bytes))
     }
 }
 
@@ -133,26 +203,104 @@ async fn next(body: &mut Body) -> Result<Option<Bytes>, ApiError> {
     }
 }
 
+impl Data {
+    pub fn new(bytes: Vec<u8>, permit: BodyPermit) -> Self {
+        Self { bytes, permit }
+    }
+
+    /// Lets the data wait for its client, which last sent or took a part at `since`.
+    pub fn wait(self, since: Instant) -> Waiting {
+        let pool = Arc::clone(self.permit.bodies.pool(self.permit.bytes));
+        let since = (since, pool.number.fetch_add(1, Relaxed));
+        pool.waiting().insert(since, self);
+        Waiting { pool, since }
+    }
+
+    /// Adds a piece of a body, of which `rest` bytes follow at most. Returns `None` without room.
+    fn extend(mut self, piece: &[u8], rest: usize) -> Option<Self> {
+        let length = self.bytes.len() + piece.len();
+        if length > self.bytes.capacity() {
+            // Reserve a quarter more, so that a body of many pieces is not copied often, but not more than the rest of
+            // the body.
+            let capacity = (length + length / 4 + BYTES_PER_PERMIT).min(length.saturating_add(rest)).min(BODY_LIMIT);
+            self.permit.grow(capacity).ok()?;
+            self.bytes.reserve_exact(capacity - self.bytes.len());
+        }
+        self.bytes.extend_from_slice(piece);
+        Some(self)
+    }
+}
+
+impl Waiting {
+    /// Returns the data, unless it was dropped.
+    pub fn end(self) -> Option<Data> {
+        self.pool.waiting().remove(&self.since)
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        // Released after the lock.
+        let _data = self.pool.waiting().remove(&self.since);
+    }
+}
+
 impl BodyPermit {
-    /// Reserves memory for a body of `bytes` bytes in total.
+    /// Reserves memory for at least `bytes` bytes in total.
+    pub fn grow_to(&mut self, bytes: usize) -> Result<(), ApiError> {
+        if bytes > self.bytes { self.grow(bytes) } else { Ok(()) }
+    }
+
+    /// Reserves memory for a body of `bytes` bytes in total. A body that becomes large holds all of its memory in the
+    /// part of large bodies.
     fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
-        let units = |bytes: usize| bytes.div_ceil(BYTES_PER_PERMIT);
-        let (before, after) = (self.bytes, bytes);
-        let acquire = |semaphore: &Arc<Semaphore>, held: &mut Option<OwnedSemaphorePermit>, more: usize| {
-            let permit = Arc::clone(semaphore).try_acquire_many_owned(more as u32).ok()?;
-            match held {
-                Some(held) => held.merge(permit),
-                None => *held = Some(permit),
-            }
-            Some(())
-        };
-        let small = units(after.min(SMALL_BYTES)) - units(before.min(SMALL_BYTES));
-        let large = units(after.saturating_sub(SMALL_BYTES)) - units(before.saturating_sub(SMALL_BYTES));
-        let both = acquire(&self.bodies.small, &mut self.small, small)
-            .and_then(|()| acquire(&self.bodies.large, &mut self.large, large));
-        both.ok_or_else(|| (self.bodies.full)(BODIES_LIMIT))?;
-        self.bytes = bytes;
+        let (before, after) = (self.bodies.pool(self.bytes), self.bodies.pool(bytes));
+        let held = self.permit.take().filter(|_| Arc::ptr_eq(before, after));
+        let more = bytes.div_ceil(BYTES_PER_PERMIT);
+        let more = more.saturating_sub(held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits));
+        let mut permit = after.take(more).ok_or_else(|| (self.bodies.full)(after.bytes))?;
+        if let Some(held) = held {
+            permit.merge(held);
+        }
+        (self.permit, self.bytes, self.grown) = (Some(permit), bytes, Instant::now());
         Ok(())
+    }
+}
+
+/// A large answer that the connection takes in pieces.
+struct Answer {
+    rest: Option<Waiting>,
+    sent: usize,
+    length: usize,
+}
+
+/// Returns the error of an answer that was dropped because others needed its memory.
+pub(super) fn dropped() -> io::Error {
+    io::Error::other("the client did not read, and others needed the memory")
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let Some(rest) = self.rest.take() else { return Poll::Ready(None) };
+        let Some(data) = rest.end() else { return Poll::Ready(Some(Err(dropped()))) };
+        let end = (self.sent + PIECE_BYTES).min(self.length);
+        let piece = Bytes::copy_from_slice(&data.bytes[self.sent..end]);
+        self.sent = end;
+        if end < self.length {
+            self.rest = Some(data.wait(Instant::now()));
+        }
+        Poll::Ready(Some(Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.sent == self.length
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact((self.length - self.sent) as u64)
     }
 }
 
@@ -171,17 +319,40 @@ mod tests {
 
     #[test]
     fn all_bodies_together_have_a_limit() {
-        let bodies = Bodies::new(ApiError::bodies);
+        let bodies = Bodies::new();
         let large: Vec<BodyPermit> = std::iter::from_fn(|| permit(&bodies, BODY_LIMIT).ok()).collect();
-        assert_eq!(large.len(), 6, "48 MiB for large bodies, besides their first bytes");
-        assert!(bodies.held() <= BODIES_LIMIT as u64);
+        assert_eq!(large.len(), 6, "48 MiB for large bodies");
+        assert_eq!(bodies.held(), 48 << 20);
         let full = permit(&bodies, BODY_LIMIT).err().unwrap();
         assert_eq!((full.status.as_u16(), full.retry_after), (503, Some(1)));
         let small: Vec<BodyPermit> = std::iter::from_fn(|| permit(&bodies, SMALL_BYTES).ok()).collect();
-        assert_eq!(small.len(), (SMALL_BYTES_LIMIT / SMALL_BYTES) - 6, "large bodies leave memory for small ones");
-        assert!(permit(&bodies, 1).is_err() && bodies.held() > 60 << 20);
+        assert_eq!(small.len(), SMALL_BODIES_LIMIT / SMALL_BYTES, "large bodies leave all memory of small ones");
+        assert!(permit(&bodies, 1).is_err() && bodies.held() == BODIES_LIMIT as u64);
         drop((large, small));
         assert_eq!(bodies.held(), 0);
         assert_eq!(permit(&bodies, 1).unwrap().bodies.held(), BYTES_PER_PERMIT as u64);
+    }
+
+    #[test]
+    fn data_that_waits_is_dropped_for_others() {
+        let bodies = Bodies::new();
+        let data = |size| Data { bytes: vec![0; 1], permit: permit(&bodies, size).unwrap() };
+        let now = Instant::now();
+        let before = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
+        // Six fill the memory.
+        let newer = data(BODY_LIMIT).wait(before(5));
+        let older = data(BODY_LIMIT).wait(before(9));
+        let newest = data(BODY_LIMIT).wait(now);
+        let small = data(1).wait(before(20));
+        let others = [data(BODY_LIMIT), data(BODY_LIMIT), data(BODY_LIMIT)];
+        let large = permit(&bodies, BODY_LIMIT).unwrap();
+        assert!(older.end().is_none());
+        let newer = newer.end().expect("one was enough");
+        assert!(permit(&bodies, BODY_LIMIT).is_err(), "the newest has not waited long");
+        assert!(newest.end().is_some() && small.end().is_some());
+        drop((others, large, newer));
+        assert_eq!(bodies.held(), 0);
+        drop(data(BODY_LIMIT).wait(now));
+        assert_eq!(bodies.held(), 0, "a client that disconnects");
     }
 }

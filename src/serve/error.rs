@@ -73,15 +73,21 @@ impl ApiError {
         Self { status: StatusCode::PAYLOAD_TOO_LARGE, ..Self::bad(message) }
     }
 
-    /// All bodies together reached their memory limit, status 503.
+    /// All small or all large bodies together reached their memory limit, status 503.
     pub fn bodies(limit: usize) -> Self {
-        let what = format!("request bodies in memory reached the limit of {} MiB", limit >> 20);
+        let what = format!("request bodies of this size reached the limit of {} MiB together", limit >> 20);
         Self::full(StatusCode::SERVICE_UNAVAILABLE, "bodies_full", what)
     }
 
     /// Answers that clients have not read reached their memory limit, status 503.
     pub fn answers(limit: usize) -> Self {
         let what = format!("answers that clients have not read reached the limit of {} MiB", limit >> 20);
+        Self::full(StatusCode::SERVICE_UNAVAILABLE, "answers_full", what)
+    }
+
+    /// The maximum number of large texts waits to be decoded, status 503.
+    pub fn decodings(limit: usize) -> Self {
+        let what = format!("{limit} large texts wait to be decoded, the limit");
         Self::full(StatusCode::SERVICE_UNAVAILABLE, "answers_full", what)
     }
 

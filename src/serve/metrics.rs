@@ -70,7 +70,7 @@ impl Histogram {
 pub(super) struct Held {
     /// Bytes that request bodies hold.
     pub body_bytes: u64,
-    /// Bytes of whole answers that clients have not read.
+    /// Bytes of large whole answers that clients have not read.
     pub answer_bytes: u64,
     /// Texts and grammars that wait for a text process.
     pub texts_waiting: u64,
@@ -162,7 +162,7 @@ impl Metrics {
             ("sequences_waiting", "gauge", "Waiting sequences.", self.waiting.load(Acquire)),
             ("texts_waiting", "gauge", "Texts and grammars that wait for a text process.", held.texts_waiting),
             ("body_bytes", "gauge", "Bytes held by request bodies.", held.body_bytes),
-            ("answer_bytes", "gauge", "Bytes of whole answers that clients have not read.", held.answer_bytes),
+            ("answer_bytes", "gauge", "Bytes of large whole answers that clients have not read.", held.answer_bytes),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),

@@ -11,6 +11,7 @@ mod api;
 mod backend;
 mod bodies;
 mod cpu;
+mod echo;
 mod error;
 mod fields;
 mod frame;

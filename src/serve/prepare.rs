@@ -14,7 +14,8 @@ use unweight_engine::{Constraint, Request};
 
 use super::{
     api::{ApiRequest, Prompt},
-    bodies::{BODY_LIMIT, Bodies, BodyPermit, SMALL_BYTES},
+    bodies::{Bodies, BodyPermit, SMALL_BYTES},
+    echo::{Decoder, Echo, LargeWork},
     error::ApiError,
     frame::Endpoint,
     places::{Place, Places},
@@ -22,7 +23,7 @@ use super::{
     tool_calls::MARKS,
     worker::{Handle, Sequences, SubmitError},
 };
-use crate::text::{self, DecodeError, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
+use crate::text::{self, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request after the first, or a body.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
@@ -39,8 +40,11 @@ const TOKENS_PER_PERMIT: u64 = 256;
 #[derive(Clone)]
 pub(super) struct Preparer {
     pub bodies: Bodies,
-    /// The memory of whole answers until clients have read them.
+    /// The memory of large whole answers until connections have taken them.
     pub answers: Bodies,
+    pub decoder: Decoder,
+    /// Prints large answers of generated text.
+    pub printing: LargeWork,
     pub text: Text,
     pub handle: Handle,
     pub model: Arc<str>,
@@ -57,8 +61,8 @@ pub(super) struct Accepted {
     pub request: ApiRequest,
     pub sequences: Sequences,
     pub prompt_tokens: u64,
-    /// The prompt to echo for each sequence, and the memory that the prompts hold.
-    pub echo: Option<(Vec<Arc<str>>, BodyPermit)>,
+    /// The prompts that the texts start with, if requested.
+    pub echo: Option<Echo>,
 }
 
 impl Preparer {
@@ -69,8 +73,10 @@ impl Preparer {
         let marks = MARKS.iter().filter_map(mark).collect();
         Self {
             marks,
-            bodies: Bodies::new(ApiError::bodies),
-            answers: Bodies::new(ApiError::answers),
+            bodies: Bodies::new(),
+            answers: Bodies::of_answers(),
+            decoder: Decoder::new(text.clone(), handle.shared.limits.context),
+            printing: LargeWork::new(Semaphore::MAX_PERMITS),
             text_bytes,
             text,
             handle,
@@ -106,7 +112,7 @@ impl Preparer {
         let constraint = self.constraint(&request).await?;
         let (prompts, tokens, _token_permit) = self.tokenize_prompts(&mut request).await?;
         let echo = match echoed {
-            Some(texts) => Some(self.echo(texts, &prompts, request.n).await?),
+            Some(texts) => Some(self.decoder.echo(texts, &prompts, request.n, body_permit).await?),
             None => None,
         };
         let limits = &self.handle.shared.limits;
@@ -128,7 +134,7 @@ impl Preparer {
             requests.extend(seeds.map(|seed| sequence.clone().params(request.sampling.params.seed(seed))));
         }
         let sequences = self.handle.submit(requests, arrived).await?;
-        Ok(Accepted { request, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, body_permit)) })
+        Ok(Accepted { request, sequences, prompt_tokens: tokens, echo })
     }
 
     /// Compiles the grammar that the answer must match, if any.
@@ -159,53 +165,6 @@ impl Preparer {
         let (compiled, _) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
         Ok(Some(Compiled::constraint(answer, permit)))
-    }
-
-    /// Returns the texts of prompts, each `n` times. Prompts of token ids are detokenized.
-    async fn echo(
-        &self,
-        texts: Vec<Option<Arc<str>>>,
-        prompts: &[Vec<u32>],
-        n: u32,
-    ) -> Result<Vec<Arc<str>>, ApiError> {
-        let mut all = Vec::with_capacity(texts.len() * n as usize);
-        let mut bytes_left = BODY_LIMIT as u64;
-        for (text, ids) in texts.into_iter().zip(prompts) {
-            let text = match text {
-                Some(text) => text,
-                None => {
-                    // The decoder may make the text up to four times as long.
-                    let text = self.detokenize(ids.clone(), bytes_left / 4, "prompt").await?;
-                    bytes_left = bytes_left.saturating_sub(text.len() as u64);
-                    text.into()
-                }
-            };
-            all.extend((0..n).map(|_| Arc::clone(&text)));
-        }
-        Ok(all)
-    }
-
-    /// Detokenizes a request's field on a blocking thread, to at most `bytes_max` bytes.
-    pub async fn detokenize(&self, ids: Vec<u32>, bytes_max: u64, field: &'static str) -> Result<String, ApiError> {
-        let (tokens, context) = (ids.len(), self.handle.shared.limits.context);
-        if tokens > context as usize {
-            let message = format!("{field} has {tokens} tokens; the limit is {context}");
-            return Err(ApiError::of(field, message).code("context_length_exceeded"));
-        }
-        let text = self.text.clone();
-        let decode = move || text.decode_all(&ids, bytes_max);
-        tokio::task::spawn_blocking(decode).await.map_err(ApiError::server)?.map_err(|error| match error {
-            DecodeError::UnknownToken(id) => {
-                ApiError::of(field, format!("{field} has the unknown token {id}; send ids of the model's vocabulary"))
-            }
-            DecodeError::TooLong { bytes } => ApiError::of(
-                field,
-                format!(
-                    "the tokens of {field} have {bytes} bytes of text; the limit is {bytes_max}; send fewer tokens"
-                ),
-            ),
-            DecodeError::Text(error) => error.into(),
-        })
     }
 
     /// Tokenizes a text or a conversation; with `strings`, also returns the text of each token.
@@ -346,9 +305,9 @@ pub(super) fn random() -> Result<u64, ApiError> {
 }
 
 /// Returns the text of a prompt, unless it is token ids or a conversation.
-fn plain_text(prompt: &Prompt) -> Option<Arc<str>> {
+fn plain_text(prompt: &Prompt) -> Option<String> {
     match prompt {
-        Prompt::Text(text::Prompt::Text(text)) => Some(text.as_str().into()),
+        Prompt::Text(text::Prompt::Text(text)) => Some(text.clone()),
         _ => None,
     }
 }

@@ -183,14 +183,15 @@ async fn answer(
         accepted.map_err(|_| ApiError::timeout("the request", timeout_s))??;
     let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
     let texts = Texts::new(&server.preparer, &request, sequences, prompt_tokens, (deadline, timeout_s));
-    let texts = texts.find_tool_calls(&request, &frame.id).echo(echo);
+    let texts = texts.find_tool_calls(&request, &frame.id);
     if request.stream {
         let (pieces, receiver) = mpsc::channel(QUEUED_PIECES_MAX);
+        let echo = echo.map(|echo| echo.stream(frame.clone()));
         tokio::spawn(texts.stream(frame, request.include_usage, pieces));
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
-        return Ok((headers, Body::new(Pieces(receiver))).into_response());
+        return Ok((headers, Body::new(Pieces { echo, pieces: receiver })).into_response());
     }
-    let answer = texts.complete(frame).await?;
+    let (answer, _place) = texts.complete(frame, echo).await?;
     whole(&server, answer)
 }
 
@@ -217,7 +218,8 @@ async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<
         let (tokens, token_strs) = server.preparer.tokenize(prompt, strings).await?;
         let (count, max_model_len) = (tokens.len(), server.shared().limits.context);
         let answer = Tokenized { count, max_model_len, tokens, token_strs };
-        on_thread_for(count * size_of::<u32>(), move || serde_json::to_vec(&answer)).await?.map_err(ApiError::server)
+        let print = move || serde_json::to_vec(&answer);
+        whole(&server, on_thread_for(count * size_of::<u32>(), print).await?.map_err(ApiError::server)?)
     })
     .await
 }
@@ -227,14 +229,18 @@ async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Resul
     bounded(&server, async {
         let (body, _permit) = server.preparer.body(request).await?;
         let tokens = server.preparer.parse(body, tokenize::read_tokens).await?;
-        let text = server.preparer.detokenize(tokens, BODY_LIMIT as u64, "tokens").await?;
-        on_thread_for(text.len(), move || json!({ "prompt": text }).to_string().into_bytes()).await
+        let print = |text: String| json!({ "prompt": text }).to_string().into_bytes();
+        let (answer, _place) = server.preparer.decoder.detokenize(tokens, BODY_LIMIT as u64, "tokens", print).await?;
+        whole(&server, answer)
     })
     .await
 }
 
 /// Returns the result of `work`, or an error if it takes too long or the server stops.
-async fn bounded(server: &Server, work: impl Future<Output = Result<Vec<u8>, ApiError>>) -> Result<Response, ApiError> {
+async fn bounded(
+    server: &Server,
+    work: impl Future<Output = Result<Response, ApiError>>,
+) -> Result<Response, ApiError> {
     server.shared().check_available()?;
     let mut abort = server.shared().abort.subscribe();
     let answer = tokio::select! {
@@ -242,6 +248,5 @@ async fn bounded(server: &Server, work: impl Future<Output = Result<Vec<u8>, Api
         // `Server` keeps the sender.
         _ = abort.wait_for(|abort| *abort) => return Err(Unavailable::Stopping.into()),
     };
-    let answer = answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))??;
-    whole(server, answer)
+    answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))?
 }

@@ -255,6 +255,12 @@ impl Text {
         self.vocabulary.longest()
     }
 
+    /// Returns the size of the texts of tokens, bytes.
+    #[cfg(feature = "serve")]
+    pub(crate) fn bytes(&self, ids: &[u32]) -> u64 {
+        self.vocabulary.bytes(ids)
+    }
+
     /// Decodes tokens, including special ones.
     ///
     /// # Errors

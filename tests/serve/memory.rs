@@ -65,6 +65,25 @@ fn half_sent_bodies_hold_what_they_sent() {
 }
 
 #[test]
+fn half_sent_bodies_leave_others_alone() {
+    let server = Server::start(&mut command(&["--context", "512"]));
+    let small = r#"{"prompt": [5], "max_tokens": 2}"#;
+    for (what, sent) in [("large", 65 << 10), ("small", 60 << 10)] {
+        let half: Vec<TcpStream> = (0..300).map(|_| half_sent(&server, sent, sent + 1000)).collect();
+        server.wait_for_some("unweight_body_bytes", |bytes| bytes > f64::from(14 << 20));
+        // They send nothing for a second: the oldest are closed for others.
+        thread::sleep(Duration::from_millis(1200));
+        for path in ["/v1/completions", "/tokenize"] {
+            let (status, answer) = server.ask(path, if path == "/tokenize" { r#"{"prompt": "a"}"# } else { small });
+            assert_eq!(status, 200, "{what}: {answer}");
+        }
+        // They may be silent for 10 s.
+        server.wait_for("unweight_body_bytes", 0.0);
+        drop(half);
+    }
+}
+
+#[test]
 fn memory_is_given_back_after_large_bodies() {
     let server = Server::start(&mut command(&["--context", "512"]));
     assert_eq!(server.ask("/v1/completions", r#"{"prompt": "a", "max_tokens": 2}"#).0, 200);

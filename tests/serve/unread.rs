@@ -1,19 +1,151 @@
-//! Connections without requests.
+//! Clients that do not read their answers, and connections without requests.
 
 use std::{
-    io::{Read, Write},
+    io::{BufRead, BufReader, Read, Write},
     net::TcpStream,
-    process::{Command, Stdio},
+    path::Path,
+    process::{Child, Command, Stdio},
     thread,
     time::{Duration, Instant},
 };
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::{Value, json};
+use tempfile::TempDir;
 
-use crate::{Server, command, send};
+use crate::{Server, bundle_with, command, command_of, memory, send};
 
-/// Maximum time of a request next to idle connections.
+/// Maximum time of a request next to clients that do not read.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
+/// Bytes of the long token of [`long_token`].
+const LONG: usize = 1000;
+
+/// Sends a request on each of many connections, which buffer little, and does not read.
+const CLIENTS: &str = r#"
+import socket, sys, time
+address, count, path = sys.argv[1:]
+body = sys.stdin.buffer.read()
+head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+held = []
+for _ in range(int(count)):
+    client = socket.socket()
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((address.split(":")[0], int(address.split(":")[1])))
+    client.sendall(head + body)
+    held.append(client)
+print("sent", flush=True)
+time.sleep(600)
+"#;
+
+/// Clients that do not read, until they are dropped.
+struct Unread(Child);
+
+impl Unread {
+    fn new(server: &Server, count: usize, path: &str, body: &Value) -> Self {
+        let python = std::env::var("UNWEIGHT_PYTHON").expect("UNWEIGHT_PYTHON is not set: run `cargo xtask test`");
+        let mut command = Command::new(python);
+        command.args(["-c", CLIENTS, server.address(), &count.to_string(), path]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        child.stdin.take().unwrap().write_all(body.to_string().as_bytes()).unwrap();
+        let mut said = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut said).unwrap();
+        assert_eq!(said, "sent\n");
+        Self(child)
+    }
+}
+
+impl Drop for Unread {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Returns a bundle whose tokenizer has a token of [`LONG`] bytes, `y` repeated, and the id of the token.
+pub fn long_token() -> (TempDir, Value) {
+    let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
+    let long = "y".repeat(LONG);
+    let token = tokenizer["added_tokens"].as_array_mut().unwrap().last_mut().unwrap();
+    let old = std::mem::replace(&mut token["content"], json!(long)).as_str().unwrap().to_owned();
+    let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
+    let id = vocab.remove(&old).unwrap();
+    vocab.insert(long, id.clone());
+    // Joins tokens, which is fast.
+    tokenizer["decoder"] = Value::Null;
+    (bundle_with(&[("tokenizer.json", &tokenizer.to_string())]), id)
+}
+
+fn start(home: &Path, arguments: &[&str]) -> Server {
+    Server::start(command_of(&home.join("tiny"), &["--context", "8192"]).args(arguments))
+}
+
+/// Asks for small answers for some seconds. Returns the most memory of the server.
+fn others_are_answered(server: &Server, seconds: u64) -> u64 {
+    let (begin, mut most) = (Instant::now(), 0);
+    while begin.elapsed() < Duration::from_secs(seconds) {
+        for (path, body) in [
+            ("/v1/completions", json!({"prompt": "a", "max_tokens": 2})),
+            ("/tokenize", json!({"prompt": "abc"})),
+            ("/detokenize", json!({"tokens": [5]})),
+        ] {
+            let start = Instant::now();
+            let (status, answer) = server.ask(path, &body.to_string());
+            assert_eq!(status, 200, "{path}: {answer}");
+            assert!(start.elapsed() < ANSWER_TIME, "{path} took {:?}", start.elapsed());
+            most = most.max(memory::resident(server.child.id()));
+        }
+    }
+    most
+}
+
+#[test]
+fn decoded_texts_leave_others_alone() {
+    let (home, id) = long_token();
+    let server = start(home.path(), &[]);
+    others_are_answered(&server, 0);
+    let before = memory::resident(server.child.id());
+    // Texts of 7.5 MB: 1.1 GB in total.
+    let _clients = Unread::new(&server, 150, "/detokenize", &json!({"tokens": vec![id; 7500]}));
+    let most = others_are_answered(&server, 6);
+    println!("{} MiB, {} before", most >> 20, before >> 20);
+    assert!(most < before + (128 << 20), "{} MiB, {} before", most >> 20, before >> 20);
+}
+
+#[test]
+fn unread_echoes_hold_little_memory() {
+    let (home, id) = long_token();
+    let server = start(home.path(), &["--max-waiting", "1000", "--max-batch", "64"]);
+    others_are_answered(&server, 0);
+    let before = memory::resident(server.child.id());
+    // 25 prompts of 250 KB each, as text and as token ids, echoed 8 times: 100 MB in total.
+    let of = |prompt: Value| json!({"prompt": prompt, "n": 8, "echo": true, "max_tokens": 1, "stream": true});
+    let _texts = Unread::new(&server, 25, "/v1/completions", &of(json!("y".repeat(250 * LONG))));
+    let _ids = Unread::new(&server, 25, "/v1/completions", &of(json!(vec![id; 250])));
+    server.wait_for_some("unweight_prompt_tokens_total", |tokens| tokens > f64::from(50 * 8 * 250));
+    server.wait_for("unweight_sequences_waiting", 0.0);
+    server.wait_for("unweight_sequences_running", 0.0);
+    let held = memory::resident(server.child.id());
+    println!("{} MiB, {} before", held >> 20, before >> 20);
+    assert!(server.metric("unweight_body_bytes") > f64::from(10 << 20), "they count");
+    assert!(held < before + (64 << 20), "{} MiB, {} before", held >> 20, before >> 20);
+    others_are_answered(&server, 1);
+}
+
+#[test]
+fn unread_answers_end_with_their_requests() {
+    let (home, id) = long_token();
+    let server = start(home.path(), &["--timeout", "8"]);
+    // Answers of 200 KB: 54 MB in total.
+    let large = json!({"tokens": vec![id; 200]});
+    let clients = Unread::new(&server, 270, "/detokenize", &large);
+    server.wait_for_some("unweight_answer_bytes", |bytes| bytes > f64::from(20 << 20));
+    others_are_answered(&server, 2);
+    assert_eq!(server.ask("/detokenize", &large.to_string()).0, 200);
+    // 8 s for the request, and a moment for its error.
+    server.wait_for("unweight_answer_bytes", 0.0);
+    drop(clients);
+}
 
 /// Starts a server, and lets this process open as many connections as it may.
 fn server_of_many_connections() -> Server {

@@ -248,7 +248,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("src/text", "clock error prompt watch < chat frame < vocabulary < grammar < compiled local < child < process"),
     (
         "src/serve",
-        "backend options tool_calls < cpu metrics < worker < error < bodies fields < frame places structure tools < sampling < \
+        "backend options tool_calls < cpu metrics < worker < error < bodies fields < frame places structure tools < echo sampling < \
          api < prepare tokenize < answer < routes < listen",
     ),
     (
