@@ -91,9 +91,8 @@ impl ApiError {
         Self::full(StatusCode::SERVICE_UNAVAILABLE, "answers_full", what)
     }
 
-    /// The maximum number of grammars waits to be compiled, status 429.
-    pub fn grammars(limit: usize) -> Self {
-        let what = format!("{limit} grammars wait to be compiled, the limit");
+    /// A grammar cannot be compiled soon, because of others; status 429.
+    pub fn grammars(what: impl fmt::Display) -> Self {
         Self::full(StatusCode::TOO_MANY_REQUESTS, "grammars_full", what)
     }
 

@@ -1,21 +1,30 @@
 //! Who may use the text processes: no kind of work waits for all of another kind.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering::Relaxed},
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
 };
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout,
+};
 
 use super::{bodies::SMALL_BYTES, error::ApiError};
 use crate::text::PROCESSES;
 
-/// The maximum number of compiled grammars of waiting and running requests, with about 100 MiB each at most.
+/// The maximum number of requests in the engine with a kept grammar, and with one that is too large to be kept, which
+/// takes up to about 100 MiB.
 const GRAMMARS_MAX: usize = 64;
-/// The maximum number of grammars that wait to be compiled, small and large ones each.
+/// The maximum number of grammars of each size that wait to be compiled.
 const GRAMMARS_WAITING_MAX: usize = 128;
-/// The size of a small grammar, bytes. It waits for at most one large grammar.
-const SMALL_GRAMMAR_BYTES: usize = 8 << 10;
+/// The maximum sizes of small and medium grammars, bytes. A small one waits for at most one larger one.
+const GRAMMAR_SIZES: [usize; 2] = [2 << 10, 8 << 10];
+/// How long a small grammar waits for others to be compiled, each of which may take 2 s.
+const SMALL_WAIT_MAX: Duration = Duration::from_secs(3);
 
 /// The right to use a text process, until it is dropped.
 pub(super) type Place = Vec<OwnedSemaphorePermit>;
@@ -25,14 +34,22 @@ pub(super) type Place = Vec<OwnedSemaphorePermit>;
 pub(super) struct Places {
     /// One permit per text process.
     processes: Arc<Semaphore>,
-    /// One of the texts of more than [`SMALL_BYTES`], one of the grammars, and one of the large grammars.
+    /// One of the texts of more than [`SMALL_BYTES`].
     large_texts: Arc<Semaphore>,
-    grammars: Arc<Semaphore>,
-    large_grammars: Arc<Semaphore>,
-    /// The grammars that wait to be compiled: small and large ones.
-    queues: [Arc<Semaphore>; 2],
-    compiled: Arc<Semaphore>,
+    /// The grammars of each size, from small to large.
+    lines: [Line; 3],
+    /// The requests with a kept grammar, and those whose grammar is too large to be kept.
+    kept: Arc<Semaphore>,
+    unkept: Arc<Semaphore>,
     waiting: Arc<AtomicU64>,
+}
+
+/// Grammars of one size that wait to be compiled.
+#[derive(Clone)]
+struct Line {
+    all: Arc<Semaphore>,
+    /// The first in the line. The first of the small ones is compiled; that of another line waits in the next one.
+    first: Arc<Semaphore>,
 }
 
 /// Counts work that waits.
@@ -62,10 +79,9 @@ impl Places {
         Self {
             processes: permits(PROCESSES),
             large_texts: permits(1),
-            grammars: permits(1),
-            large_grammars: permits(1),
-            queues: [permits(GRAMMARS_WAITING_MAX), permits(GRAMMARS_WAITING_MAX)],
-            compiled: permits(GRAMMARS_MAX),
+            lines: std::array::from_fn(|_| Line { all: permits(GRAMMARS_WAITING_MAX), first: permits(1) }),
+            kept: permits(GRAMMARS_MAX),
+            unkept: permits(GRAMMARS_MAX),
             waiting: Arc::default(),
         }
     }
@@ -86,35 +102,46 @@ impl Places {
         Ok(place)
     }
 
-    /// Waits for the permit to hold a compiled grammar and, unless it `is_kept`, until a grammar of this size may use
-    /// a process.
-    pub async fn grammar(&self, bytes: usize, is_kept: bool) -> Result<(OwnedSemaphorePermit, Place), ApiError> {
-        if is_kept {
-            return Ok((permit(&self.compiled).await?, Vec::new()));
-        }
-        let is_large = bytes > SMALL_GRAMMAR_BYTES;
-        let queue = Arc::clone(&self.queues[usize::from(is_large)]).try_acquire_owned();
-        let _queue = queue.map_err(|_| ApiError::grammars(GRAMMARS_WAITING_MAX))?;
+    /// Waits for the permit to use a kept grammar, which only requests in the engine hold.
+    pub async fn kept(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        permit(&self.kept).await
+    }
+
+    /// Returns the permit to use a compiled grammar that is too large to be kept.
+    pub fn unkept(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        let full = |_| ApiError::grammars(format!("{GRAMMARS_MAX} requests use large grammars, the limit"));
+        Arc::clone(&self.unkept).try_acquire_owned().map_err(full)
+    }
+
+    /// Waits until a grammar of this size may use a process.
+    pub async fn grammar(&self, bytes: usize) -> Result<Place, ApiError> {
+        let size = GRAMMAR_SIZES.iter().filter(|size| bytes > **size).count();
+        let place_in_line = Arc::clone(&self.lines[size].all).try_acquire_owned();
+        let full = || ApiError::grammars(format!("{GRAMMARS_WAITING_MAX} grammars wait to be compiled, the limit"));
+        let _place_in_line = place_in_line.map_err(|_| full())?;
         let _waiting = Waiting::new(&self.waiting);
         let mut place = Vec::new();
-        // The other large grammars wait here, so that they take no permit and no place in the queue of small ones.
-        if is_large {
-            place.push(permit(&self.large_grammars).await?);
+        // The other large grammars wait here, so that they take no place in the line of smaller ones.
+        for line in self.lines[1..=size].iter().rev() {
+            place.push(permit(&line.first).await?);
         }
-        let compiled = permit(&self.compiled).await?;
-        place.push(permit(&self.grammars).await?);
+        let first = permit(&self.lines[0].first);
+        let first = if size > 0 { Ok(first.await) } else { timeout(SMALL_WAIT_MAX, first).await };
+        let late = || ApiError::grammars(format!("other grammars take more than {} s", SMALL_WAIT_MAX.as_secs()));
+        place.push(first.map_err(|_| late())??);
         place.push(permit(&self.processes).await?);
-        Ok((compiled, place))
+        Ok(place)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{pin::pin, time::Duration};
-
-    use tokio::time::timeout;
+    use std::pin::pin;
 
     use super::*;
+
+    const MEDIUM: usize = GRAMMAR_SIZES[0] + 1;
+    const LARGE: usize = GRAMMAR_SIZES[1] + 1;
 
     fn run(test: impl Future<Output = ()>) {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test);
@@ -130,21 +157,21 @@ mod tests {
         run(async {
             let places = Places::new();
             let large_text = now(places.text(SMALL_BYTES + 1)).await.unwrap().unwrap();
-            let large = now(places.grammar(SMALL_GRAMMAR_BYTES + 1, false)).await.unwrap().unwrap();
+            let large = now(places.grammar(LARGE)).await.unwrap().unwrap();
             assert!(now(places.text(SMALL_BYTES)).await.is_some(), "a process is left for small texts");
             assert!(now(places.text(SMALL_BYTES + 1)).await.is_none());
-            assert!(now(places.grammar(1, true)).await.is_some(), "a kept grammar needs no process");
-            // Large grammars wait before a small one, which is served first nevertheless.
-            let mut flood: Vec<_> = (0..70).map(|_| Box::pin(places.grammar(SMALL_GRAMMAR_BYTES + 1, false))).collect();
+            // Larger grammars wait before a small one, which is served first nevertheless.
+            let mut flood: Vec<_> = (0..140).map(|at| Box::pin(places.grammar([MEDIUM, LARGE][at % 2]))).collect();
             for one in &mut flood {
-                assert!(now(one).await.is_none());
+                assert!(timeout(Duration::ZERO, one).await.is_err());
             }
-            let mut small = pin!(places.grammar(1, false));
+            let mut small = pin!(places.grammar(1));
             assert!(now(&mut small).await.is_none());
-            assert_eq!(places.waiting(), 71);
+            assert_eq!(places.waiting(), 141);
+            assert!(now(places.kept()).await.is_some(), "a kept grammar waits for none of them");
             drop(large);
-            assert!(now(&mut flood[0]).await.is_none(), "the small one comes first");
-            let small = now(small).await.unwrap();
+            assert!(now(&mut flood[0]).await.is_none() && now(&mut flood[1]).await.is_none());
+            let small = now(small).await.expect("the small one comes first");
             drop(small);
             assert!(now(&mut flood[0]).await.is_some());
             drop((flood, large_text));
@@ -153,20 +180,32 @@ mod tests {
     }
 
     #[test]
+    fn small_grammars_wait_for_a_limited_time() {
+        run(async {
+            let places = Places::new();
+            let _slow = now(places.grammar(1)).await.unwrap();
+            let limit = SMALL_WAIT_MAX + Duration::from_secs(1);
+            let late = timeout(limit, places.grammar(1)).await.unwrap().unwrap_err();
+            assert_eq!((late.status.as_u16(), late.retry_after), (429, Some(1)));
+            assert!(timeout(limit, places.grammar(MEDIUM)).await.is_err(), "a larger one waits");
+        });
+    }
+
+    #[test]
     fn few_grammars_wait() {
         run(async {
             let places = Places::new();
-            let _large = now(places.grammar(SMALL_GRAMMAR_BYTES + 1, false)).await.unwrap();
+            let _large = now(places.grammar(LARGE)).await.unwrap();
             let mut flood = Vec::new();
             for _ in 0..GRAMMARS_WAITING_MAX {
-                let mut one = Box::pin(places.grammar(SMALL_GRAMMAR_BYTES + 1, false));
+                let mut one = Box::pin(places.grammar(LARGE));
                 assert!(timeout(Duration::ZERO, &mut one).await.is_err());
                 flood.push(one);
             }
-            let full = now(places.grammar(SMALL_GRAMMAR_BYTES + 1, false)).await.unwrap().unwrap_err();
+            let full = now(places.grammar(LARGE)).await.unwrap().unwrap_err();
             assert_eq!((full.status.as_u16(), full.retry_after), (429, Some(1)));
             drop(flood);
-            assert!(now(places.grammar(SMALL_GRAMMAR_BYTES + 1, false)).await.is_none(), "it waits");
+            assert!(now(places.grammar(LARGE)).await.is_none(), "it waits");
         });
     }
 }

@@ -56,6 +56,9 @@ pub(super) struct Preparer {
     token_permits: Arc<Semaphore>,
 }
 
+/// A grammar, after the field that contains it.
+type FieldGrammar = (&'static str, Grammar);
+
 /// A request that the engine has accepted.
 pub(super) struct Accepted {
     pub request: ApiRequest,
@@ -109,11 +112,20 @@ impl Preparer {
             None => random()?,
         };
         let echoed = request.echo.then(|| request.prompts.iter().map(plain_text).collect::<Vec<_>>());
-        let constraint = self.constraint(&request).await?;
+        let grammar = self.grammar(&request)?;
+        // Before the prompts, so that they take no memory while the grammar waits.
+        let unkept = match &grammar {
+            Some(grammar) => self.compile(grammar).await?,
+            None => None,
+        };
         let (prompts, tokens, _token_permit) = self.tokenize_prompts(&mut request).await?;
         let echo = match echoed {
             Some(texts) => Some(self.decoder.echo(texts, &prompts, request.n, body_permit).await?),
             None => None,
+        };
+        let constraint = match grammar {
+            Some(grammar) if unkept.is_none() => Some(self.kept(&grammar).await?),
+            _ => unkept,
         };
         let limits = &self.handle.shared.limits;
         let ends = request.sampling.ends(&limits.eos);
@@ -137,34 +149,49 @@ impl Preparer {
         Ok(Accepted { request, sequences, prompt_tokens: tokens, echo })
     }
 
-    /// Compiles the grammar that the answer must match, if any.
-    async fn constraint(&self, request: &ApiRequest) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
+    /// Returns the grammar that the answer must match, if any, and the field that contains it.
+    fn grammar(&self, request: &ApiRequest) -> Result<Option<FieldGrammar>, ApiError> {
         let ApiRequest { grammar, tools, .. } = request;
-        let (field, grammar) = match (tools, grammar) {
-            (None, None) => return Ok(None),
-            (None, Some((field, grammar))) => (*field, grammar.clone()),
-            (Some(tools), grammar) => {
-                let format = self.text.tool_format().ok_or_else(|| {
-                    let message = "the chat template of the model has no supported format of tool calls";
-                    ApiError::of("tools", format!("{message}; leave tools out")).code("unsupported_parameter")
-                })?;
-                let schema = grammar.as_ref().and_then(|(_, grammar)| match grammar {
-                    Grammar::Schema(schema) => Some(schema.as_str()),
-                    Grammar::Regex(_) | Grammar::Lark(_) => None,
-                });
-                let Some(grammar) = tools.grammar(format, &self.marks, schema) else { return Ok(None) };
-                ("tools", grammar)
-            }
-        };
+        let Some(tools) = tools else { return Ok(grammar.clone()) };
+        let format = self.text.tool_format().ok_or_else(|| {
+            let message = "the chat template of the model has no supported format of tool calls";
+            ApiError::of("tools", format!("{message}; leave tools out")).code("unsupported_parameter")
+        })?;
+        let schema = grammar.as_ref().and_then(|(_, grammar)| match grammar {
+            Grammar::Schema(schema) => Some(schema.as_str()),
+            Grammar::Regex(_) | Grammar::Lark(_) => None,
+        });
+        Ok(tools.grammar(format, &self.marks, schema).map(|grammar| ("tools", grammar)))
+    }
+
+    /// Compiles a grammar unless it is kept. Returns the constraint if it is too large to be kept.
+    async fn compile(&self, field_grammar: &FieldGrammar) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
+        let (field, grammar) = field_grammar;
+        let rejected = |error| ApiError::from(error).param(field);
+        if let Some(compiled) = self.text.compiled(grammar) {
+            return compiled.map(|_| None).map_err(rejected);
+        }
+        let place = self.places.grammar(grammar.text().len()).await?;
         let limits = &self.handle.shared.limits;
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
-        let (permit, place) = self.places.grammar(grammar.text().len(), self.text.is_compiled(&grammar)).await?;
-        let text = self.text.clone();
+        let (text, places, grammar) = (self.text.clone(), self.places.clone(), grammar.clone());
         // The task owns the place, which is released when it ends.
-        let compile = move || (text.compile(&grammar, &sampled), place);
-        let (compiled, _) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
-        let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
-        Ok(Some(Compiled::constraint(answer, permit)))
+        let compile = move || {
+            let _place = place;
+            let compiled = text.compile(&grammar, &sampled).map_err(rejected)?;
+            let is_kept = text.compiled(&grammar).is_some();
+            if is_kept { Ok(None) } else { Ok(Some(Compiled::constraint(compiled, places.unkept()?))) }
+        };
+        tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?
+    }
+
+    /// Returns the constraint of a kept grammar. Its permit is the last that a request waits for.
+    async fn kept(&self, (field, grammar): &FieldGrammar) -> Result<Arc<dyn Constraint>, ApiError> {
+        let permit = self.places.kept().await?;
+        let replaced = || ApiError::grammars("other grammars have replaced the compiled one");
+        let compiled = self.text.compiled(grammar).ok_or_else(replaced)?;
+        let compiled = compiled.map_err(|error| ApiError::from(error).param(field))?;
+        Ok(Compiled::constraint(compiled, permit))
     }
 
     /// Tokenizes a text or a conversation; with `strings`, also returns the text of each token.

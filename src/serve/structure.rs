@@ -125,37 +125,54 @@ fn schema(text: &str) -> Result<Grammar, String> {
 /// A compiled grammar, as a constraint of the engine.
 #[derive(Clone, Debug)]
 pub(super) struct Compiled {
-    answer: Answer,
+    /// The state before the first token.
+    start: Arc<Answer>,
     /// A permit for a compiled grammar, held until the last answer under it has ended.
     _permit: Arc<OwnedSemaphorePermit>,
 }
 
+/// An answer under a compiled grammar. Its state shares nothing with other answers, and exists from the first mask on.
+#[derive(Debug)]
+struct Started {
+    compiled: Compiled,
+    answer: Option<Answer>,
+}
+
+impl Started {
+    fn answer(&mut self) -> &mut Answer {
+        self.answer.get_or_insert_with(|| self.compiled.start.separate())
+    }
+}
+
 impl Compiled {
     /// Creates the constraint of a request.
-    pub fn constraint(answer: Answer, permit: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
-        Arc::new(Self { answer, _permit: Arc::new(permit) })
+    pub fn constraint(start: Arc<Answer>, permit: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
+        Arc::new(Self { start, _permit: Arc::new(permit) })
     }
 }
 
 impl Constraint for Compiled {
     fn start(&self) -> Box<dyn ConstraintState> {
-        Box::new(self.clone())
+        Box::new(Started { compiled: self.clone(), answer: None })
     }
 }
 
-impl ConstraintState for Compiled {
+impl ConstraintState for Started {
     fn allow(&mut self, mask: &mut [u32]) {
-        self.answer.allow(mask);
+        self.answer().allow(mask);
     }
 
     fn take(&mut self, token: u32) -> bool {
-        self.answer.take(token)
+        self.answer().take(token)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use tokio::sync::Semaphore;
+
     use super::*;
+    use crate::text::{Sampled, Text};
 
     fn of(body: &Value) -> Result<Option<(&'static str, Grammar)>, ApiError> {
         let body = body.to_string();
@@ -215,5 +232,32 @@ mod tests {
         }
         let both = of(&json!({ "response_format": { "type": "json_object" }, "guided_regex": "a" })).unwrap_err();
         assert!(both.message.contains("leave one out"), "{both:?}");
+    }
+
+    #[test]
+    fn answers_of_a_request_share_nothing() {
+        let text = Text::new(include_bytes!("../../tests/serve/tokenizer.json"), None, None).unwrap();
+        let sampled = Sampled { vocab: 264, eos: vec![1] };
+        // Most tokens add a state to the lexer, up to its limit.
+        let start = text.compile(&Grammar::Regex("(a|b)*a(a|b){20}".into()), &sampled).unwrap();
+        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+        let constraint = Compiled::constraint(start, permit);
+        let ids = text.encode("ab").unwrap();
+        // Returns the number of tokens until an answer ends, at most `tokens`.
+        let generate = |mut random: u32, tokens: usize| {
+            let mut state = constraint.start();
+            (0..tokens)
+                .take_while(|_| {
+                    let mut mask = [0; 9];
+                    state.allow(&mut mask);
+                    random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    state.take(ids[1 + (random >> 31) as usize]);
+                    mask != [0; 9]
+                })
+                .count()
+        };
+        let tokens = generate(1, 30_000);
+        assert!((1000..30_000).contains(&tokens), "{tokens}");
+        assert_eq!(generate(2, 500), 500);
     }
 }

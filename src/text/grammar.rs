@@ -175,7 +175,6 @@ fn short(why: &str) -> String {
 }
 
 /// The state of an answer that must match a grammar.
-#[derive(Clone)]
 pub(crate) struct Answer {
     matcher: Matcher,
     /// The number of parser items so far.
@@ -186,7 +185,8 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// Returns a copy that shares no lexer with this state, unlike a clone.
+    /// Returns a copy that shares no lexer with this state, so that masks of both are computed at the same time. It
+    /// takes at most as much memory as the compiled grammar.
     pub fn separate(&self) -> Self {
         Self { matcher: self.matcher.deep_clone(), shared: Arc::clone(&self.shared), ..*self }
     }
@@ -245,14 +245,14 @@ fn codec() -> (super::Text, Sampled) {
 #[cfg(test)]
 pub(super) fn compiled(grammar: &Grammar) -> Answer {
     let (text_codec, sampled) = codec();
-    text_codec.compile(grammar, &sampled).unwrap()
+    text_codec.compile(grammar, &sampled).unwrap().separate()
 }
 
 /// Whether a text matches: each token is allowed, and the answer is complete or may end.
 #[cfg(test)]
 pub(crate) fn accepts(grammar: &Grammar, text: &str) -> bool {
     let (text_codec, sampled) = codec();
-    let mut answer = text_codec.compile(grammar, &sampled).unwrap();
+    let mut answer = text_codec.compile(grammar, &sampled).unwrap().separate();
     let allowed = |token: u32, answer: &mut Answer| {
         let mut mask = [0; 9];
         answer.allow(&mut mask);

@@ -95,9 +95,12 @@ pub struct Text {
     vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
     chat: Option<Chat>,
-    /// The compiler of grammars, the sampled tokens that it is for, and what it has compiled.
+    /// The compiler of grammars.
     #[cfg(feature = "serve")]
-    grammars: Arc<OnceLock<(Sampled, Grammars, Kept)>>,
+    grammars: Arc<OnceLock<Grammars>>,
+    /// What it has compiled or rejected.
+    #[cfg(feature = "serve")]
+    kept: Arc<Kept>,
 }
 
 /// Where prompts are encoded.
@@ -155,6 +158,8 @@ impl Text {
             chat,
             #[cfg(feature = "serve")]
             grammars: Arc::default(),
+            #[cfg(feature = "serve")]
+            kept: Arc::default(),
         }
     }
 
@@ -214,38 +219,46 @@ impl Text {
         self.vocabulary.special(text)
     }
 
-    /// Whether [`Text::compile`] only copies a grammar, because it was compiled before.
+    /// Returns what [`Text::compile`] has returned for this grammar, if that is kept.
     #[cfg(feature = "serve")]
-    pub(crate) fn is_compiled(&self, grammar: &Grammar) -> bool {
-        self.grammars.get().is_some_and(|(.., kept)| kept.has(grammar))
+    pub(crate) fn compiled(&self, grammar: &Grammar) -> Option<Result<Arc<Answer>, TextError>> {
+        self.kept.get(grammar)
     }
 
-    /// Compiles a grammar, or copies one that was compiled before. With text processes, one of them compiles it first,
-    /// within the limits of a call; this blocks until one is free.
+    /// Compiles a grammar, unless it is kept. With text processes, one of them compiles it first, within the limits of
+    /// a call; this blocks until one is free. All grammars have the same sampled tokens.
     ///
     /// # Errors
     /// [`TextError`].
     #[cfg(feature = "serve")]
-    pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Answer, TextError> {
-        let grammars = self.grammars.get().filter(|(compiled_for, ..)| compiled_for == sampled);
-        if let Some(answer) = grammars.and_then(|(.., kept)| kept.get(grammar)) {
-            return Ok(answer);
+    pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Arc<Answer>, TextError> {
+        if let Some(known) = self.compiled(grammar) {
+            return known;
         }
+        let compiled = self.compile_new(grammar, sampled);
+        if let Err(TextError::Grammar(why)) = &compiled {
+            self.kept.reject(grammar, why);
+        }
+        compiled
+    }
+
+    #[cfg(feature = "serve")]
+    fn compile_new(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Arc<Answer>, TextError> {
         let bytes = match &self.encoder {
             Encoder::Local(_) => 0,
             #[cfg(unix)]
             Encoder::Pool(pool) => pool.check_grammar(grammar, sampled)?,
         };
-        let (_, grammars, kept) = match grammars {
+        let grammars = match self.grammars.get() {
             Some(grammars) => grammars,
             None => {
                 let grammars = Grammars::new(&self.vocabulary, sampled)?;
-                // A served model has one vocabulary; the first of two threads sets it.
-                self.grammars.get_or_init(|| (sampled.clone(), grammars, Kept::default()))
+                // The first of two threads sets it.
+                self.grammars.get_or_init(|| grammars)
             }
         };
-        let answer = grammars.compile_on_large_stack(grammar)?;
-        kept.insert(grammar, &answer, bytes);
+        let answer = Arc::new(grammars.compile_on_large_stack(grammar)?);
+        self.kept.insert(grammar, &answer, bytes);
         Ok(answer)
     }
 
