@@ -95,8 +95,8 @@ impl Grammars {
     /// # Errors
     /// [`TextError::Grammar`] for a vocabulary whose tokens cannot be decoded separately.
     pub fn new(vocabulary: &Vocabulary, sampled: &Sampled) -> Result<Self, TextError> {
-        let unusable = |why: String| TextError::Grammar(format!("{why}; this model cannot give structured answers"));
-        let tokens = vocabulary.token_bytes(sampled.vocab).map_err(unusable)?;
+        let unsupported = |why: String| TextError::Grammar(format!("{why}; this model cannot give structured answers"));
+        let tokens = vocabulary.token_bytes(sampled.vocab).map_err(unsupported)?;
         let eos: Vec<u32> = sampled.eos.iter().copied().filter(|id| *id < sampled.vocab).collect();
         let build = || {
             let first = eos.first().copied().unwrap_or(INVALID_TOKEN);
@@ -116,7 +116,7 @@ impl Grammars {
         let shared = SharedTime { start: Instant::now(), spent: Duration::ZERO };
         let shared = Arc::new(Mutex::new(shared));
         let with = |factory| Self { factory, shared };
-        built.map(with).map_err(|why| unusable(short(&why)))
+        built.map(with).map_err(|why| unsupported(short(&why)))
     }
 
     /// Compiles a grammar, and computes its first mask.
@@ -125,22 +125,26 @@ impl Grammars {
     /// [`TextError::Grammar`].
     pub fn compile(&self, grammar: &Grammar) -> Result<Answer, TextError> {
         let compile = || {
-            let parser = self.factory.create_parser(top_level(grammar)?).map_err(|error| error.to_string())?;
+            let parser = top_level(grammar)
+                .and_then(|grammar| self.factory.create_parser(grammar).map_err(|error| error.to_string()))
+                .map_err(|why| unusable(&why))?;
             let mut matcher = Matcher::new(Ok(parser)).into_cancellable();
+            let accepts_empty = matcher.is_accepting().unwrap_or(false);
             // The matcher keeps the mask for the first token.
-            matcher.compute_mask().map_err(|error| error.to_string())?;
+            matcher.compute_mask().map_err(|error| {
+                let why = error.to_string();
+                // The reason of `llguidance` why a first mask is empty.
+                match (why.contains("NoExtensionBias"), accepts_empty) {
+                    (true, true) => "only the empty text matches it, and the model has no end token".to_owned(),
+                    (true, false) => "no text matches it, as if a schema referred only to itself".to_owned(),
+                    _ => unusable(&why),
+                }
+            })?;
             Ok(matcher)
         };
-        let compiled = catch_panic(compile).unwrap_or_else(Err);
-        let unusable = |why: String| {
-            // The reason of `llguidance` why a first mask is empty.
-            if why.contains("NoExtensionBias") {
-                return TextError::Grammar("no text matches it, as if a schema referred only to itself".to_owned());
-            }
-            TextError::Grammar(format!("{}; simplify it", short(&why)))
-        };
+        let compiled = catch_panic(compile).unwrap_or_else(|why| Err(unusable(&why))).map_err(TextError::Grammar);
         let (extra_time, shared) = (Duration::ZERO, Arc::clone(&self.shared));
-        compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared }).map_err(unusable)
+        compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared })
     }
 
     /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.
@@ -168,10 +172,20 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     })
 }
 
-/// Cuts a parser's message, which may quote the whole grammar.
+/// Returns why a grammar cannot be used, from the message of `llguidance`.
+fn unusable(why: &str) -> String {
+    format!("{}; correct or simplify it", short(why))
+}
+
+/// Cuts a parser's message, which may quote the whole grammar: keeps its first line and the cause, which errors of
+/// regular expressions have in a later line.
 fn short(why: &str) -> String {
-    let line = why.lines().next().unwrap_or_default();
-    line.chars().take(ERROR_CHARS_MAX).collect()
+    let mut lines = why.lines();
+    let first = lines.next().unwrap_or_default().chars().take(ERROR_CHARS_MAX).collect();
+    match lines.filter_map(|line| line.trim().strip_prefix("error: ")).next_back() {
+        Some(cause) => [first, cause.chars().take(ERROR_CHARS_MAX).collect()].join(" "),
+        None => first,
+    }
 }
 
 /// The state of an answer that must match a grammar.
@@ -365,8 +379,25 @@ mod tests {
     #[test]
     fn errors_name_the_cause() {
         let (text, sampled) = codec();
-        let error = text.compile(&Grammar::Schema(r##"{"$ref": "#"}"##.into()), &sampled).unwrap_err().to_string();
-        assert!(error.contains("no text matches") && !error.contains("NoExtension"), "{error}");
+        let error = |grammar: Grammar| text.compile(&grammar, &sampled).unwrap_err().to_string();
+        let no_text = error(Grammar::Schema(r##"{"$ref": "#"}"##.into()));
+        assert!(no_text.contains("no text matches") && !no_text.contains("NoExtension"), "{no_text}");
+        let (open, pattern) =
+            (Grammar::Regex("(".into()), Grammar::Schema(r#"{"pattern": "(", "type": "string"}"#.into()));
+        for unclosed in [error(open), error(pattern)] {
+            assert!(unclosed.contains("unclosed group") && !unclosed.contains('\n'), "{unclosed}");
+        }
+    }
+
+    #[test]
+    fn the_empty_text_may_match() {
+        for grammar in [Grammar::Regex(String::new()), Grammar::Lark("start: \"\"".into())] {
+            assert!(accepts(&grammar, "") && !accepts(&grammar, "a"));
+        }
+        let (text, sampled) = codec();
+        let endless = Sampled { eos: Vec::new(), ..sampled };
+        let error = text.compile(&Grammar::Regex(String::new()), &endless).unwrap_err().to_string();
+        assert!(error.contains("only the empty text"), "{error}");
     }
 
     #[test]
