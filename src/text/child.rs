@@ -128,13 +128,14 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
     Ok(())
 }
 
-/// Compiles a grammar, and returns the memory that it takes, bytes.
+/// Compiles a grammar and tries it out. Returns the memory that it takes, bytes.
 #[cfg(feature = "serve")]
 fn size_of_compiled(grammars: &Grammars, grammar: &Grammar) -> Result<u64, TextError> {
     let before = memory(1);
     let compiled = grammars.compile(grammar)?;
     return_freed_memory();
     let after = memory(1);
+    grammars.try_out(&compiled)?;
     drop(compiled);
     Ok(after.unwrap_or(0).saturating_sub(before.unwrap_or(0)))
 }

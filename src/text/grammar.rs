@@ -28,9 +28,10 @@ use super::{
 };
 
 /// Limits of a grammar. A state of the lexer takes 1 to 2 KiB. A schema of 100 optional properties needs rows of 270
-/// items and masks of 43,000; a mask of the other schemas tried needs up to 18,000 items and 6,600 units of fuel.
+/// items and masks of 43,000; a mask of the other schemas tried needs up to 18,000 items and 6,600 units of fuel. With
+/// `minProperties`, `n` optional properties need rows of `n (n + 1)` items.
 const LIMITS: ParserLimits = ParserLimits {
-    max_items_in_row: 2000,
+    max_items_in_row: 10_000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 50_000,
     step_max_items: 200_000,
@@ -39,17 +40,21 @@ const LIMITS: ParserLimits = ParserLimits {
     precompute_large_lexemes: false,
     verbose_errors: false,
 };
+/// The number of tokens that are generated to try a grammar out: one opens an object or a list.
+#[cfg(unix)]
+const TRIED_TOKENS: usize = 3;
 /// The maximum number of parser items of an answer, with about 16 bytes each.
 const ITEMS_MAX: usize = 4 << 20;
 /// The processor time of a mask, and how far it may exceed it. The masks of schemas took 1 ms and at most 6.5 ms. An
 /// ambiguous grammar takes time cubic in the items of a row, so a limit on items does not bound it.
 const MASK_TIME: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(33)];
-/// The same for appending a token, which answers do one after the other. 99.9 % of them took 0.2 ms.
-const TOKEN_TIME: [Duration; 2] = [Duration::from_micros(500), Duration::from_micros(1500)];
+/// The same for appending a token, which answers do one after the other. 99.9 % of them took 0.2 ms. The time grows
+/// with the square of the items of a row, of which 2,000 take 4 ms.
+const TOKEN_TIME: [Duration; 2] = [Duration::from_micros(500), Duration::from_micros(19_500)];
 /// How far an answer may exceed these times, where later tokens catch up.
 const EXTRA_TIME_MAX: Duration = Duration::from_millis(100);
-/// How far all answers together may exceed them within [`SHARED_INTERVAL`], which is longer than a step, per thread
-/// that computes masks: a quarter of its time.
+/// How far all answers together may exceed them within [`SHARED_INTERVAL`], which is longer than a step: a quarter of
+/// the time of the thread that appends tokens, and of each thread that computes masks.
 const SHARED_EXTRA_TIME_MAX: Duration = Duration::from_millis(25);
 const SHARED_INTERVAL: Duration = Duration::from_millis(100);
 /// The maximum length of a parser error's text, characters.
@@ -58,20 +63,31 @@ const ERROR_CHARS_MAX: usize = 300;
 /// Compiles grammars for one vocabulary.
 pub(super) struct Grammars {
     factory: ParserFactory,
-    shared: Arc<Mutex<SharedTime>>,
+    shared: Arc<Shared>,
 }
 
-/// The time that answers have spent beyond their target since the start of an interval.
+/// The time that answers have spent beyond their targets for masks and tokens.
+struct Shared {
+    masks: Mutex<SharedTime>,
+    tokens: Mutex<SharedTime>,
+}
+
+/// The time that answers have spent beyond their target since the start of an interval, and its maximum.
 struct SharedTime {
     start: Instant,
     spent: Duration,
+    max: Duration,
 }
 
 impl SharedTime {
+    fn new(max: Duration) -> Mutex<Self> {
+        Mutex::new(Self { start: Instant::now(), spent: Duration::ZERO, max })
+    }
+
     /// Adds time that was spent.
     fn spend(&mut self, time: Duration) {
         if self.start.elapsed() > SHARED_INTERVAL {
-            *self = Self { start: Instant::now(), spent: Duration::ZERO };
+            (self.start, self.spent) = (Instant::now(), Duration::ZERO);
         }
         self.spent += time;
     }
@@ -79,14 +95,8 @@ impl SharedTime {
     /// Returns the time that is left.
     fn left(&mut self) -> Duration {
         self.spend(Duration::ZERO);
-        shared_extra_time_max().saturating_sub(self.spent)
+        self.max.saturating_sub(self.spent)
     }
-}
-
-/// Returns how far all answers together may exceed their times within [`SHARED_INTERVAL`].
-fn shared_extra_time_max() -> Duration {
-    // The schedule computes masks on rayon's threads.
-    SHARED_EXTRA_TIME_MAX * rayon::current_num_threads().max(2) as u32
 }
 
 impl Grammars {
@@ -113,8 +123,10 @@ impl Grammars {
             Ok(factory)
         };
         let built = catch_panic(build).unwrap_or_else(Err);
-        let shared = SharedTime { start: Instant::now(), spent: Duration::ZERO };
-        let shared = Arc::new(Mutex::new(shared));
+        // The schedule computes masks on rayon's threads.
+        let threads = rayon::current_num_threads().max(2) as u32;
+        let masks = SharedTime::new(SHARED_EXTRA_TIME_MAX * threads);
+        let shared = Arc::new(Shared { masks, tokens: SharedTime::new(SHARED_EXTRA_TIME_MAX) });
         let with = |factory| Self { factory, shared };
         built.map(with).map_err(|why| unsupported(short(&why)))
     }
@@ -145,6 +157,32 @@ impl Grammars {
         let compiled = catch_panic(compile).unwrap_or_else(|why| Err(unusable(&why))).map_err(TextError::Grammar);
         let (extra_time, shared) = (Duration::ZERO, Arc::clone(&self.shared));
         compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared })
+    }
+
+    /// Generates a few tokens, because some grammars exceed a limit only after the first.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`].
+    #[cfg(unix)]
+    pub fn try_out(&self, answer: &Answer) -> Result<(), TextError> {
+        let run = || {
+            let (mut answer, eos) = (answer.separate(), self.factory.tok_env().tok_trie().eos_tokens());
+            let mut mask = vec![0; self.factory.tok_env().tok_trie().vocab_size().div_ceil(32)];
+            for _ in 0..TRIED_TOKENS {
+                answer.allow(&mut mask);
+                let mut allowed = (0..).zip(&mask).flat_map(|(at, bits)| {
+                    (0..32).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| 32 * at + bit)
+                });
+                let token = allowed.find(|token| !eos.contains(token));
+                let is_complete = token.is_none_or(|token| answer.take(token));
+                answer.check()?;
+                if is_complete {
+                    break;
+                }
+            }
+            Ok(())
+        };
+        catch_panic(run).unwrap_or_else(|why| Err(unusable(&why))).map_err(TextError::Grammar)
     }
 
     /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.
@@ -195,7 +233,7 @@ pub(crate) struct Answer {
     items: usize,
     /// The time spent beyond [`MASK_TIME`] and [`TOKEN_TIME`], which faster tokens reduce.
     extra_time: Duration,
-    shared: Arc<Mutex<SharedTime>>,
+    shared: Arc<Shared>,
 }
 
 impl Answer {
@@ -211,7 +249,7 @@ impl Answer {
         if self.is_over_limit() {
             return;
         }
-        let Ok(allowed) = self.timed(MASK_TIME, Matcher::compute_mask) else { return };
+        let Ok(allowed) = self.timed(MASK_TIME, |shared| &shared.masks, Matcher::compute_mask) else { return };
         self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
         if !self.is_over_limit() {
             mask.iter_mut().zip(allowed.as_slice()).for_each(|(bits, allowed)| *bits = *allowed);
@@ -223,7 +261,17 @@ impl Answer {
         if self.is_over_limit() {
             return false;
         }
-        self.timed(TOKEN_TIME, |matcher| matcher.consume_token(token)).is_ok() && self.matcher.is_stopped()
+        let taken = self.timed(TOKEN_TIME, |shared| &shared.tokens, |matcher| matcher.consume_token(token));
+        taken.is_ok() && self.matcher.is_stopped()
+    }
+
+    /// Returns why the answer cannot continue, if it cannot.
+    #[cfg(unix)]
+    fn check(&self) -> Result<(), String> {
+        if self.matcher.is_cancelled() || self.is_over_limit() {
+            return Err(unusable("its tokens take too long"));
+        }
+        self.matcher.get_error().map_or(Ok(()), |why| Err(unusable(&why)))
     }
 
     fn is_over_limit(&self) -> bool {
@@ -231,8 +279,13 @@ impl Answer {
     }
 
     /// Runs work on the matcher, which fails from then on if it takes too long.
-    fn timed<T>(&mut self, [time, extra_max]: [Duration; 2], work: impl FnOnce(&mut Matcher) -> T) -> T {
-        let shared = || self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+    fn timed<T>(
+        &mut self,
+        [time, extra_max]: [Duration; 2],
+        shared: impl Fn(&Shared) -> &Mutex<SharedTime>,
+        work: impl FnOnce(&mut Matcher) -> T,
+    ) -> T {
+        let shared = || shared(&self.shared).lock().unwrap_or_else(PoisonError::into_inner);
         let left = EXTRA_TIME_MAX.saturating_sub(self.extra_time).min(shared().left());
         let handle = self.matcher.cancellation_handle();
         let (done, spent) = watch::limited(handle, time + left.min(extra_max), || work(&mut self.matcher));
@@ -341,15 +394,19 @@ mod tests {
             let clock = watch::ThreadClock::of_this_thread();
             let from = clock.now();
             let passed = || clock.now().saturating_sub(from);
-            answer.timed(MASK_TIME, |_| while !handle.is_cancelled() && passed() < most {});
+            answer.timed(MASK_TIME, |shared| &shared.masks, |_| while !handle.is_cancelled() && passed() < most {});
             passed()
         };
         let [time, extra] = MASK_TIME;
         let (mut one, mut fast, mut other) = (start.separate(), start.separate(), start.separate());
+        start.shared.tokens.lock().unwrap().spend(SHARED_EXTRA_TIME_MAX);
         assert!(spin(&mut one, 10 * extra) >= time + extra, "an answer may exceed its time");
         // The watching thread may wait for a processor, but not always.
         let shortest = (0..5).map(|_| {
-            one.shared.lock().unwrap().spend(shared_extra_time_max());
+            let mut shared = one.shared.masks.lock().unwrap();
+            let all = shared.max;
+            shared.spend(all);
+            drop(shared);
             other = start.separate();
             spin(&mut other, 10 * extra)
         });
@@ -368,7 +425,11 @@ mod tests {
         let wide = serde_json::json!({"type": "object", "properties": properties(300)});
         let list =
             serde_json::json!({"type": "array", "minItems": 100, "items": {"anyOf": [{"type": "integer"}, wide]}});
-        for schema in [wide, list] {
+        let some = serde_json::json!(
+            {"type": "object", "properties": properties(50), "minProperties": 1, "additionalProperties": false}
+        );
+        let wider = serde_json::json!({"type": "object", "properties": properties(800)});
+        for schema in [wide, list, some, wider] {
             let mut answer = compiled(&Grammar::Schema(schema.to_string()));
             let (tokens, longest, all) = generated(&mut answer, 400);
             println!("{tokens} tokens, at most {longest:?}, {all:?} in total");
@@ -398,6 +459,24 @@ mod tests {
         let endless = Sampled { eos: Vec::new(), ..sampled };
         let error = text.compile(&Grammar::Regex(String::new()), &endless).unwrap_err().to_string();
         assert!(error.contains("only the empty text"), "{error}");
+    }
+
+    #[test]
+    fn grammars_are_tried_out() {
+        let (text, sampled) = codec();
+        let grammars = Grammars::new(&text.vocabulary, &sampled).unwrap();
+        let tried = |grammar| grammars.try_out(&grammars.compile(&grammar).unwrap());
+        let error = tried(Grammar::Regex(format!("{}c", "(a*)*".repeat(500)))).unwrap_err().to_string();
+        assert!(error.contains("too many expressions"), "{error}");
+        let properties: serde_json::Value = (0..90).map(|at| (at.to_string(), serde_json::json!({}))).collect();
+        let slow = serde_json::json!(
+            {"type": "object", "properties": properties, "minProperties": 1, "additionalProperties": false}
+        );
+        let error = tried(Grammar::Schema(slow.to_string())).unwrap_err().to_string();
+        assert!(error.contains("too long"), "{error}");
+        for works in [Grammar::Regex(String::new()), Grammar::Regex("a".into()), Grammar::Schema("{}".into())] {
+            tried(works).unwrap();
+        }
     }
 
     #[test]
