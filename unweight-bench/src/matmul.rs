@@ -264,8 +264,8 @@ impl Bench<'_> {
         PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
 
-    /// Returns the variants to time for a problem: dispatch's choice first, then the cost model's, then registered
-    /// ones.
+    /// Returns the variants to time for a problem: dispatch's choice first, then the cost model's, then named and
+    /// registered ones.
     fn variants(&self, problem: GemmShape, packed_use: PackedUse) -> Vec<(VariantSpec, bool)> {
         let choice = self.dispatch.choose(problem, packed_use);
         let fastest = self.dispatch.candidates(problem, packed_use).into_iter().map(|(spec, _)| spec);
@@ -273,9 +273,9 @@ impl Bench<'_> {
         if self.options.asynchronous {
             specs.extend(specs.clone().into_iter().filter_map(catalog::copied_by_threads));
         }
-        specs.extend(self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(packed_use.pdl)));
-        let used = self.dispatch.registered().variants().filter_map(|spec| packed_use.of(*spec));
-        specs.extend(used.filter(|spec| Plan::new(spec).is_ok()));
+        // Only the shape of a named or registered variant counts: both kinds of launch time it.
+        let named = self.options.variants.iter().chain(self.dispatch.registered().variants());
+        specs.extend(named.filter_map(|spec| packed_use.of(*spec)).filter(|spec| Plan::new(spec).is_ok()));
         let mut unique = HashSet::new();
         specs.retain(|spec| unique.insert(*spec));
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
