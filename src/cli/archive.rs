@@ -115,6 +115,9 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
             format!("decompress it first: {decoder} FILE | unweight ..."),
         ));
     }
+    if !may_be_tar(&first) {
+        return Err(Failure::new("archive-invalid", "archive on stdin: not a tar archive", help()));
+    }
     let mut archive = Archive::new(TarReader { inner: first.as_slice().chain(input), ended: false });
     let mut files = 0u64;
     for entry in archive.entries().map_err(read_error)? {
@@ -133,6 +136,14 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
         (Some(only), None) if only.path().is_dir() => only.path(),
         _ => into.to_path_buf(),
     })
+}
+
+/// Returns whether an archive may begin with these bytes. Nothing, or zeros only, is an archive without files.
+fn may_be_tar(first: &[u8]) -> bool {
+    match <&[u8; HEADER_BYTES]>::try_from(first) {
+        Ok(block) => block.iter().all(|byte| *byte == 0) || Header::from_byte_slice(block).cksum().is_ok(),
+        Err(_) => first.is_empty(),
+    }
 }
 
 /// Unpacks a file or a directory and returns the number of files. Rejects everything else: a link could point

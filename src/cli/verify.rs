@@ -100,13 +100,18 @@ impl Verify {
             )
             .reported()),
             problems => Err(Failure::mismatch(
-                "bundle-damaged",
+                if is_unsigned(&report.problems) { "signature-invalid" } else { "bundle-damaged" },
                 format!("{}: {}", self.bundle.display(), output::count(problems, "problem")),
                 next_step(&report.problems, self.quick),
             )
             .reported()),
         }
     }
+}
+
+/// Returns whether nothing but the signature is wrong.
+fn is_unsigned(problems: &[Problem]) -> bool {
+    problems.iter().all(|problem| problem.file == SIGNATURE_NAME)
 }
 
 /// Returns the next step for the problems of a bundle.

@@ -148,6 +148,7 @@ fn refused_archives_are_named() {
     let cases = [
         (b"\x1f\x8b\x08\0\0\0\0\0".to_vec(), "gzip data", "gzip -dc"),
         (b"\x28\xb5\x2f\xfd\0\0\0\0".to_vec(), "zstd data", "zstd -dc"),
+        (vec![0xc3; 600], "archive on stdin: not a tar archive", "uncompressed tar archive"),
         ([&nested[..], &end].concat(), "'a/b': another entry", "plain files"),
         ([&huge[..], &end].concat(), "'big': its size or another", "plain files"),
         ([&long.concat()[..], &end].concat(), "its name is too long", "plain files"),

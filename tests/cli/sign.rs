@@ -69,6 +69,7 @@ fn verify_proves_the_signer() {
         let report = json(&run(home.path(), &["verify", bundle, "--key", key, "--json"], 1));
         let problem = &report["problems"][0];
         assert_eq!(problem["code"], code, "{problem}");
+        assert_eq!(report["error"]["code"], code, "{report}");
         assert!(problem["message"].as_str().unwrap().contains(why), "{why}: {problem}");
     };
     wrong("bundle", "theirs.pub", "signature-invalid", "another key");

@@ -407,7 +407,7 @@ pub enum BundleError {
         other: PathBuf,
     },
     /// A part is missing.
-    #[error("part {part} is missing; make it, or pass its directory, too")]
+    #[error("part {part} is missing; make it with --part {part}, or pass its directory")]
     PartMissing {
         /// Index and number of parts.
         part: Part,
