@@ -60,7 +60,7 @@ pub enum Kernels {
     Attach(Attach),
     /// Remove the kernels that were attached to a bundle
     Detach(Detach),
-    /// Compile kernels and check their machine code; exit status 1 if one spills registers or serialises wgmma
+    /// Compile kernels and check their machine code; exit status 1 if one spills registers or serializes wgmma
     Check(Names),
 }
 
@@ -628,7 +628,7 @@ fn check(names: &Names, console: Console) -> Result<()> {
         if kernel.spills() {
             problems.push(format!("spills registers: {} B of stack", compiled.resources.stack_bytes));
         }
-        // ptxas reports where it serialises wgmma or ignores setmaxnreg.
+        // ptxas reports where it serializes wgmma or ignores setmaxnreg.
         problems
             .extend(compiled.log.lines().filter(|line| line.contains("Potential Performance Loss")).map(str::to_owned));
         let checked = Checked {

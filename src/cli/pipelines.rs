@@ -35,7 +35,7 @@ pub struct PlacementArgs {
     /// Placement of weights in GPU memory; experts of an MoE model are packed, or BF16
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     pub placement: PlacementArg,
-    /// Encoding of the KV cache; logits are equal; auto is bf16
+    /// KV cache encoding; logits do not change; auto is bf16
     #[arg(long, value_name = "CACHE", default_value = "auto")]
     pub kv_cache: KvCacheArg,
     /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]

@@ -14,12 +14,12 @@ use super::{
 };
 
 /// Heading of the options that all commands have.
-pub const EVERYWHERE: &str = "Everywhere";
+pub const EVERYWHERE: &str = "Global options";
 
 /// The options that all commands have.
 #[derive(Args)]
 pub struct Everywhere {
-    /// Print one JSON object on stdout (keys: docs/reference/json.md; for unweight-bench, bench.md)
+    /// Print the result as JSON
     #[arg(long, global = true, help_heading = EVERYWHERE)]
     json: bool,
     /// Print only requested output and errors

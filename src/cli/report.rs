@@ -65,7 +65,7 @@ pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Note> {
         text: format!(
             "note: {name} is copied unchanged ({reason}){more}: it does not mark its weights as those of a bundle"
         ),
-        help: "decompress the bundle for readers that do not know bundles; some initialise missing weights at random"
+        help: "decompress the bundle for readers that do not know bundles; some initialize missing weights at random"
             .to_owned(),
     })
 }

@@ -14,7 +14,7 @@ use super::{common::Threads, completions, source::LocatedModel};
 /// Options that decide the encoding of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What to optimise for: distribution (small), archive (smallest), packed (12 bits, fastest on a GPU), compact
+    /// What to optimize for: distribution (small), archive (smallest), packed (12 bits, fastest on a GPU), compact
     /// (small, runs directly up to batch 32), inference (the report's pipelines) or palette
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
           add = ArgValueCandidates::new(completions::profiles))]

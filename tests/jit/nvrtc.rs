@@ -1,4 +1,5 @@
-//! Compiles every shipped kernel with NVRTC, on a machine without a GPU.
+//! Compiles shipped kernels with NVRTC, on a machine without a GPU: one of each eighth, or all of them
+//! (`UNWEIGHT_TEST_ALL=1`).
 //!
 //! Checks what a compile alone can prove: the kernel compiles for sm_90a and does not spill; the assembler did not
 //! serialize a wgmma or ignore a setmaxnreg ("Potential Performance Loss"); registers, threads, shared memory and

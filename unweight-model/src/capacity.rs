@@ -18,7 +18,7 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
-    /// Those of a layer without experts; `None` if every layer of the model has some.
+    /// Shapes `[n, k]` of qkv, o, gate-up and down in a layer without experts; `None` if every layer has experts.
     pub fn dense_linears(&self) -> Option<[[u32; 2]; 4]> {
         let width = self.dense_intermediate();
         let [qkv, o, ..] = self.linears();

@@ -8,7 +8,8 @@
 //!
 //! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel computes:
 //! `unweight_codegen` defines that. Nothing is linked against CUDA: every library is loaded at run time. The error for
-//! a missing library lists where it was searched for and what to install.
+//! a missing library lists where it was searched for and what to install. Functions that return a [`DeviceError`] fail
+//! if a call of the driver fails, or as they say.
 //!
 //! | start with | for |
 //! |---|---|

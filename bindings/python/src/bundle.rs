@@ -135,7 +135,7 @@ impl Bundle {
         decode(py, tensor, unsafe { at_mut(address, nbytes) })
     }
 
-    /// Returns whether a part of a tensor can be read without the rest; otherwise `decode_part_into` reads all of it.
+    /// Returns whether a part of a tensor can be read without the rest; otherwise `decode_part_into` reads all.
     #[pyo3(signature = (name, *, file=None))]
     fn reads_parts(&self, py: Python<'_>, name: &str, file: Option<&str>) -> PyResult<bool> {
         let entry = self.tensor(py, name, file)?.entry();

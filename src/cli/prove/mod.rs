@@ -34,16 +34,16 @@ use certificate::{BYTES_MAX, Certificate, FORMAT, FileDigest, Logits, PROMPTS_MA
 /// Arguments of `prove`.
 #[derive(Args)]
 pub struct Prove {
-    /// MODEL BUNDLE; with --check also BUNDLE or nothing
+    /// Model and bundle; with --check, an optional bundle
     #[arg(value_name = "PATH", num_args = 0..=2)]
     paths: Vec<PathBuf>,
     /// Certificate to write
     #[arg(short, long, value_name = "FILE", default_value = "certificate.json", conflicts_with = "check")]
     output: PathBuf,
-    /// Check this certificate, and compare what is given with it
+    /// Certificate to check
     #[arg(long, value_name = "CERTIFICATE")]
     check: Option<PathBuf>,
-    /// Where to compute logits: on the CPU if the model is small, on the first GPU, or nowhere
+    /// Device that computes logits; cpu only for small models
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
     /// Prompts whose logits are recorded

@@ -144,7 +144,7 @@ class Bundle(_native.Bundle):
     def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
         """Decodes a tensor into the caller's CPU memory, as little-endian elements.
 
-        `address` is that of `nbytes` writable bytes that nothing else uses; a wrong address is undefined behaviour.
+        `address` is that of `nbytes` writable bytes that nothing else uses; a wrong address is undefined behavior.
         After an error their contents are unspecified. Raises `ValueError` if `nbytes` is not the tensor's size.
         """
         super().decode_into(name, _unsigned("address", address), _unsigned("nbytes", nbytes), file=file)

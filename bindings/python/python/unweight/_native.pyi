@@ -1,7 +1,7 @@
 """The Rust part of the package, on which `Bundle` and the functions of `unweight` are built.
 
 An address is that of CPU memory that the caller keeps allocated during the call and that nothing else uses meanwhile.
-`_Memory` is an address and a number of bytes. A wrong address or size is undefined behaviour.
+`_Memory` is an address and a number of bytes. A wrong address or size is undefined behavior.
 """
 
 import os

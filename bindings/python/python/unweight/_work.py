@@ -109,7 +109,7 @@ def compress(
         source: model directory with safetensors files. A DFloat11 directory is decoded to BF16 first, in a temporary
             directory next to `output`; `progress` then counts twice.
         output: bundle directory to write.
-        profile: what to optimise for: `"distribution"` (small), `"archive"` (smallest), `"inference"`, `"palette"`,
+        profile: what to optimize for: `"distribution"` (small), `"archive"` (smallest), `"inference"`, `"palette"`,
             `"packed"` (fastest on a GPU) or `"compact"`.
         scope: tensors to compress: `"mlp"`, `"linear"` (MLP and attention) or `"all"`; `None` is the profile's default.
         code_limit: longest Huffman code, 6 to 15 bits; `None` is the default.

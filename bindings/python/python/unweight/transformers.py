@@ -128,7 +128,7 @@ def _set_experts_implementation(model: modeling_utils.PreTrainedModel) -> None:
 
 
 class _Pack(ConversionOps):
-    """Packs a loaded weight, or this process's shard of it, as a step of transformers' loader. Adds experts that cannot
+    """Packs a loaded weight, or this process's shard, as a step of transformers' loader. Adds experts that cannot
     be packed to `unpackable`: the name of the weight, and the reason."""
 
     def __init__(self, unpackable: dict[str, str]) -> None:

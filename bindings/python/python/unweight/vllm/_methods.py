@@ -1,6 +1,6 @@
 """vLLM's methods for packed linear layers and experts: they create, pack and multiply by weights.
 
-A layer is packed as soon as this process's shard of it is complete; its BF16 weights are then freed.
+A layer is packed as soon as this process's shard is complete; its BF16 weights are then freed.
 """
 
 from __future__ import annotations
