@@ -99,12 +99,16 @@ impl Verify {
                 "give --against the model that the bundle was made from; --skip leaves out other files",
             )
             .reported()),
-            problems => Err(Failure::mismatch(
-                if is_unsigned(&report.problems) { "signature-invalid" } else { "bundle-damaged" },
-                format!("{}: {}", self.bundle.display(), output::count(problems, "problem")),
-                next_step(&report.problems, self.quick),
-            )
-            .reported()),
+            problems => {
+                let message = format!("{}: {}", self.bundle.display(), output::count(problems, "problem"));
+                let help = next_step(&report.problems, self.quick);
+                let failure = if is_unsigned(&report.problems) {
+                    Failure::mismatch("signature-invalid", message, help)
+                } else {
+                    Failure::mismatch("bundle-damaged", message, help)
+                };
+                Err(failure.reported())
+            }
         }
     }
 }

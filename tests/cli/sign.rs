@@ -69,12 +69,12 @@ fn verify_proves_the_signer() {
         let report = json(&run(home.path(), &["verify", bundle, "--key", key, "--json"], 1));
         let problem = &report["problems"][0];
         assert_eq!(problem["code"], code, "{problem}");
-        assert_eq!(report["error"]["code"], code, "{report}");
         assert!(problem["message"].as_str().unwrap().contains(why), "{why}: {problem}");
     };
     wrong("bundle", "theirs.pub", "signature-invalid", "another key");
     let text_of = |output| stderr(&output);
-    assert!(text_of(verify("bundle", "theirs.pub", 1)).contains("check --key"));
+    let printed = text_of(verify("bundle", "theirs.pub", 1));
+    assert!(printed.contains("error[signature-invalid]") && printed.contains("check --key"), "{printed}");
     let message =
         fails(home.path(), &["compress", "model", "-o", "out", "--sign", "mine.pub"], 2, "signing-key-invalid");
     assert!(message.contains("mine.pub: a public key"), "{message}");
