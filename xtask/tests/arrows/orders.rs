@@ -82,7 +82,7 @@ pub const CRATES: [Crate; 11] = [
             ("block", "shared memory, roles and rings of one thread block"),
             ("family external", "a file per kernel family, one list; external kernels"),
             ("abi plan", "argument structs by kernel; launch plans"),
-            ("error spec", "errors; names, attributes, the catalogue"),
+            ("error spec", "errors; names, attributes, the catalog"),
             ("source", "a rendered kernel with its headers"),
             ("lint", "what must hold of a source"),
             ("render", "spec to source: the only module that names tera"),
