@@ -185,6 +185,17 @@ impl Bodies {
     }
 }
 
+/// Does work on `bytes` bytes of text: here if they are few, else on a blocking thread.
+pub(super) async fn on_thread_for<T: Send + 'static>(
+    bytes: usize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, ApiError> {
+    if bytes <= SMALL_BYTES {
+        return Ok(work());
+    }
+    tokio::task::spawn_blocking(work).await.map_err(ApiError::server)
+}
+
 /// Returns the next piece of a body.
 async fn next(body: &mut Body) -> Result<Option<Bytes>, ApiError> {
     loop {

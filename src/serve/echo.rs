@@ -1,13 +1,13 @@
 //! Decodes token ids, and keeps the prompts that texts of an answer start with.
 
-use std::{borrow::Cow, io, sync::Arc, time::Instant};
+use std::{borrow::Cow, io, ops::Range, sync::Arc, time::Instant};
 
 use axum::body::Bytes;
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    bodies::{BODY_LIMIT, BodyPermit, Data, PIECE_BYTES, SMALL_BYTES, Waiting, dropped},
+    bodies::{BODY_LIMIT, BodyPermit, Data, PIECE_BYTES, SMALL_BYTES, Waiting, dropped, on_thread_for},
     error::ApiError,
     frame::{AnswerChoice, Frame},
 };
@@ -33,21 +33,21 @@ impl LargeWork {
         Self { place: Arc::new(Semaphore::new(1)), waiting_max, queue: Arc::new(Semaphore::new(waiting_max)) }
     }
 
-    /// Does work whose result has at most `bytes` bytes: here if they are few, else on a blocking thread. The caller
-    /// holds the returned place until the result counts.
+    async fn place(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        let _queued = self.queue.try_acquire().map_err(|_| ApiError::decodings(self.waiting_max))?;
+        Arc::clone(&self.place).acquire_owned().await.map_err(ApiError::server)
+    }
+
+    /// Does work whose result has at most `bytes` bytes, in the place if they are many. The caller holds the returned
+    /// place until the result counts.
     pub async fn run<T: Send + 'static>(
         &self,
         bytes: usize,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<(T, Option<OwnedSemaphorePermit>), ApiError> {
-        if bytes <= SMALL_BYTES {
-            return Ok((work(), None));
-        }
-        let queued = self.queue.try_acquire().map_err(|_| ApiError::decodings(self.waiting_max))?;
-        let place = Arc::clone(&self.place).acquire_owned().await.map_err(ApiError::server)?;
-        drop(queued);
-        // The task owns the place: a client that disconnects does not end it.
-        tokio::task::spawn_blocking(move || (work(), Some(place))).await.map_err(ApiError::server)
+        let place = if bytes > SMALL_BYTES { Some(self.place().await?) } else { None };
+        // The work owns the place: a client that disconnects does not end it.
+        on_thread_for(bytes, move || (work(), place)).await
     }
 }
 
@@ -125,7 +125,7 @@ impl Decoder {
             }
             ends.push(all.len());
         }
-        Ok(Echo { texts: Data::new(all, permit), ends, n: n as usize })
+        Ok(Echo { texts: Data::new(all, permit), prompts: Prompts { ends, n: n as usize } })
     }
 }
 
@@ -133,45 +133,51 @@ impl Decoder {
 pub(super) struct Echo {
     /// The prompts, one after another.
     texts: Data,
+    prompts: Prompts,
+}
+
+/// Where the prompts of an answer's texts are.
+struct Prompts {
     /// Where each ends.
     ends: Vec<usize>,
     /// The number of texts of each prompt.
     n: usize,
 }
 
+impl Prompts {
+    /// Returns where the prompt of a text is; `None` after the last text.
+    fn of(&self, index: usize) -> Option<Range<usize>> {
+        let prompt = index.checked_div(self.n)?;
+        let end = *self.ends.get(prompt)?;
+        Some(prompt.checked_sub(1).map_or(0, |before| self.ends[before])..end)
+    }
+}
+
 impl Echo {
     /// Returns the size of the prompts of all texts, bytes.
     pub fn bytes(&self) -> usize {
-        self.texts.bytes.len().saturating_mul(self.n)
+        self.texts.bytes.len().saturating_mul(self.prompts.n)
     }
 
     /// Returns the prompt of a text.
     pub fn text(&self, index: usize) -> Cow<'_, str> {
-        let prompt = index / self.n.max(1);
-        let end = self.ends.get(prompt).copied().unwrap_or(self.texts.bytes.len());
-        String::from_utf8_lossy(&self.texts.bytes[start(&self.ends, prompt)..end])
+        String::from_utf8_lossy(&self.texts.bytes[self.prompts.of(index).unwrap_or_default()])
     }
 
     /// Sends the prompts as the begin of a stream.
     pub fn stream(self, frame: Frame) -> EchoStream {
-        let Self { texts, ends, n } = self;
-        EchoStream { texts: Some(texts.wait(Instant::now())), ends, n, frame, index: 0, sent: 0 }
+        let Self { texts, prompts } = self;
+        EchoStream { texts: Some(texts.wait(Instant::now())), prompts, frame, index: 0, sent: 0 }
     }
-}
-
-/// Returns where a prompt starts.
-fn start(ends: &[usize], prompt: usize) -> usize {
-    prompt.checked_sub(1).and_then(|before| ends.get(before)).copied().unwrap_or(0)
 }
 
 /// The prompts at the begin of a stream, which are printed in pieces when the connection takes them.
 pub(super) struct EchoStream {
     /// `None` at the end.
     texts: Option<Waiting>,
-    ends: Vec<usize>,
-    n: usize,
+    prompts: Prompts,
     frame: Frame,
-    /// The text whose prompt is sent, and where in [`Echo::texts`] the next piece starts.
+    /// The text whose prompt is sent, and how many of the prompt's bytes were sent.
     index: usize,
     sent: usize,
 }
@@ -180,20 +186,17 @@ impl EchoStream {
     /// Returns the next piece.
     pub fn next(&mut self) -> Option<io::Result<Bytes>> {
         let Some(texts) = self.texts.take()?.end() else { return Some(Err(dropped())) };
-        let end = *self.ends.get(self.index / self.n)?;
-        let mut piece_end = end.min(self.sent + PIECE_BYTES);
+        let Range { start, end } = self.prompts.of(self.index)?;
+        let begin = start + self.sent;
+        let mut piece_end = end.min(begin + PIECE_BYTES);
         // The bytes of a character stay together.
         while piece_end < end && texts.bytes[piece_end] & 0xc0 == 0x80 {
             piece_end -= 1;
         }
-        let text = String::from_utf8_lossy(&texts.bytes[self.sent..piece_end]).into_owned();
+        let text = String::from_utf8_lossy(&texts.bytes[begin..piece_end]).into_owned();
         let piece = event(&self.frame.piece(self.index, &AnswerChoice { text, ..AnswerChoice::default() }));
-        self.sent = piece_end;
-        if piece_end == end {
-            self.index += 1;
-            self.sent = start(&self.ends, self.index / self.n);
-        }
-        if self.index < self.ends.len() * self.n {
+        (self.index, self.sent) = if piece_end == end { (self.index + 1, 0) } else { (self.index, piece_end - start) };
+        if self.prompts.of(self.index).is_some() {
             self.texts = Some(texts.wait(Instant::now()));
         }
         // Without the spare capacity of the string.
@@ -222,7 +225,7 @@ mod tests {
         let ends = ends.collect();
         let mut permit = bodies.empty_permit();
         permit.grow_to(2 * PIECE_BYTES + 1).unwrap();
-        let echo = Echo { texts: Data::new(prompts.concat().into_bytes(), permit), ends, n: 2 };
+        let echo = Echo { texts: Data::new(prompts.concat().into_bytes(), permit), prompts: Prompts { ends, n: 2 } };
         assert_eq!(echo.bytes(), 2 * (2 * PIECE_BYTES + 1));
         assert_eq!((echo.text(1).len(), &*echo.text(2), &*echo.text(5)), (2 * PIECE_BYTES, "", "b"));
         let mut stream = echo.stream(Frame::new(Endpoint::Completions, 1, 2, "m"));

@@ -14,7 +14,7 @@ use unweight_engine::{Constraint, Request};
 
 use super::{
     api::{ApiRequest, Prompt},
-    bodies::{Bodies, BodyPermit, SMALL_BYTES},
+    bodies::{Bodies, BodyPermit, on_thread_for},
     echo::{Decoder, Echo, LargeWork},
     error::ApiError,
     frame::Endpoint,
@@ -313,17 +313,6 @@ impl Preparer {
         let (max_new_tokens, context) = (request.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
         SubmitError::Admission(unweight_engine::AdmissionError::TooLong { prompt, max_new_tokens, context }).into()
     }
-}
-
-/// Does work on `bytes` bytes of JSON: here if they are few, else on a blocking thread.
-pub(super) async fn on_thread_for<T: Send + 'static>(
-    bytes: usize,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Result<T, ApiError> {
-    if bytes <= SMALL_BYTES {
-        return Ok(work());
-    }
-    tokio::task::spawn_blocking(work).await.map_err(ApiError::server)
 }
 
 /// Returns a random number of the system.

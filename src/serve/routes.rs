@@ -25,12 +25,12 @@ use tokio::{
 
 use super::{
     answer::{Pieces, Texts},
-    bodies::BODY_LIMIT,
+    bodies::{BODY_LIMIT, on_thread_for},
     error::ApiError,
     frame::{Endpoint, Frame},
     metrics::Held,
     options::ServeOptions,
-    prepare::{Accepted, Preparer, on_thread_for, random},
+    prepare::{Accepted, Preparer, random},
     tokenize::{self, Tokenize},
     worker::{Shared, Unavailable},
 };
