@@ -69,7 +69,7 @@ use clap::{Parser, Subcommand};
 
 use failure::{Failure, Result};
 use output::Console;
-pub use program::{Everywhere, Program, run};
+pub use program::{GlobalOptions, Program, run};
 pub use reference::markdown;
 pub use select::profile;
 
@@ -82,7 +82,7 @@ const API_KEY: &str = "UNWEIGHT_API_KEY";
 #[command(name = "unweight", version, propagate_version = true, max_term_width = 120, after_help = absent::commands())]
 pub struct Cli {
     #[command(flatten)]
-    everywhere: Everywhere,
+    global: GlobalOptions,
     #[command(subcommand)]
     command: Command,
 }
@@ -225,7 +225,7 @@ impl Command {
 
 impl Program for Cli {
     fn console(&self) -> Console {
-        self.everywhere.console()
+        self.global.console()
     }
 
     fn command(&self) -> &'static str {

@@ -14,23 +14,23 @@ use super::{
 };
 
 /// Heading of the options that all commands have.
-pub const EVERYWHERE: &str = "Global options";
+pub const GLOBAL_OPTIONS: &str = "Global options";
 
 /// The options that all commands have.
 #[derive(Args)]
-pub struct Everywhere {
+pub struct GlobalOptions {
     /// Print the result as JSON
-    #[arg(long, global = true, help_heading = EVERYWHERE)]
+    #[arg(long, global = true, help_heading = GLOBAL_OPTIONS)]
     json: bool,
     /// Print only requested output and errors
-    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = EVERYWHERE)]
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = GLOBAL_OPTIONS)]
     quiet: bool,
     /// Print details, such as each file, to stderr; twice: each tensor
-    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = EVERYWHERE)]
+    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = GLOBAL_OPTIONS)]
     verbose: u8,
 }
 
-impl Everywhere {
+impl GlobalOptions {
     /// Returns how to print.
     pub fn console(&self) -> Console {
         Console { json: self.json, quiet: self.quiet, verbose: self.verbose }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use clap::{Arg, Command};
 
-use super::program::EVERYWHERE;
+use super::program::GLOBAL_OPTIONS;
 
 /// Returns a table of the options that several commands share. For every command, in the order of `--help`, a heading
 /// with its usage and its own options follows. Options of all commands are left out. `cli` is the page of `unweight`:
@@ -163,7 +163,7 @@ impl<'a> Common<'a> {
 /// Returns positional arguments, then options by heading.
 fn arguments(command: &Command) -> Vec<&Arg> {
     let is_listed = |argument: &&Arg| {
-        let common = argument.get_help_heading() == Some(EVERYWHERE);
+        let common = argument.get_help_heading() == Some(GLOBAL_OPTIONS);
         !common && !argument.is_hide_set() && !["help", "version"].contains(&argument.get_id().as_str())
     };
     let mut found: Vec<&Arg> = command.get_arguments().filter(is_listed).collect();

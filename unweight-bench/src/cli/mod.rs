@@ -8,7 +8,7 @@ use std::{fs, path::PathBuf};
 
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use unweight::cli::{
-    Everywhere, Program,
+    GlobalOptions, Program,
     common::Gpu,
     failure::{Coded, Failure, Result},
     output::Console,
@@ -32,14 +32,14 @@ use unweight_rt::{Device, KernelSet, Remedy, env::Env, raw::choose::table::Measu
 #[command(name = "unweight-bench", version, propagate_version = true, max_term_width = 120)]
 pub struct Cli {
     #[command(flatten)]
-    everywhere: Everywhere,
+    global: GlobalOptions,
     #[command(subcommand)]
     bench: Bench,
 }
 
 impl Program for Cli {
     fn console(&self) -> Console {
-        self.everywhere.console()
+        self.global.console()
     }
 
     fn command(&self) -> &'static str {
