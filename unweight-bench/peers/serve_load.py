@@ -47,8 +47,9 @@ from pathlib import Path
 import aiohttp
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 32, 8, 128, 128256
-LOADS = ("long", "short", "closed", "prefix", "no_limit")
-# What `--only` takes besides, and the results of `vllm bench serve` that are kept.
+# Loads of any server, all loads, and what `--only` takes besides.
+SERVED = ("long", "short", "closed", "prefix")
+LOADS = (*SERVED, "no_limit")
 BENCH = "bench"
 # `vllm bench serve` for each list of options, in one process, because its imports take long.
 BENCH_PROGRAM = """
@@ -61,7 +62,16 @@ with open(sys.argv[2], "w") as results:
         add_cli_args(parser)
         print(json.dumps(main(parser.parse_args(options))), file=results)
 """
-BENCH_KEYS = ("completed", "failed", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+# The results that are kept.
+BENCH_KEYS = (
+    "completed",
+    "failed",
+    "output_throughput",
+    "median_ttft_ms",
+    "p99_ttft_ms",
+    "median_itl_ms",
+    "p99_itl_ms",
+)
 # Requests per second, prompt tokens, new tokens.
 OPEN = {"long": (3.0, 6000, 64), "short": (16.0, 512, 128)}
 # Clients, requests.
@@ -523,7 +533,7 @@ def bench(url: str, model: Path, arguments) -> list[dict]:
 
 
 def run_vllm(model: Path, arguments, result: dict, save: Callable[[], None]) -> None:
-    loads = [load for load in arguments.only if load in LOADS[:-1]]
+    loads = [load for load in arguments.only if load in SERVED]
     began = time.perf_counter()
     try:
         with Vllm(arguments.vllm, arguments.vllm_path, model, model.parent / "vllm.log") as server:
@@ -542,7 +552,7 @@ def run_vllm(model: Path, arguments, result: dict, save: Callable[[], None]) -> 
 def run(binary: str, bundle: Path, arguments, name: str, result: dict, save: Callable[[], None]) -> None:
     work = bundle.parent
     sizes = ["--max-batch", str(MAX_BATCH)]
-    loads = [load for load in arguments.only if load in LOADS[:-1]]
+    loads = [load for load in arguments.only if load in SERVED]
     if loads or BENCH in arguments.only:
         began = time.perf_counter()
         with Server(binary, bundle, work / f"{name}.log", *sizes, *arguments.option) as server:
@@ -600,7 +610,7 @@ def main() -> int:
         part.replace(arguments.out)
 
     if arguments.url:
-        loads = [load for load in arguments.only if load in LOADS[:-1]]
+        loads = [load for load in arguments.only if load in SERVED]
         result = results["server"] = {}
         asyncio.run(measure(arguments.url, loads, arguments.seconds, result, save, model=arguments.model))
     else:
