@@ -468,7 +468,7 @@ mod tests {
         let tried = |grammar| grammars.try_out(&grammars.compile(&grammar).unwrap());
         let error = tried(Grammar::Regex(format!("{}c", "(a*)*".repeat(500)))).unwrap_err().to_string();
         assert!(error.contains("too many expressions"), "{error}");
-        let properties: serde_json::Value = (0..90).map(|at| (at.to_string(), serde_json::json!({}))).collect();
+        let properties: serde_json::Value = (0..98).map(|at| (at.to_string(), serde_json::json!({}))).collect();
         let slow = serde_json::json!(
             {"type": "object", "properties": properties, "minProperties": 1, "additionalProperties": false}
         );

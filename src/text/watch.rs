@@ -36,7 +36,7 @@ fn state() -> MutexGuard<'static, State> {
 }
 
 /// Runs `work`, and cancels `handle` when it has taken `time_max` of processor time: waiting for a processor does not
-/// count. Returns the result and the time.
+/// count. If the watching thread waits for one, that is after the work. Returns the result and the time.
 pub(super) fn limited<T>(
     handle: Option<CancellationHandle>,
     time_max: Duration,
@@ -44,12 +44,16 @@ pub(super) fn limited<T>(
 ) -> (T, Duration) {
     let clock = ThreadClock::of_this_thread();
     let start = clock.now();
-    let number = handle.map(|handle| begin(handle, clock, start + time_max, time_max));
+    let number = handle.clone().map(|handle| begin(handle, clock, start + time_max, time_max));
     let done = work();
     if let Some(number) = number {
         state().watched.retain(|watched| watched.number != number);
     }
-    (done, clock.now().saturating_sub(start))
+    let spent = clock.now().saturating_sub(start);
+    if let Some(handle) = handle.filter(|_| spent >= time_max) {
+        handle.cancel();
+    }
+    (done, spent)
 }
 
 /// Adds work to the watched, and returns its number.
@@ -137,6 +141,18 @@ impl ThreadClock {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn work_that_was_too_long_is_cancelled_without_the_watching_thread() {
+        let (handle, clock) = (CancellationHandle::default(), ThreadClock::of_this_thread());
+        let time_max = Duration::from_millis(5);
+        // The thread needs the state to cancel.
+        let ((), spun) = limited(Some(handle.clone()), time_max, || {
+            let (_held, start) = (state(), clock.now());
+            while clock.now() - start < 2 * time_max {}
+        });
+        assert!(spun >= 2 * time_max && handle.is_cancelled(), "{spun:?}");
+    }
 
     #[test]
     fn only_processor_time_counts() {
