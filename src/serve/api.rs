@@ -288,8 +288,7 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     if !fields.is_neutral("function_call", empty) {
         return Err(wrong("function_call is not supported; use tool_calls"));
     }
-    let calls = fields.take("tool_calls").map(|raw| tools::earlier_calls(raw, &wrong)).transpose()?;
-    let calls = calls.filter(|calls| !empty(calls));
+    let calls = fields.take("tool_calls").map(|raw| tools::earlier_calls(raw, &wrong)).transpose()?.flatten();
     if calls.is_some() && role != "assistant" {
         return Err(wrong("tool_calls is for the role assistant"));
     }

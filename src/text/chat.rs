@@ -322,7 +322,7 @@ mod tests {
         let template =
             Template::of(None, Some(b"{{ tools | tojson }}{{ messages[0].tool_calls[0].x }}")).unwrap().unwrap();
         let tools = serde_json::json!([{"type": "function", "a": 1}]);
-        let message = Message { tool_calls: Some(serde_json::json!([{"x": 7}])), ..Message::new("assistant", "") };
+        let message = Message { tool_calls: Some(r#"[{"x": 7}]"#.to_owned()), ..Message::new("assistant", "") };
         let shown = template.render(&Conversation { messages: vec![message], tools: Some(tools) }).unwrap();
         assert_eq!(shown, r#"[{"type": "function", "a": 1}]7"#, "keys in their order");
     }

@@ -180,7 +180,7 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
                     out.bytes(role.as_bytes());
                     out.bytes(content.as_bytes());
                     out.option(name.as_deref().map(str::as_bytes));
-                    out.option(json(tool_calls.as_ref()).as_deref());
+                    out.option(tool_calls.as_deref().map(str::as_bytes));
                     out.option(tool_call_id.as_deref().map(str::as_bytes));
                 }
             }
@@ -212,7 +212,7 @@ pub(super) fn read_request(payload: &[u8]) -> Option<ProcessRequest> {
                         role: reader.text()?.to_owned(),
                         content: reader.text()?.to_owned(),
                         name: read_text(reader.option()?)?,
-                        tool_calls: read_json(reader.option()?)?,
+                        tool_calls: read_text(reader.option()?)?,
                         tool_call_id: read_text(reader.option()?)?,
                     });
                 }
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        let calls = Message { tool_calls: Some(json!([{"function": {"name": "f"}}])), ..Message::new("assistant", "") };
+        let calls = Message { tool_calls: Some(r#"[{"function": {}}]"#.to_owned()), ..Message::new("assistant", "") };
         let result = Message { tool_call_id: Some("c".into()), ..Message::new("tool", "1") };
         let messages = vec![Message::system("a\n"), Message::user("\u{e9}").name("b"), calls, result];
         let chat = Prompt::Chat(Conversation { messages, tools: Some(json!([{"type": "function"}])) });

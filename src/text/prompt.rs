@@ -1,6 +1,6 @@
 //! Types of prompts, limits and results of encoding, and grammars.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer, ser::Error as _};
 use serde_json::Value;
 
 /// A message of a conversation: its role and its text.
@@ -11,8 +11,9 @@ pub struct Message {
     pub(super) content: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) name: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) tool_calls: Option<Value>,
+    /// JSON, which as a tree of values would take many times the memory.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "serialize_json")]
+    pub(super) tool_calls: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tool_call_id: Option<String>,
 }
@@ -38,9 +39,9 @@ impl Message {
         Self { name: Some(name.into()), ..self }
     }
 
-    /// Sets the tool calls of the assistant, whose arguments are objects.
+    /// Sets the tool calls of the assistant: JSON whose arguments are objects.
     #[cfg(feature = "serve")]
-    pub(crate) fn tool_calls(self, calls: Value) -> Self {
+    pub(crate) fn tool_calls(self, calls: String) -> Self {
         Self { tool_calls: Some(calls), ..self }
     }
 
@@ -52,9 +53,14 @@ impl Message {
 
     /// Returns the size of role, content and tool calls, bytes.
     fn bytes(&self) -> usize {
-        let calls = self.tool_calls.as_ref().map_or(0, |calls| calls.to_string().len());
-        self.role.len() + self.content.len() + calls
+        self.role.len() + self.content.len() + self.tool_calls.as_ref().map_or(0, String::len)
     }
+}
+
+/// Serializes JSON as the value that it represents.
+fn serialize_json<S: Serializer>(json: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+    let json = json.as_deref().unwrap_or("null");
+    serde_json::from_str::<Value>(json).map_err(S::Error::custom)?.serialize(serializer)
 }
 
 /// A conversation whose next turn is the assistant's.

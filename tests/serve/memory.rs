@@ -10,16 +10,18 @@ use std::{
 
 use serde_json::json;
 
-use crate::{Server, command, hostile::half_sent, send};
+use crate::{Server, ask, bundle_with, command, command_of, hostile::half_sent, send};
 
 /// Returns the memory of a process and its children, bytes.
 pub fn resident(pid: u32) -> u64 {
-    let own = |pid: u32| -> Option<u64> {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-        line.trim().trim_end_matches(" kB").parse::<u64>().ok()
-    };
-    children(pid).into_iter().chain([pid]).filter_map(own).sum::<u64>() << 10
+    children(pid).into_iter().chain([pid]).map(own).sum()
+}
+
+/// Returns the memory of a process, bytes; 0 if it has ended.
+fn own(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
 /// Returns the children of a process.
@@ -80,6 +82,32 @@ fn half_sent_bodies_leave_others_alone() {
         // They may be silent for 10 s.
         server.wait_for("unweight_body_bytes", 0.0);
         drop(half);
+    }
+}
+
+#[test]
+fn tool_calls_hold_little_memory() {
+    let home = bundle_with(&[("chat_template.jinja", "{{ messages[0].tool_calls|tojson }}")]);
+    let server = Server::start(&mut command_of(&home.path().join("tiny"), &["--context", "512"]));
+    let chat = |calls: serde_json::Value| json!({"messages": [{"role": "assistant", "tool_calls": calls}]}).to_string();
+    let call = |arguments: &str| json!({"function": {"name": "f", "arguments": arguments}});
+    let (status, answer) = server.ask("/tokenize", &chat(json!([call("{}")])));
+    assert_eq!(status, 200, "{answer}");
+    let before = own(server.child.id());
+    // 7 MB each, which are small values: as a tree they take some 500 MB.
+    for calls in [json!([call(&format!(r#"{{"a":[{}0]}}"#, "0,".repeat(3 << 20)))]), json!(vec![call(""); 120_000])] {
+        let (address, body) = (server.address().to_owned(), chat(calls));
+        let client = thread::spawn(move || ask(&address, "/tokenize", &body));
+        let mut most = 0;
+        while !client.is_finished() {
+            most = most.max(own(server.child.id()));
+            thread::sleep(Duration::from_millis(1));
+        }
+        let (status, answer) = client.join().unwrap();
+        println!("{status}: {} MiB, {} before: {answer:.200}", most >> 20, before >> 20);
+        // The process that renders the conversation has its own limit.
+        assert_eq!(status, 400, "{answer:.200}");
+        assert!(most < before + (96 << 20), "{} MiB, {} before", most >> 20, before >> 20);
     }
 }
 
