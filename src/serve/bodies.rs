@@ -41,6 +41,8 @@ const BYTES_PER_PERMIT: usize = 1 << 10;
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long data must have waited for its client before it is dropped for other data.
 const STALL_TIME: Duration = Duration::from_secs(1);
+/// How fast a client must take data, so that it counts as not waiting; bytes per second.
+const READ_RATE: f64 = (256 << 10) as f64;
 /// The maximum size of the pieces in which answers are sent, bytes.
 pub(super) const PIECE_BYTES: usize = 16 << 10;
 
@@ -75,6 +77,12 @@ pub(super) struct Data {
 pub(super) struct Waiting {
     pool: Arc<Pool>,
     since: Since,
+}
+
+/// The progress of a client that takes data.
+pub(super) struct Taking {
+    start: Instant,
+    pub bytes: usize,
 }
 
 /// The memory that a body holds; dropping it releases the memory.
@@ -151,7 +159,8 @@ impl Bodies {
         // A larger answer is sent when it is the only one.
         permit.grow(answer.len().min(self.large.bytes))?;
         let length = answer.len();
-        Ok(Body::new(Answer { rest: Some(Data { bytes: answer, permit }.wait(Instant::now())), sent: 0, length }))
+        let taking = Taking::new();
+        Ok(Body::new(Answer { rest: Some(Data { bytes: answer, permit }.wait(taking.since())), taking, length }))
     }
 
     /// Reads a body. Memory is reserved as data arrives, not by the announced length. Without room, the rest of the
@@ -219,7 +228,7 @@ impl Data {
         Self { bytes, permit }
     }
 
-    /// Lets the data wait for its client, which last sent or took a part at `since`.
+    /// Lets the data wait for its client since then.
     pub fn wait(self, since: Instant) -> Waiting {
         let pool = Arc::clone(self.permit.bodies.pool(self.permit.bytes));
         let since = (since, pool.number.fetch_add(1, Relaxed));
@@ -239,6 +248,17 @@ impl Data {
         }
         self.bytes.extend_from_slice(piece);
         Some(self)
+    }
+}
+
+impl Taking {
+    pub fn new() -> Self {
+        Self { start: Instant::now(), bytes: 0 }
+    }
+
+    /// Returns since when the data waits for the client: the slower it takes them, the longer.
+    pub fn since(&self) -> Instant {
+        (self.start + Duration::from_secs_f64(self.bytes as f64 / READ_RATE)).min(Instant::now())
     }
 }
 
@@ -281,7 +301,7 @@ impl BodyPermit {
 /// A large answer that the connection takes in pieces.
 struct Answer {
     rest: Option<Waiting>,
-    sent: usize,
+    taking: Taking,
     length: usize,
 }
 
@@ -297,21 +317,21 @@ impl HttpBody for Answer {
     fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let Some(rest) = self.rest.take() else { return Poll::Ready(None) };
         let Some(data) = rest.end() else { return Poll::Ready(Some(Err(dropped()))) };
-        let end = (self.sent + PIECE_BYTES).min(self.length);
-        let piece = Bytes::copy_from_slice(&data.bytes[self.sent..end]);
-        self.sent = end;
+        let end = (self.taking.bytes + PIECE_BYTES).min(self.length);
+        let piece = Bytes::copy_from_slice(&data.bytes[self.taking.bytes..end]);
+        self.taking.bytes = end;
         if end < self.length {
-            self.rest = Some(data.wait(Instant::now()));
+            self.rest = Some(data.wait(self.taking.since()));
         }
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.sent == self.length
+        self.taking.bytes == self.length
     }
 
     fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact((self.length - self.sent) as u64)
+        SizeHint::with_exact((self.length - self.taking.bytes) as u64)
     }
 }
 
@@ -361,6 +381,10 @@ mod tests {
         let newer = newer.end().expect("one was enough");
         assert!(permit(&bodies, BODY_LIMIT).is_err(), "the newest has not waited long");
         assert!(newest.end().is_some() && small.end().is_some());
+        // The slower a client takes data, the longer they wait.
+        let from = before(10);
+        assert_eq!(Taking { start: from, bytes: 1 << 20 }.since(), from + Duration::from_secs(4));
+        assert!(Taking { start: from, bytes: 10 << 20 }.since() >= now);
         drop((others, large, newer));
         assert_eq!(bodies.held(), 0);
         drop(data(BODY_LIMIT).wait(now));

@@ -1,13 +1,13 @@
 //! Decodes token ids, and keeps the prompts that texts of an answer start with.
 
-use std::{borrow::Cow, io, ops::Range, sync::Arc, time::Instant};
+use std::{borrow::Cow, io, ops::Range, sync::Arc};
 
 use axum::body::Bytes;
 use serde_json::Value;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    bodies::{BODY_LIMIT, BodyPermit, Data, PIECE_BYTES, SMALL_BYTES, Waiting, dropped, on_thread_for},
+    bodies::{BODY_LIMIT, BodyPermit, Data, PIECE_BYTES, SMALL_BYTES, Taking, Waiting, dropped, on_thread_for},
     error::ApiError,
     frame::{AnswerChoice, Frame},
 };
@@ -167,7 +167,8 @@ impl Echo {
     /// Sends the prompts as the begin of a stream.
     pub fn stream(self, frame: Frame) -> EchoStream {
         let Self { texts, prompts } = self;
-        EchoStream { texts: Some(texts.wait(Instant::now())), prompts, frame, index: 0, sent: 0 }
+        let taking = Taking::new();
+        EchoStream { texts: Some(texts.wait(taking.since())), taking, prompts, frame, index: 0, sent: 0 }
     }
 }
 
@@ -175,6 +176,7 @@ impl Echo {
 pub(super) struct EchoStream {
     /// `None` at the end.
     texts: Option<Waiting>,
+    taking: Taking,
     prompts: Prompts,
     frame: Frame,
     /// The text whose prompt is sent, and how many of the prompt's bytes were sent.
@@ -196,8 +198,9 @@ impl EchoStream {
         let text = String::from_utf8_lossy(&texts.bytes[begin..piece_end]).into_owned();
         let piece = event(&self.frame.piece(self.index, &AnswerChoice { text, ..AnswerChoice::default() }));
         (self.index, self.sent) = if piece_end == end { (self.index + 1, 0) } else { (self.index, piece_end - start) };
+        self.taking.bytes += piece.len();
         if self.prompts.of(self.index).is_some() {
-            self.texts = Some(texts.wait(Instant::now()));
+            self.texts = Some(texts.wait(self.taking.since()));
         }
         // Without the spare capacity of the string.
         Some(Ok(piece.into_bytes().into_boxed_slice().into()))

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     convert::Infallible,
+    io::{self, IoSlice},
     net::TcpListener,
     pin::{Pin, pin},
     sync::{
@@ -29,6 +30,7 @@ use hyper_util::{
 #[cfg(unix)]
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
     sync::{Notify, Semaphore, watch},
     task::JoinSet,
@@ -80,7 +82,8 @@ impl Idle {
         let (closing, deadline) = (Arc::default(), watch::Sender::new(Some(Instant::now() + FIRST_HEAD_TIMEOUT)));
         let mut connections = self.connections();
         let number = connections.add(true, &closing).into();
-        Arc::new(Connection { idle: self.clone(), number, closing, deadline, timeout })
+        let is_answered = AtomicBool::new(false);
+        Arc::new(Connection { idle: self.clone(), number, closing, deadline, is_answered, timeout })
     }
 
     /// Closes a connection, if one is idle: of the larger kind the one that is idle longest.
@@ -117,20 +120,27 @@ struct Connection {
     closing: Arc<Notify>,
     /// When it must end, unless it becomes idle before.
     deadline: watch::Sender<Option<Instant>>,
+    /// Whether `hyper` has the end of the answer, and may not have written it.
+    is_answered: AtomicBool,
     /// The time limit of a request.
     timeout: Duration,
 }
 
 impl Connection {
     fn begin_request(&self) {
+        self.is_answered.store(false, Relaxed);
         self.idle.connections().remove(self.number.load(Relaxed));
         // The error of a request that took too long is still sent.
         self.deadline.send_replace(Some(Instant::now() + self.timeout + FLUSH_TIMEOUT));
     }
 
-    fn end_request(&self) {
-        self.deadline.send_replace(None);
-        self.number.store(self.idle.connections().add(false, &self.closing), Relaxed);
+    /// Ends the request if all of its answer was passed to the system, which sends it even after the connection is
+    /// closed.
+    fn flushed(&self) {
+        if self.is_answered.swap(false, Relaxed) {
+            self.deadline.send_replace(None);
+            self.number.store(self.idle.connections().add(false, &self.closing), Relaxed);
+        }
     }
 
     /// Waits until the connection must be closed.
@@ -162,7 +172,46 @@ impl Drop for Connection {
     }
 }
 
-/// The body of a response. Its request ends when the connection has taken it.
+/// The socket of a connection. `hyper` flushes it when it has written all data.
+struct Socket {
+    stream: TcpStream,
+    connection: Arc<Connection>,
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, out)
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, data: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, data)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        data: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, data)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.connection.flushed();
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+}
+
+/// The body of a response, which is dropped when `hyper` has taken its end.
 struct Answering {
     body: Body,
     connection: Arc<Connection>,
@@ -190,7 +239,7 @@ impl HttpBody for Answering {
 
 impl Drop for Answering {
     fn drop(&mut self) {
-        self.connection.end_request();
+        self.connection.is_answered.store(true, Relaxed);
     }
 }
 
@@ -209,7 +258,7 @@ pub(super) async fn listen(
     text: Text,
     options: ServeOptions,
     stop: Arc<AtomicBool>,
-) -> std::io::Result<Ended> {
+) -> io::Result<Ended> {
     let listener = tokio::net::TcpListener::from_std(listener)?;
     #[cfg(unix)]
     raise_file_limit();
@@ -232,7 +281,7 @@ pub(super) async fn listen(
             if connection_permits.available_permits() == 0 {
                 idle.close_one();
             }
-            Ok::<_, std::io::Error>((accepted, Arc::clone(&connection_permits).acquire_owned().await))
+            Ok::<_, io::Error>((accepted, Arc::clone(&connection_permits).acquire_owned().await))
         };
         let accepted = tokio::select! {
             accepted = accept => accepted,
@@ -290,7 +339,8 @@ async fn connection(stream: TcpStream, app: Router, open: Arc<Connection>, mut c
         let (response, connection) = (app.call(request), Arc::clone(&open));
         async move { Ok::<_, Infallible>(response.await?.map(|body| Answering { body, connection })) }
     });
-    let mut connection = pin!(http.serve_connection(TokioIo::new(stream), service));
+    let socket = Socket { stream, connection: Arc::clone(&open) };
+    let mut connection = pin!(http.serve_connection(TokioIo::new(socket), service));
     let closing = async {
         // The sender exists as long as there are connections.
         let _ = closed.wait_for(|closed| *closed).await;

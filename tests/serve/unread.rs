@@ -38,6 +38,27 @@ print("sent", flush=True)
 time.sleep(600)
 "#;
 
+/// Sends a request, and reads its answer after a line on stdin. Prints the size of the answer.
+const SLOW: &str = r#"
+import socket, sys
+address, path, body = sys.argv[1:]
+client = socket.socket()
+client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+client.connect((address.split(":")[0], int(address.split(":")[1])))
+client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+print("sent", flush=True)
+sys.stdin.readline()
+client.settimeout(5)
+answer = b""
+while b"\r\n\r\n" not in answer or len(answer.partition(b"\r\n\r\n")[2]) < 65000:
+    piece = client.recv(65536)
+    if not piece:
+        break
+    answer += piece
+print(len(answer.partition(b"\r\n\r\n")[2]), flush=True)
+"#;
+
 /// Clients that do not read, until they are dropped.
 struct Unread(Child);
 
@@ -62,8 +83,16 @@ impl Drop for Unread {
     }
 }
 
-/// Returns a bundle whose tokenizer has a token of [`LONG`] bytes, `y` repeated, and the id of the token.
+/// Returns a bundle whose tokenizer has a token of [`LONG`] bytes, `y` repeated, and the id of the token. Its decoder
+/// joins tokens, which is fast.
 pub fn long_token() -> (TempDir, Value) {
+    let (mut tokenizer, id) = with_long_token();
+    tokenizer["decoder"] = Value::Null;
+    (bundle_with(&[("tokenizer.json", &tokenizer.to_string())]), id)
+}
+
+/// Returns a tokenizer with a token of [`LONG`] bytes, and the id of the token.
+pub fn with_long_token() -> (Value, Value) {
     let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
     let long = "y".repeat(LONG);
     let token = tokenizer["added_tokens"].as_array_mut().unwrap().last_mut().unwrap();
@@ -71,9 +100,7 @@ pub fn long_token() -> (TempDir, Value) {
     let vocab = tokenizer["model"]["vocab"].as_object_mut().unwrap();
     let id = vocab.remove(&old).unwrap();
     vocab.insert(long, id.clone());
-    // Joins tokens, which is fast.
-    tokenizer["decoder"] = Value::Null;
-    (bundle_with(&[("tokenizer.json", &tokenizer.to_string())]), id)
+    (tokenizer, id)
 }
 
 fn start(home: &Path, arguments: &[&str]) -> Server {
@@ -147,12 +174,15 @@ fn unread_answers_end_with_their_requests() {
     drop(clients);
 }
 
-/// Starts a server, and lets this process open as many connections as it may.
+/// Starts a server of the usual model, and lets this process open as many connections as it may.
 fn server_of_many_connections() -> Server {
+    many_connections(&command(&["--context", "512"]))
+}
+
+fn many_connections(serve: &Command) -> Server {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     // The server raises its limit itself.
-    let serve = command(&["--context", "512"]);
     let mut limited = Command::new("sh");
     limited.args(["-c", "ulimit -S -n 512 && exec \"$@\"", "sh"]).arg(serve.get_program()).args(serve.get_args());
     Server::start(limited.env_remove("UNWEIGHT_API_KEY").stderr(Stdio::piped()).stdout(Stdio::piped()))
@@ -223,4 +253,30 @@ fn idle_connections_are_closed_for_new_ones() {
     let mut answer = String::new();
     running.unwrap().read_to_string(&mut answer).unwrap();
     assert!(answer.contains("[DONE]"), "{answer}");
+}
+
+#[test]
+fn slow_readers_are_not_idle() {
+    let (home, id) = long_token();
+    let server = many_connections(&command_of(&home.path().join("tiny"), &["--context", "512"]));
+    // A small answer, which counts nowhere.
+    let body = json!({"tokens": vec![id; 65]}).to_string();
+    let python = std::env::var("UNWEIGHT_PYTHON").expect("UNWEIGHT_PYTHON is not set: run `cargo xtask test`");
+    let mut slow = Command::new(python);
+    slow.args(["-c", SLOW, server.address(), "/detokenize", &body]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut slow = slow.spawn().unwrap();
+    let mut said = BufReader::new(slow.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "sent");
+    let idle: Vec<TcpStream> = (0..2100)
+        .map(|_| {
+            let mut stream = TcpStream::connect(server.address()).unwrap();
+            ask_again(&mut stream);
+            stream
+        })
+        .collect();
+    slow.stdin.take().unwrap().write_all(b"read\n").unwrap();
+    let read: usize = said.next().unwrap().unwrap().parse().unwrap();
+    assert!(read >= 65 * LONG, "the answer ends after {read} bytes");
+    slow.wait().unwrap();
+    drop(idle);
 }
