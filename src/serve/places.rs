@@ -16,9 +16,10 @@ use tokio::{
 use super::{bodies::SMALL_BYTES, error::ApiError};
 use crate::text::PROCESSES;
 
-/// The maximum number of requests in the engine with a kept grammar, and with one that is too large to be kept, which
-/// takes up to about 100 MiB.
+/// The maximum number of requests in the engine with a compiled grammar that is small, and with a large one, which takes
+/// up to about 100 MiB.
 const GRAMMARS_MAX: usize = 64;
+const LARGE_GRAMMARS_MAX: usize = 16;
 /// The maximum number of grammars of each size that wait to be compiled.
 const GRAMMARS_WAITING_MAX: usize = 128;
 /// The maximum sizes of small and medium grammars, bytes. A small one waits for at most one larger one.
@@ -38,9 +39,9 @@ pub(super) struct Places {
     large_texts: Arc<Semaphore>,
     /// The grammars of each size, from small to large.
     lines: [Line; 3],
-    /// The requests with a kept grammar, and those whose grammar is too large to be kept.
-    kept: Arc<Semaphore>,
-    unkept: Arc<Semaphore>,
+    /// The requests in the engine with a small compiled grammar, and those with a large one.
+    small_compiled: Arc<Semaphore>,
+    large_compiled: Arc<Semaphore>,
     waiting: Arc<AtomicU64>,
 }
 
@@ -80,8 +81,8 @@ impl Places {
             processes: permits(PROCESSES),
             large_texts: permits(1),
             lines: std::array::from_fn(|_| Line { all: permits(GRAMMARS_WAITING_MAX), first: permits(1) }),
-            kept: permits(GRAMMARS_MAX),
-            unkept: permits(GRAMMARS_MAX),
+            small_compiled: permits(GRAMMARS_MAX),
+            large_compiled: permits(LARGE_GRAMMARS_MAX),
             waiting: Arc::default(),
         }
     }
@@ -102,15 +103,15 @@ impl Places {
         Ok(place)
     }
 
-    /// Waits for the permit to use a kept grammar, which only requests in the engine hold.
-    pub async fn kept(&self) -> Result<OwnedSemaphorePermit, ApiError> {
-        permit(&self.kept).await
+    /// Waits for the permit to use a small compiled grammar, which only requests in the engine hold.
+    pub async fn small_compiled(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        permit(&self.small_compiled).await
     }
 
-    /// Returns the permit to use a compiled grammar that is too large to be kept.
-    pub fn unkept(&self) -> Result<OwnedSemaphorePermit, ApiError> {
-        let full = |_| ApiError::grammars(format!("{GRAMMARS_MAX} requests use large grammars, the limit"));
-        Arc::clone(&self.unkept).try_acquire_owned().map_err(full)
+    /// Returns the permit to use a large compiled grammar.
+    pub fn large_compiled(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        let full = |_| ApiError::grammars(format!("{LARGE_GRAMMARS_MAX} requests use large grammars, the limit"));
+        Arc::clone(&self.large_compiled).try_acquire_owned().map_err(full)
     }
 
     /// Waits until a grammar of this size may use a process.
@@ -168,7 +169,7 @@ mod tests {
             let mut small = pin!(places.grammar(1));
             assert!(now(&mut small).await.is_none());
             assert_eq!(places.waiting(), 141);
-            assert!(now(places.kept()).await.is_some(), "a kept grammar waits for none of them");
+            assert!(now(places.small_compiled()).await.is_some(), "a compiled grammar waits for none of them");
             drop(large);
             assert!(now(&mut flood[0]).await.is_none() && now(&mut flood[1]).await.is_none());
             let small = now(small).await.expect("the small one comes first");

@@ -33,6 +33,8 @@ const PROMPT_TOKENS_MAX: u64 = 8 << 20;
 const PENDING_TOKENS_MAX: u64 = 16 << 20;
 /// The maximum number of tokens of a `/tokenize` request.
 const TOKENIZE_TOKENS_MAX: u64 = 1 << 20;
+/// How often the grammar of a request is compiled, because other grammars replace it before the engine has room.
+const COMPILED_MAX: usize = 4;
 /// Tokens per permit.
 const TOKENS_PER_PERMIT: u64 = 256;
 
@@ -114,7 +116,7 @@ impl Preparer {
         let echoed = request.echo.then(|| request.prompts.iter().map(plain_text).collect::<Vec<_>>());
         let grammar = self.grammar(&request)?;
         // Before the prompts, so that they take no memory while the grammar waits.
-        let unkept = match &grammar {
+        let large = match &grammar {
             Some(grammar) => self.compile(grammar).await?,
             None => None,
         };
@@ -124,8 +126,8 @@ impl Preparer {
             None => None,
         };
         let constraint = match grammar {
-            Some(grammar) if unkept.is_none() => Some(self.kept(&grammar).await?),
-            _ => unkept,
+            Some(grammar) if large.is_none() => Some(self.small(&grammar).await?),
+            _ => large,
         };
         let limits = &self.handle.shared.limits;
         let ends = request.sampling.ends(&limits.eos);
@@ -164,34 +166,49 @@ impl Preparer {
         Ok(tools.grammar(format, &self.marks, schema).map(|grammar| ("tools", grammar)))
     }
 
-    /// Compiles a grammar unless it is kept. Returns the constraint if it is too large to be kept.
-    async fn compile(&self, field_grammar: &FieldGrammar) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
-        let (field, grammar) = field_grammar;
+    /// Compiles a grammar unless it is kept. Returns the constraint if it is large.
+    async fn compile(&self, (field, grammar): &FieldGrammar) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
         let rejected = |error| ApiError::from(error).param(field);
-        if let Some(compiled) = self.text.compiled(grammar) {
-            return compiled.map(|_| None).map_err(rejected);
+        let kept = self.text.compiled(grammar).transpose().map_err(rejected)?;
+        if kept.as_ref().is_some_and(|compiled| !compiled.is_large()) {
+            return Ok(None);
         }
-        let place = self.places.grammar(grammar.text().len()).await?;
+        let place = match kept {
+            Some(_) => Vec::new(),
+            None => self.places.grammar(grammar.text().len()).await?,
+        };
         let limits = &self.handle.shared.limits;
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
         let (text, places, grammar) = (self.text.clone(), self.places.clone(), grammar.clone());
         // The task owns the place, which is released when it ends.
         let compile = move || {
             let _place = place;
-            let compiled = text.compile(&grammar, &sampled).map_err(rejected)?;
-            let is_kept = text.compiled(&grammar).is_some();
-            if is_kept { Ok(None) } else { Ok(Some(Compiled::constraint(compiled, places.unkept()?))) }
+            let compiled = match kept {
+                Some(compiled) => compiled,
+                None => text.compile(&grammar, &sampled).map_err(rejected)?,
+            };
+            let constraint = || Ok(Compiled::constraint(Arc::clone(&compiled), places.large_compiled()?));
+            compiled.is_large().then(constraint).transpose()
         };
         tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?
     }
 
-    /// Returns the constraint of a kept grammar. Its permit is the last that a request waits for.
-    async fn kept(&self, (field, grammar): &FieldGrammar) -> Result<Arc<dyn Constraint>, ApiError> {
-        let permit = self.places.kept().await?;
-        let replaced = || ApiError::grammars("other grammars have replaced the compiled one");
-        let compiled = self.text.compiled(grammar).ok_or_else(replaced)?;
-        let compiled = compiled.map_err(|error| ApiError::from(error).param(field))?;
-        Ok(Compiled::constraint(compiled, permit))
+    /// Returns the constraint of a small grammar that was compiled. Its permit is the last that a request waits for.
+    async fn small(&self, field_grammar: &FieldGrammar) -> Result<Arc<dyn Constraint>, ApiError> {
+        let (field, grammar) = field_grammar;
+        for _ in 0..COMPILED_MAX {
+            let permit = self.places.small_compiled().await?;
+            if let Some(compiled) = self.text.compiled(grammar) {
+                let compiled = compiled.map_err(|error| ApiError::from(error).param(field))?;
+                return Ok(Compiled::constraint(compiled, permit));
+            }
+            // Other grammars have replaced it.
+            drop(permit);
+            if let Some(large) = self.compile(field_grammar).await? {
+                return Ok(large);
+            }
+        }
+        Err(ApiError::grammars(format!("other grammars have replaced the compiled one {COMPILED_MAX} times")))
     }
 
     /// Tokenizes a text or a conversation; with `strings`, also returns the text of each token.

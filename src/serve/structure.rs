@@ -131,7 +131,8 @@ pub(super) struct Compiled {
     _permit: Arc<OwnedSemaphorePermit>,
 }
 
-/// An answer under a compiled grammar. Its state shares nothing with other answers, and exists from the first mask on.
+/// An answer under a compiled grammar. Its state exists from the first mask on. It shares nothing with other answers,
+/// unless the grammar is large.
 #[derive(Debug)]
 struct Started {
     compiled: Compiled,
@@ -140,13 +141,15 @@ struct Started {
 
 impl Started {
     fn answer(&mut self) -> &mut Answer {
-        self.answer.get_or_insert_with(|| self.compiled.start.separate())
+        let start = &self.compiled.start;
+        self.answer.get_or_insert_with(|| if start.is_large() { start.sharing() } else { start.separate() })
     }
 }
 
 impl Compiled {
-    /// Creates the constraint of a request.
+    /// Creates the constraint of a request. Copies a large grammar, which takes time.
     pub fn constraint(start: Arc<Answer>, permit: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
+        let start = if start.is_large() { Arc::new(start.separate()) } else { start };
         Arc::new(Self { start, _permit: Arc::new(permit) })
     }
 }
@@ -235,16 +238,18 @@ mod tests {
     }
 
     #[test]
-    fn answers_of_a_request_share_nothing() {
+    fn answers_share_only_large_grammars() {
         let text = Text::new(include_bytes!("../../tests/serve/tokenizer.json"), None, None).unwrap();
         let sampled = Sampled { vocab: 264, eos: vec![1] };
         // Most tokens add a state to the lexer, up to its limit.
         let start = text.compile(&Grammar::Regex("(a|b)*a(a|b){20}".into()), &sampled).unwrap();
-        let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
-        let constraint = Compiled::constraint(start, permit);
+        let constraint = |start| {
+            let permit = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
+            Compiled::constraint(start, permit)
+        };
         let ids = text.encode("ab").unwrap();
         // Returns the number of tokens until an answer ends, at most `tokens`.
-        let generate = |mut random: u32, tokens: usize| {
+        let generate = |constraint: &Arc<dyn Constraint>, mut random: u32, tokens: usize| {
             let mut state = constraint.start();
             (0..tokens)
                 .take_while(|_| {
@@ -256,8 +261,14 @@ mod tests {
                 })
                 .count()
         };
-        let tokens = generate(1, 30_000);
+        let small = constraint(Arc::clone(&start));
+        let tokens = generate(&small, 1, 30_000);
         assert!((1000..30_000).contains(&tokens), "{tokens}");
-        assert_eq!(generate(2, 500), 500);
+        assert_eq!(generate(&small, 2, 500), 500);
+        // The answers of a request share a large grammar, those of several requests do not.
+        let start = Arc::new(start.separate().with_bytes(100 << 20));
+        let (large, other) = (constraint(Arc::clone(&start)), constraint(start));
+        assert!(generate(&large, 1, 30_000) < 30_000 && generate(&large, 2, 500) < 500);
+        assert_eq!(generate(&other, 2, 500), 500);
     }
 }

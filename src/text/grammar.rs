@@ -156,7 +156,7 @@ impl Grammars {
         };
         let compiled = catch_panic(compile).unwrap_or_else(|why| Err(unusable(&why))).map_err(TextError::Grammar);
         let (extra_time, shared) = (Duration::ZERO, Arc::clone(&self.shared));
-        compiled.map(|matcher| Answer { matcher, items: 0, extra_time, shared })
+        compiled.map(|matcher| Answer { matcher, bytes: 0, items: 0, extra_time, shared })
     }
 
     /// Generates a few tokens, because some grammars exceed a limit only after the first.
@@ -226,9 +226,14 @@ fn short(why: &str) -> String {
     }
 }
 
+/// The maximum memory of a compiled grammar that is copied for each answer, bytes. A copy of this size takes 1 ms.
+const COPIED_BYTES_MAX: u64 = 1 << 20;
+
 /// The state of an answer that must match a grammar.
 pub(crate) struct Answer {
     matcher: Matcher,
+    /// The memory of the compiled grammar, as far as it is known.
+    bytes: u64,
     /// The number of parser items so far.
     items: usize,
     /// The time spent beyond [`MASK_TIME`] and [`TOKEN_TIME`], which faster tokens reduce.
@@ -237,10 +242,25 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
+    /// Sets the memory that the compiled grammar takes, bytes.
+    pub fn with_bytes(self, bytes: u64) -> Self {
+        Self { bytes, ..self }
+    }
+
+    /// Whether the compiled grammar takes so much memory that the answers of a request share one copy of it.
+    pub fn is_large(&self) -> bool {
+        self.bytes > COPIED_BYTES_MAX
+    }
+
     /// Returns a copy that shares no lexer with this state, so that masks of both are computed at the same time. It
-    /// takes at most as much memory as the compiled grammar.
+    /// takes as much memory as the compiled grammar, and time: 1 ms per MiB.
     pub fn separate(&self) -> Self {
         Self { matcher: self.matcher.deep_clone(), shared: Arc::clone(&self.shared), ..*self }
+    }
+
+    /// Returns a copy that shares the lexer, so that masks of both are computed one after the other.
+    pub fn sharing(&self) -> Self {
+        Self { matcher: self.matcher.clone(), shared: Arc::clone(&self.shared), ..*self }
     }
 
     /// Sets the mask to the tokens that may follow. Leaves it unchanged after an error, or if the answer has reached

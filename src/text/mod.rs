@@ -257,7 +257,7 @@ impl Text {
                 self.grammars.get_or_init(|| grammars)
             }
         };
-        let answer = Arc::new(grammars.compile_on_large_stack(grammar)?);
+        let answer = Arc::new(grammars.compile_on_large_stack(grammar)?.with_bytes(bytes));
         self.kept.insert(grammar, &answer, bytes);
         Ok(answer)
     }

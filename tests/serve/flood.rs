@@ -12,7 +12,10 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::{Server, ask, command, command_of, memory, send, unread::long_token};
+use crate::{
+    Server, ask, bundle_with, command, command_of, memory, send,
+    unread::{long_token, with_long_token},
+};
 
 /// Maximum time of a request next to a flood.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -118,6 +121,24 @@ fn texts_that_wait_leave_grammars_alone() {
         ask_fast(&server, "/v1/completions", &regex(at), 200);
     }
     flood.end(server);
+}
+
+#[test]
+fn a_replaced_grammar_is_compiled_again() {
+    let tokenizer = with_long_token().0.to_string();
+    let home = bundle_with(&[("tokenizer.json", &tokenizer)]);
+    let server = Server::start(&mut command_of(&home.path().join("tiny"), &["--context", "8192", "--max-batch", "64"]));
+    // A large text with few tokens waits for others, while new grammars replace the kept ones.
+    let texts = Flood::start(&server, 6, |_, _| json!({"prompt": "abc ".repeat(45_000)}).to_string());
+    let grammars = Flood::start(&server, 6, |client, at| with_regex(&format!("c{client}x{at}")));
+    server.wait_for_some("unweight_texts_waiting", |waiting| waiting > 3.0);
+    for at in 0..2 {
+        let body = json!({"prompt": "y".repeat(66_000), "max_tokens": 1, "structured_outputs": {"regex": "[ab]c"}});
+        let (status, answer) = server.ask("/v1/completions", &body.to_string());
+        assert_eq!(status, 200, "{at}: {answer}");
+    }
+    grammars.done.store(true, Ordering::Relaxed);
+    texts.end(server);
 }
 
 #[test]
