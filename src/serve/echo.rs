@@ -17,7 +17,7 @@ use crate::text::{DecodeError, Text};
 const DECODINGS_WAITING_MAX: usize = 64;
 
 /// The number of tokens up to which texts are decoded at once if they are small.
-const FEW_TOKENS: usize = 4096;
+const FEW_TOKENS: usize = 1 << 16;
 
 /// The place for work with a large result: one result at a time is made, until it counts in a memory budget.
 #[derive(Clone)]

@@ -164,6 +164,7 @@ impl From<TextError> for ApiError {
             TextError::Template(_) => Self::of("messages", error),
             TextError::Grammar(_) => Self::bad(error).code("grammar_invalid"),
             TextError::Limit { .. } => Self::limit(error),
+            TextError::Busy { .. } => Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", error).code("timeout"),
             TextError::TooLong { .. } => Self::bad(error).code("context_length_exceeded"),
             _ => Self::server(error),
         }

@@ -265,6 +265,7 @@ pub(super) async fn listen(
     let shared = Arc::clone(&handle.shared);
     let (grace, request_timeout) = (options.grace, options.timeout);
     let preparer = Preparer::new(text.clone(), handle, &options.model);
+    preparer.prepare_for_grammars();
     let app = router(Server { preparer, options: Arc::new(options), started: now() });
     let (closing, closed) = watch::channel(false);
     let (connection_permits, idle) = (Arc::new(Semaphore::new(CONNECTIONS_MAX)), Idle::default());

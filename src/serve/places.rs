@@ -24,8 +24,8 @@ const LARGE_GRAMMARS_MAX: usize = 16;
 const GRAMMARS_WAITING_MAX: usize = 128;
 /// The maximum sizes of small and medium grammars, bytes. A small one waits for at most one larger one.
 const GRAMMAR_SIZES: [usize; 2] = [2 << 10, 8 << 10];
-/// How long a small grammar waits for others to be compiled, each of which may take 2 s.
-const SMALL_WAIT_MAX: Duration = Duration::from_secs(3);
+/// How long a small grammar waits for others to be compiled, each of which may take 2 s here and in a text process.
+const SMALL_WAIT_MAX: Duration = Duration::from_secs(4);
 
 /// The right to use a text process, until it is dropped.
 pub(super) type Place = Vec<OwnedSemaphorePermit>;

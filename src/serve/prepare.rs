@@ -91,6 +91,20 @@ impl Preparer {
         }
     }
 
+    /// Prepares for grammars on a thread of its own.
+    pub fn prepare_for_grammars(&self) {
+        let (text, sampled) = (self.text.clone(), self.sampled());
+        // If this fails, the first grammar has the error.
+        let prepare = move || _ = text.prepare_for_grammars(&sampled);
+        let _ = std::thread::Builder::new().name("unweight-grammars".into()).spawn(prepare);
+    }
+
+    /// Returns the tokens that the engine can sample.
+    fn sampled(&self) -> Sampled {
+        let limits = &self.handle.shared.limits;
+        Sampled { vocab: limits.vocab, eos: limits.eos.clone() }
+    }
+
     /// Parses, tokenizes and submits a request. Dropping the future leaves at most one call of a text process running,
     /// which ends by its own limit.
     pub async fn accept(
@@ -177,8 +191,7 @@ impl Preparer {
             Some(_) => Vec::new(),
             None => self.places.grammar(grammar.text().len()).await?,
         };
-        let limits = &self.handle.shared.limits;
-        let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
+        let sampled = self.sampled();
         let (text, places, grammar) = (self.text.clone(), self.places.clone(), grammar.clone());
         // The task owns the place, which is released when it ends.
         let compile = move || {

@@ -104,18 +104,15 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
         match &request {
             ProcessRequest::Encode(prompts, limits) => reply(&frame::reply(local.encode(prompts, *limits)))?,
             #[cfg(feature = "serve")]
-            ProcessRequest::Grammar(grammar, sampled) => {
-                if grammars.is_none() {
-                    // The vocabulary is kept, so it does not count for the limit of a call.
-                    grammars = Some(local.grammars(sampled));
-                    limit_memory(CALL_BYTES - STACK_BYTES);
-                }
-                let compiled = match &grammars {
-                    Some(Ok(grammars)) => size_of_compiled(grammars, grammar),
-                    Some(Err(TextError::Grammar(why))) => Err(TextError::Grammar(why.clone())),
-                    Some(Err(error)) => Err(TextError::Grammar(error.to_string())),
-                    None => Ok(0),
-                };
+            ProcessRequest::Sampled(sampled) => {
+                let prepared = local.grammars(sampled).map(|prepared| grammars = Some(prepared));
+                reply(&prepared.map_or_else(|error| frame::failure(&error), |()| frame::grammar_reply(0)))?;
+                // The vocabulary is kept, so it does not count for the limit of a call.
+                limit_memory(CALL_BYTES - STACK_BYTES);
+            }
+            #[cfg(feature = "serve")]
+            ProcessRequest::Grammar(grammar) => {
+                let compiled = size_of_compiled(grammars.as_ref().ok_or_else(invalid)?, grammar);
                 reply(&compiled.map_or_else(|error| frame::failure(&error), frame::grammar_reply))?;
                 return_freed_memory();
             }

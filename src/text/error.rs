@@ -36,6 +36,14 @@ pub enum TextError {
         /// The limit, such as `2 s`.
         limit: String,
     },
+    /// The machine is so busy that the work took too long.
+    #[error("{work} took more than {seconds} s on a busy machine; try again")]
+    Busy {
+        /// The work, such as preparing the prompt.
+        work: &'static str,
+        /// The time, seconds.
+        seconds: u64,
+    },
     /// The text is longer than any text that fits in the context.
     #[error("the prompt has {bytes} bytes of text; the context holds at most {limit} bytes; send less text")]
     TooLong {
@@ -62,6 +70,7 @@ impl TextError {
             Self::Tokenizer(_) => "tokenizer-failed",
             Self::Ids(_) => "token-ids-invalid",
             Self::Limit { .. } => "text-limit-exceeded",
+            Self::Busy { .. } => "machine-busy",
             Self::TooLong { .. } => "text-too-long",
             Self::Grammar(_) => "grammar-invalid",
             Self::Process(_) => "text-process-failed",

@@ -94,9 +94,12 @@ impl<'a> Reader<'a> {
 pub(super) enum ProcessRequest {
     /// Encode prompts.
     Encode(Vec<Prompt>, EncodeLimits),
+    /// Prepare for grammars of these tokens.
+    #[cfg(feature = "serve")]
+    Sampled(Sampled),
     /// Check that a grammar compiles.
     #[cfg(feature = "serve")]
-    Grammar(Grammar, Sampled),
+    Grammar(Grammar),
 }
 
 /// Formats of tool calls, by their number in a frame, from 1.
@@ -118,25 +121,36 @@ pub(super) fn read_chat(reader: &mut Reader<'_>) -> Option<Option<Chat>> {
     Some(has_chat.then_some(Chat { tools }))
 }
 
-/// Returns the payload of a request to check a grammar.
+/// Returns the payload of a request to prepare for grammars.
 #[cfg(feature = "serve")]
-pub(super) fn grammar_request(grammar: &Grammar, sampled: &Sampled) -> Vec<u8> {
-    let mut out = Writer(vec![1]);
-    let (kind, text) = grammar.parts();
-    out.byte(kind);
-    out.bytes(text.as_bytes());
+pub(super) fn sampled_request(sampled: &Sampled) -> Vec<u8> {
+    let mut out = Writer(vec![2]);
     out.word(sampled.vocab);
     out.word(sampled.eos.len() as u32);
     sampled.eos.iter().for_each(|id| out.word(*id));
     out.0
 }
 
+/// Returns the payload of a request to check a grammar.
 #[cfg(feature = "serve")]
-fn read_grammar(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
-    let grammar = Grammar::of((reader.byte()?, reader.text()?));
+pub(super) fn grammar_request(grammar: &Grammar) -> Vec<u8> {
+    let mut out = Writer(vec![1]);
+    let (kind, text) = grammar.parts();
+    out.byte(kind);
+    out.bytes(text.as_bytes());
+    out.0
+}
+
+#[cfg(feature = "serve")]
+fn read_sampled(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
     let vocab = reader.word()?;
     let eos = (0..reader.word()?).map(|_| reader.word()).collect::<Option<_>>()?;
-    Some(ProcessRequest::Grammar(grammar, Sampled { vocab, eos }))
+    Some(ProcessRequest::Sampled(Sampled { vocab, eos }))
+}
+
+#[cfg(feature = "serve")]
+fn read_grammar(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
+    Some(ProcessRequest::Grammar(Grammar::of((reader.byte()?, reader.text()?))))
 }
 
 /// Returns the bytes of a JSON value.
@@ -189,14 +203,16 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
     out.0
 }
 
-/// Reads the output of [`request`] or [`grammar_request`].
+/// Reads the output of [`request`], [`sampled_request`] or [`grammar_request`].
 pub(super) fn read_request(payload: &[u8]) -> Option<ProcessRequest> {
     let mut reader = Reader(payload);
-    if reader.byte()? == 1 {
+    match reader.byte()? {
+        0 => {}
         #[cfg(feature = "serve")]
-        return read_grammar(&mut reader).and_then(|request| reader.end(request));
-        #[cfg(not(feature = "serve"))]
-        return None;
+        1 => return read_grammar(&mut reader).and_then(|request| reader.end(request)),
+        #[cfg(feature = "serve")]
+        2 => return read_sampled(&mut reader).and_then(|request| reader.end(request)),
+        _ => return None,
     }
     let limits = EncodeLimits { bytes: reader.long()?, tokens: reader.long()?, all_tokens: reader.long()? };
     let mut prompts = Vec::new();
@@ -271,7 +287,7 @@ pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<En
     reader.end(Ok(encoded))
 }
 
-/// Returns the reply to a grammar, which takes `bytes` bytes of memory.
+/// Returns the reply to a grammar, which takes `bytes` bytes of memory, or to the sampled tokens.
 #[cfg(feature = "serve")]
 pub(super) fn grammar_reply(bytes: u64) -> Vec<u8> {
     let mut out = done();
@@ -335,6 +351,8 @@ pub(super) fn failure(error: &TextError) -> Vec<u8> {
             out.long(*limit);
         }
         TextError::Tokenizer(why) | TextError::Ids(why) | TextError::Process(why) => text(4, None, why),
+        // Only the program that waits for a process finds that the machine is busy.
+        TextError::Busy { .. } => text(4, None, &error.to_string()),
     }
     out.0
 }
@@ -372,6 +390,14 @@ mod tests {
             assert!(read_reply(&payload_of_reply[..cut], 3).is_none(), "{cut}");
         }
         assert!(read_request(&[&payload[..], &[0]].concat()).is_none());
+        #[cfg(feature = "serve")]
+        {
+            let (grammar, sampled) = (Grammar::Regex("a".into()), Sampled { vocab: 9, eos: vec![1, 2] });
+            let payloads = [grammar_request(&grammar), sampled_request(&sampled)];
+            let read = payloads.each_ref().map(|payload| read_request(payload).unwrap());
+            assert_eq!(read, [ProcessRequest::Grammar(grammar), ProcessRequest::Sampled(sampled)]);
+            assert!(payloads.iter().all(|payload| read_request(&payload[..payload.len() - 1]).is_none()));
+        }
         assert!(read_reply(&[&payload_of_reply[..], &[0]].concat(), 3).is_none());
         assert!(read_reply(&[9], 0).is_none() && read_reply(&[], 0).is_none());
     }

@@ -249,17 +249,34 @@ impl Text {
             #[cfg(unix)]
             Encoder::Pool(pool) => pool.check_grammar(grammar, sampled)?,
         };
-        let grammars = match self.grammars.get() {
-            Some(grammars) => grammars,
-            None => {
-                let grammars = Grammars::new(&self.vocabulary, sampled)?;
-                // The first of two threads sets it.
-                self.grammars.get_or_init(|| grammars)
-            }
-        };
-        let answer = Arc::new(grammars.compile_on_large_stack(grammar)?.with_bytes(bytes));
+        let answer = Arc::new(self.grammars(sampled)?.compile_on_large_stack(grammar)?.with_bytes(bytes));
         self.kept.insert(grammar, &answer, bytes);
         Ok(answer)
+    }
+
+    #[cfg(feature = "serve")]
+    fn grammars(&self, sampled: &Sampled) -> Result<&Grammars, TextError> {
+        if let Some(grammars) = self.grammars.get() {
+            return Ok(grammars);
+        }
+        let grammars = Grammars::new(&self.vocabulary, sampled)?;
+        // The first of two threads sets it.
+        Ok(self.grammars.get_or_init(|| grammars))
+    }
+
+    /// Prepares for grammars, so that the first one does not wait for it: with a large vocabulary, it takes a second
+    /// here and in a text process.
+    ///
+    /// # Errors
+    /// [`TextError`].
+    #[cfg(feature = "serve")]
+    pub(crate) fn prepare_for_grammars(&self, sampled: &Sampled) -> Result<(), TextError> {
+        self.grammars(sampled)?;
+        match &self.encoder {
+            Encoder::Local(_) => Ok(()),
+            #[cfg(unix)]
+            Encoder::Pool(pool) => pool.prepare(sampled),
+        }
     }
 
     /// Returns the size of the longest token, bytes.
