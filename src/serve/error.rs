@@ -41,6 +41,11 @@ impl ApiError {
         Self { param: Some(param.to_owned()), ..self }
     }
 
+    /// Whether the request itself is wrong.
+    pub fn is_rejection(&self) -> bool {
+        self.status == StatusCode::BAD_REQUEST
+    }
+
     /// Sets the stable code.
     pub fn code(self, code: &'static str) -> Self {
         Self { code: Some(code), ..self }

@@ -16,15 +16,17 @@ use tokio::{
 use super::{bodies::SMALL_BYTES, error::ApiError};
 use crate::text::PROCESSES;
 
-/// The maximum number of requests in the engine with a compiled grammar that is small, and with a large one, which takes
-/// up to about 100 MiB.
+/// The maximum number of requests in the engine with a compiled grammar that is small, and with a large one, which
+/// takes up to about 100 MiB.
 const GRAMMARS_MAX: usize = 64;
 const LARGE_GRAMMARS_MAX: usize = 16;
 /// The maximum number of grammars of each size that wait to be compiled.
 const GRAMMARS_WAITING_MAX: usize = 128;
 /// The maximum sizes of small and medium grammars, bytes. A small one waits for at most one larger one.
 const GRAMMAR_SIZES: [usize; 2] = [2 << 10, 8 << 10];
-/// How long a small grammar waits for others to be compiled, each of which may take 2 s here and in a text process.
+/// The processor time of a grammar before it waits for the other slow ones, too. A schema of 8 KiB takes some 50 ms.
+pub(super) const FIRST_TRY_TIME: Duration = Duration::from_millis(100);
+/// How long a small grammar waits for the first tries of others.
 const SMALL_WAIT_MAX: Duration = Duration::from_secs(4);
 
 /// The right to use a text process, until it is dropped.
@@ -37,8 +39,10 @@ pub(super) struct Places {
     processes: Arc<Semaphore>,
     /// One of the texts of more than [`SMALL_BYTES`].
     large_texts: Arc<Semaphore>,
-    /// The grammars of each size, from small to large.
+    /// The grammars of each size, from small to large, for a first try.
     lines: [Line; 3],
+    /// The grammars that take longer.
+    slow: Line,
     /// The requests in the engine with a small compiled grammar, and those with a large one.
     small_compiled: Arc<Semaphore>,
     large_compiled: Arc<Semaphore>,
@@ -51,6 +55,19 @@ struct Line {
     all: Arc<Semaphore>,
     /// The first in the line. The first of the small ones is compiled; that of another line waits in the next one.
     first: Arc<Semaphore>,
+}
+
+impl Line {
+    fn new() -> Self {
+        let permits = |count: usize| Arc::new(Semaphore::new(count));
+        Self { all: permits(GRAMMARS_WAITING_MAX), first: permits(1) }
+    }
+
+    /// Joins the line, if it is not too long.
+    fn join(&self) -> Result<OwnedSemaphorePermit, ApiError> {
+        let full = |_| ApiError::grammars(format!("{GRAMMARS_WAITING_MAX} grammars wait to be compiled, the limit"));
+        Arc::clone(&self.all).try_acquire_owned().map_err(full)
+    }
 }
 
 /// Counts work that waits.
@@ -80,7 +97,8 @@ impl Places {
         Self {
             processes: permits(PROCESSES),
             large_texts: permits(1),
-            lines: std::array::from_fn(|_| Line { all: permits(GRAMMARS_WAITING_MAX), first: permits(1) }),
+            lines: std::array::from_fn(|_| Line::new()),
+            slow: Line::new(),
             small_compiled: permits(GRAMMARS_MAX),
             large_compiled: permits(LARGE_GRAMMARS_MAX),
             waiting: Arc::default(),
@@ -114,12 +132,10 @@ impl Places {
         Arc::clone(&self.large_compiled).try_acquire_owned().map_err(full)
     }
 
-    /// Waits until a grammar of this size may use a process.
+    /// Waits until a grammar of this size may use a process for [`FIRST_TRY_TIME`].
     pub async fn grammar(&self, bytes: usize) -> Result<Place, ApiError> {
         let size = GRAMMAR_SIZES.iter().filter(|size| bytes > **size).count();
-        let place_in_line = Arc::clone(&self.lines[size].all).try_acquire_owned();
-        let full = || ApiError::grammars(format!("{GRAMMARS_WAITING_MAX} grammars wait to be compiled, the limit"));
-        let _place_in_line = place_in_line.map_err(|_| full())?;
+        let _place_in_line = self.lines[size].join()?;
         let _waiting = Waiting::new(&self.waiting);
         let mut place = Vec::new();
         // The other large grammars wait here, so that they take no place in the line of smaller ones.
@@ -132,6 +148,13 @@ impl Places {
         place.push(first.map_err(|_| late())??);
         place.push(permit(&self.processes).await?);
         Ok(place)
+    }
+
+    /// Waits until a grammar that takes longer than [`FIRST_TRY_TIME`] may use a process.
+    pub async fn slow_grammar(&self) -> Result<Place, ApiError> {
+        let _place_in_line = self.slow.join()?;
+        let _waiting = Waiting::new(&self.waiting);
+        Ok(vec![permit(&self.slow.first).await?, permit(&self.processes).await?])
     }
 }
 
@@ -175,7 +198,11 @@ mod tests {
             let small = now(small).await.expect("the small one comes first");
             drop(small);
             assert!(now(&mut flood[0]).await.is_some());
-            drop((flood, large_text));
+            drop(flood);
+            let slow = now(places.slow_grammar()).await.unwrap();
+            assert!(now(places.grammar(1)).await.is_some(), "and slow ones hold back no first try");
+            assert!(now(places.text(1)).await.is_some() && now(places.slow_grammar()).await.is_none());
+            drop((slow, large_text));
             assert_eq!(places.waiting(), 0);
         });
     }

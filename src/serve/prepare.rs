@@ -18,12 +18,12 @@ use super::{
     echo::{Decoder, Echo, LargeWork},
     error::ApiError,
     frame::Endpoint,
-    places::{Place, Places},
+    places::{FIRST_TRY_TIME, Place, Places},
     structure::Compiled,
     tool_calls::MARKS,
     worker::{Handle, Sequences, SubmitError},
 };
-use crate::text::{self, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
+use crate::text::{self, Answer, EncodeLimits, Encoded, Grammar, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request after the first, or a body.
 pub(super) const SEND_TIMEOUT: Duration = Duration::from_secs(60);
@@ -183,27 +183,49 @@ impl Preparer {
     /// Compiles a grammar unless it is kept. Returns the constraint if it is large.
     async fn compile(&self, (field, grammar): &FieldGrammar) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
         let rejected = |error| ApiError::from(error).param(field);
+        // The field is not the cause of other errors.
+        let of_field = |error: ApiError| if error.is_rejection() { error.param(field) } else { error };
         let kept = self.text.compiled(grammar).transpose().map_err(rejected)?;
         if kept.as_ref().is_some_and(|compiled| !compiled.is_large()) {
             return Ok(None);
         }
-        let place = match kept {
-            Some(_) => Vec::new(),
-            None => self.places.grammar(grammar.text().len()).await?,
+        let compiled = match kept {
+            Some(compiled) => compiled,
+            None => self.compile_new(grammar).await.map_err(of_field)?,
         };
-        let sampled = self.sampled();
-        let (text, places, grammar) = (self.text.clone(), self.places.clone(), grammar.clone());
-        // The task owns the place, which is released when it ends.
+        if !compiled.is_large() {
+            return Ok(None);
+        }
+        let permit = self.places.large_compiled()?;
+        let constraint = move || Compiled::constraint(compiled, permit);
+        tokio::task::spawn_blocking(constraint).await.map(Some).map_err(ApiError::server)
+    }
+
+    /// Compiles a grammar. One that takes long waits once more, for the other slow ones.
+    async fn compile_new(&self, grammar: &Grammar) -> Result<Arc<Answer>, ApiError> {
+        let place = self.places.grammar(grammar.text().len()).await?;
+        let first = self
+            .compile_in(place, grammar, |text, grammar, sampled| text.compile_within(FIRST_TRY_TIME, grammar, sampled));
+        if let Some(compiled) = first.await? {
+            return Ok(compiled);
+        }
+        let place = self.places.slow_grammar().await?;
+        self.compile_in(place, grammar, |text, grammar, sampled| text.compile(grammar, sampled)).await
+    }
+
+    /// Compiles a grammar on a thread, which owns the place until it ends.
+    async fn compile_in<T: Send + 'static>(
+        &self,
+        place: Place,
+        grammar: &Grammar,
+        compile: impl FnOnce(&Text, &Grammar, &Sampled) -> Result<T, TextError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let (text, grammar, sampled) = (self.text.clone(), grammar.clone(), self.sampled());
         let compile = move || {
             let _place = place;
-            let compiled = match kept {
-                Some(compiled) => compiled,
-                None => text.compile(&grammar, &sampled).map_err(rejected)?,
-            };
-            let constraint = || Ok(Compiled::constraint(Arc::clone(&compiled), places.large_compiled()?));
-            compiled.is_large().then(constraint).transpose()
+            compile(&text, &grammar, &sampled)
         };
-        tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?
+        Ok(tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)??)
     }
 
     /// Returns the constraint of a small grammar that was compiled. Its permit is the last that a request waits for.

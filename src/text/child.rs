@@ -8,7 +8,11 @@ use std::{
     sync::mpsc::{self, Receiver},
     thread,
 };
+#[cfg(feature = "serve")]
+use std::{os::unix::net::UnixStream, time::Duration};
 
+#[cfg(feature = "serve")]
+use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unweight_format::raw::return_freed_memory;
 
@@ -105,16 +109,18 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
             ProcessRequest::Encode(prompts, limits) => reply(&frame::reply(local.encode(prompts, *limits)))?,
             #[cfg(feature = "serve")]
             ProcessRequest::Sampled(sampled) => {
-                let prepared = local.grammars(sampled).map(|prepared| grammars = Some(prepared));
-                reply(&prepared.map_or_else(|error| frame::failure(&error), |()| frame::grammar_reply(0)))?;
+                let prepared = local.grammars(sampled).map(|prepared| {
+                    // What the first grammar adds for all others does not count as the memory of each.
+                    let _ = prepared.compile(&Grammar::Regex("a".to_owned()));
+                    grammars = Some(prepared);
+                });
+                reply(&prepared.map_or_else(|error| frame::failure(&error), |()| frame::grammar_reply(None)))?;
                 // The vocabulary is kept, so it does not count for the limit of a call.
                 limit_memory(CALL_BYTES - STACK_BYTES);
             }
             #[cfg(feature = "serve")]
-            ProcessRequest::Grammar(grammar) => {
-                let compiled = size_of_compiled(grammars.as_ref().ok_or_else(invalid)?, grammar);
-                reply(&compiled.map_or_else(|error| frame::failure(&error), frame::grammar_reply))?;
-                return_freed_memory();
+            ProcessRequest::Grammar(grammar, time) => {
+                reply(&check_grammar(grammars.as_ref().ok_or_else(invalid)?, grammar, *time)?)?;
             }
         }
         if large {
@@ -125,16 +131,76 @@ fn answer_requests(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result
     Ok(())
 }
 
+/// Checks a grammar in a process of its own, so that one that exceeds its time or memory ends that process only.
+/// Returns the payload of the reply.
+#[cfg(feature = "serve")]
+fn check_grammar(grammars: &Grammars, grammar: &Grammar, time: Duration) -> io::Result<Vec<u8>> {
+    let (mut ours, mut theirs) = UnixStream::pair()?;
+    // SAFETY: the other thread of this process only reads stdin, so it holds no lock but the allocator's, which `fork`
+    // itself takes. The copy never returns from this block.
+    let copy = match unsafe { libc::fork() } {
+        0 => {
+            let checked = limit_time(time).and_then(|()| {
+                let size = size_of_compiled(grammars, grammar).map(Some);
+                theirs.write_all(&size.map_or_else(|error| frame::failure(&error), frame::grammar_reply))
+            });
+            // SAFETY: it ends the process, without the functions that its other copy will run at its end.
+            unsafe { libc::_exit(i32::from(checked.is_err())) }
+        }
+        pid => Pid::from_raw(pid).ok_or_else(io::Error::last_os_error)?,
+    };
+    drop(theirs);
+    let mut reply = Vec::new();
+    let read = ours.read_to_end(&mut reply);
+    let ended = waitpid(Some(copy), WaitOptions::empty())?;
+    read?;
+    Ok(match ended.and_then(|(_, status)| status.terminating_signal()) {
+        None => reply,
+        Some(signal) if signal == Signal::PROF.as_raw() => frame::grammar_reply(None),
+        // An allocation beyond the memory limit aborts the process, and so does a stack overflow.
+        Some(_) => {
+            let why = format!("compiling it takes more than {} MiB of memory; simplify it", CALL_BYTES >> 20);
+            frame::failure(&TextError::Grammar(why))
+        }
+    })
+}
+
+/// Ends this process when it has taken this time of a processor, and together with its parent.
+#[cfg(feature = "serve")]
+fn limit_time(time: Duration) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    let value =
+        libc::timeval { tv_sec: time.as_secs() as libc::time_t, tv_usec: time.subsec_micros() as libc::suseconds_t };
+    let timer = libc::itimerval { it_interval: libc::timeval { tv_sec: 0, tv_usec: 0 }, it_value: value };
+    // SAFETY: the timer is valid for reads, and the old one is not requested.
+    let status = unsafe { libc::setitimer(libc::ITIMER_PROF, &timer, std::ptr::null_mut()) };
+    if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Compiles a grammar and tries it out. Returns the memory that it takes, bytes.
 #[cfg(feature = "serve")]
 fn size_of_compiled(grammars: &Grammars, grammar: &Grammar) -> Result<u64, TextError> {
-    let before = memory(1);
+    let before = allocated();
     let compiled = grammars.compile(grammar)?;
-    return_freed_memory();
-    let after = memory(1);
+    let after = allocated();
     grammars.try_out(&compiled)?;
-    drop(compiled);
-    Ok(after.unwrap_or(0).saturating_sub(before.unwrap_or(0)))
+    Ok(after.saturating_sub(before))
+}
+
+/// Returns the memory that is allocated, bytes: what a new copy of a process has in memory depends on what it uses.
+#[cfg(feature = "serve")]
+fn allocated() -> u64 {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        // SAFETY: the call has no preconditions.
+        let info = unsafe { libc::mallinfo2() };
+        (info.uordblks + info.hblkhd) as u64
+    }
+    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+    {
+        memory(1).unwrap_or(0)
+    }
 }
 
 /// Returns the payload with the files of a tokenizer.

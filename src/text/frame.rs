@@ -1,5 +1,8 @@
 //! The protocol between a program and its text process. A frame is a 4-byte little-endian length and a payload.
 
+#[cfg(feature = "serve")]
+use std::time::Duration;
+
 use serde_json::Value;
 
 #[cfg(feature = "serve")]
@@ -97,9 +100,9 @@ pub(super) enum ProcessRequest {
     /// Prepare for grammars of these tokens.
     #[cfg(feature = "serve")]
     Sampled(Sampled),
-    /// Check that a grammar compiles.
+    /// Check that a grammar compiles within this time of a processor.
     #[cfg(feature = "serve")]
-    Grammar(Grammar),
+    Grammar(Grammar, Duration),
 }
 
 /// Formats of tool calls, by their number in a frame, from 1.
@@ -133,8 +136,9 @@ pub(super) fn sampled_request(sampled: &Sampled) -> Vec<u8> {
 
 /// Returns the payload of a request to check a grammar.
 #[cfg(feature = "serve")]
-pub(super) fn grammar_request(grammar: &Grammar) -> Vec<u8> {
+pub(super) fn grammar_request(grammar: &Grammar, time: Duration) -> Vec<u8> {
     let mut out = Writer(vec![1]);
+    out.long(time.as_millis() as u64);
     let (kind, text) = grammar.parts();
     out.byte(kind);
     out.bytes(text.as_bytes());
@@ -150,7 +154,8 @@ fn read_sampled(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
 
 #[cfg(feature = "serve")]
 fn read_grammar(reader: &mut Reader<'_>) -> Option<ProcessRequest> {
-    Some(ProcessRequest::Grammar(Grammar::of((reader.byte()?, reader.text()?))))
+    let time = Duration::from_millis(reader.long()?);
+    Some(ProcessRequest::Grammar(Grammar::of((reader.byte()?, reader.text()?)), time))
 }
 
 /// Returns the bytes of a JSON value.
@@ -287,23 +292,24 @@ pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<En
     reader.end(Ok(encoded))
 }
 
-/// Returns the reply to a grammar, which takes `bytes` bytes of memory, or to the sampled tokens.
+/// Returns the reply to a grammar, which takes these bytes of memory or exceeds its time, or to the sampled tokens.
 #[cfg(feature = "serve")]
-pub(super) fn grammar_reply(bytes: u64) -> Vec<u8> {
+pub(super) fn grammar_reply(bytes: Option<u64>) -> Vec<u8> {
     let mut out = done();
-    out.long(bytes);
+    out.byte(bytes.is_some().into());
+    out.long(bytes.unwrap_or(0));
     out.0
 }
 
 /// Parses the output of [`grammar_reply`]; `None` if it is invalid.
 #[cfg(feature = "serve")]
-pub(super) fn read_grammar_reply(payload: &[u8]) -> Option<Result<u64, TextError>> {
+pub(super) fn read_grammar_reply(payload: &[u8]) -> Option<Result<Option<u64>, TextError>> {
     let mut reader = match opened(payload)? {
         Ok(reader) => reader,
         Err(error) => return Some(Err(error)),
     };
-    let bytes = reader.long()?;
-    reader.end(Ok(bytes))
+    let bytes = (reader.byte()? == 1, reader.long()?);
+    reader.end(Ok(bytes.0.then_some(bytes.1)))
 }
 
 /// Starts the payload of a successful reply.
@@ -393,9 +399,10 @@ mod tests {
         #[cfg(feature = "serve")]
         {
             let (grammar, sampled) = (Grammar::Regex("a".into()), Sampled { vocab: 9, eos: vec![1, 2] });
-            let payloads = [grammar_request(&grammar), sampled_request(&sampled)];
+            let time = Duration::from_millis(7);
+            let payloads = [grammar_request(&grammar, time), sampled_request(&sampled)];
             let read = payloads.each_ref().map(|payload| read_request(payload).unwrap());
-            assert_eq!(read, [ProcessRequest::Grammar(grammar), ProcessRequest::Sampled(sampled)]);
+            assert_eq!(read, [ProcessRequest::Grammar(grammar, time), ProcessRequest::Sampled(sampled)]);
             assert!(payloads.iter().all(|payload| read_request(&payload[..payload.len() - 1]).is_none()));
         }
         assert!(read_reply(&[&payload_of_reply[..], &[0]].concat(), 3).is_none());

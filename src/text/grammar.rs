@@ -227,7 +227,7 @@ fn short(why: &str) -> String {
 }
 
 /// The maximum memory of a compiled grammar that is copied for each answer, bytes. A copy of this size takes 1 ms.
-const COPIED_BYTES_MAX: u64 = 1 << 20;
+const COPIED_BYTES_MAX: u64 = 2 << 20;
 
 /// The state of an answer that must match a grammar.
 pub(crate) struct Answer {
@@ -247,7 +247,7 @@ impl Answer {
         Self { bytes, ..self }
     }
 
-    /// Whether the compiled grammar takes so much memory that the answers of a request share one copy of it.
+    /// Whether the compiled grammar takes so much memory that the answers of a request share one copy.
     pub fn is_large(&self) -> bool {
         self.bytes > COPIED_BYTES_MAX
     }

@@ -39,8 +39,6 @@ mod watch;
 
 #[cfg(unix)]
 use std::process::Command;
-#[cfg(feature = "serve")]
-use std::sync::OnceLock;
 use std::{
     any::Any,
     cell::Cell,
@@ -48,6 +46,8 @@ use std::{
     panic::{self, AssertUnwindSafe},
     sync::{Arc, Once},
 };
+#[cfg(feature = "serve")]
+use std::{sync::OnceLock, time::Duration};
 
 #[cfg(feature = "serve")]
 use compiled::Kept;
@@ -85,7 +85,10 @@ const PREPARING: &str = "preparing the prompt";
 /// The stack size of a text process. Templates with deep expressions need a large one.
 const STACK_BYTES: u64 = 64 << 20;
 /// The maximum number of text processes of a [`Text`].
-pub(crate) const PROCESSES: usize = 3;
+pub(crate) const PROCESSES: usize = 4;
+/// The maximum of processor time for compiling a grammar, in a text process and then in this program.
+#[cfg(feature = "serve")]
+const GRAMMAR_TIME_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of tokens that a stream holds back while they complete no character.
 const HELD_TOKENS_MAX: usize = 64;
 
@@ -226,32 +229,57 @@ impl Text {
     }
 
     /// Compiles a grammar, unless it is kept. With text processes, one of them compiles it first, within the limits of
-    /// a call; this blocks until one is free. All grammars have the same sampled tokens.
+    /// a call; this blocks until one is free. Returns `None` if that takes more than `time` of a processor. The sampled
+    /// tokens are those of all grammars.
     ///
     /// # Errors
     /// [`TextError`].
     #[cfg(feature = "serve")]
-    pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Arc<Answer>, TextError> {
+    pub(crate) fn compile_within(
+        &self,
+        time: Duration,
+        grammar: &Grammar,
+        sampled: &Sampled,
+    ) -> Result<Option<Arc<Answer>>, TextError> {
         if let Some(known) = self.compiled(grammar) {
-            return known;
+            return known.map(Some);
         }
-        let compiled = self.compile_new(grammar, sampled);
+        let compiled = self.compile_new(time, grammar, sampled);
         if let Err(TextError::Grammar(why)) = &compiled {
             self.kept.reject(grammar, why);
         }
         compiled
     }
 
+    /// Compiles a grammar as [`Text::compile_within`] does, within the time limit of all grammars.
+    ///
+    /// # Errors
+    /// [`TextError`].
     #[cfg(feature = "serve")]
-    fn compile_new(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Arc<Answer>, TextError> {
+    pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Arc<Answer>, TextError> {
+        self.compile_within(GRAMMAR_TIME_MAX, grammar, sampled)?.ok_or_else(|| {
+            let why = format!("compiling it takes more than {} s; simplify it", GRAMMAR_TIME_MAX.as_secs());
+            self.kept.reject(grammar, &why);
+            TextError::Grammar(why)
+        })
+    }
+
+    #[cfg(feature = "serve")]
+    fn compile_new(
+        &self,
+        time: Duration,
+        grammar: &Grammar,
+        sampled: &Sampled,
+    ) -> Result<Option<Arc<Answer>>, TextError> {
         let bytes = match &self.encoder {
-            Encoder::Local(_) => 0,
+            Encoder::Local(_) => Some(0),
             #[cfg(unix)]
-            Encoder::Pool(pool) => pool.check_grammar(grammar, sampled)?,
+            Encoder::Pool(pool) => pool.check_grammar(grammar, sampled, time)?,
         };
+        let Some(bytes) = bytes else { return Ok(None) };
         let answer = Arc::new(self.grammars(sampled)?.compile_on_large_stack(grammar)?.with_bytes(bytes));
         self.kept.insert(grammar, &answer, bytes);
-        Ok(answer)
+        Ok(Some(answer))
     }
 
     #[cfg(feature = "serve")]

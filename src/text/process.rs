@@ -28,25 +28,22 @@ use super::{
 const CALL_TIME_MAX: Duration = Duration::from_secs(2);
 /// The time limit of loading a tokenizer, or of preparing it for grammars.
 const LOAD_TIME_MAX: Duration = Duration::from_secs(10);
+/// The maximum size of the reply to the files of a tokenizer, which contains its vocabulary; bytes.
+const VOCABULARY_BYTES_MAX: u64 = 128 << 20;
+/// The time limit of checking a grammar. It allows for a busy machine: the process limits its processor time.
+#[cfg(feature = "serve")]
+const GRAMMAR_TIME_MAX: Duration = Duration::from_secs(2);
 /// The maximum size of the reply to a grammar, bytes.
 #[cfg(feature = "serve")]
 const REPLY_BYTES_MAX: u64 = 8 << 10;
-/// The maximum size of the reply to the files of a tokenizer, which contains its vocabulary; bytes.
-const VOCABULARY_BYTES_MAX: u64 = 128 << 20;
-/// The limit of the processor time of checking a grammar, and of the time while others use the processors: grammars may
-/// be close to the limit on an idle machine, and must not depend on how busy it is. This program then compiles it, too, which takes as long.
-#[cfg(feature = "serve")]
-const GRAMMAR_TIME_MAX: Duration = CALL_TIME_MAX.checked_div(2).unwrap();
-#[cfg(feature = "serve")]
-const GRAMMAR_ELAPSED_MAX: Duration = Duration::from_secs(2);
 /// The name of the work on a grammar, for errors.
 #[cfg(feature = "serve")]
 const COMPILING: &str = "compiling it";
 /// The name of the work on the sampled tokens, for errors.
 #[cfg(feature = "serve")]
 const PREPARING_GRAMMARS: &str = "preparing the vocabulary for structured answers";
-/// The work on the files.
-const LOADING: Work = Work::within("loading the tokenizer", LOAD_TIME_MAX);
+/// The name of the work on the files, for errors.
+const LOADING: &str = "loading the tokenizer";
 
 /// The text processes of a tokenizer.
 pub(super) struct Pool {
@@ -91,80 +88,17 @@ impl Drop for Process {
 enum CallError {
     /// The time limit was reached.
     TimedOut,
-    /// Others used the processors for too long.
-    Busy,
     /// The process has ended, or its reply is invalid.
     Ended,
 }
 
-/// Work of a process and its limits.
-#[derive(Clone, Copy)]
-struct Work {
-    /// The name, for errors.
-    name: &'static str,
-    /// The maximum of processor time.
-    processor: Duration,
-    /// The maximum of elapsed time.
-    elapsed: Duration,
-}
-
-impl Work {
-    /// Work for which only elapsed time counts.
-    const fn within(name: &'static str, elapsed: Duration) -> Self {
-        Self { name, processor: elapsed, elapsed }
-    }
-}
-
-/// How long a call may take.
-struct Deadline {
-    pid: u32,
-    work: Work,
-    start: Instant,
-    /// The processor time of the process at the start.
-    processor_start: Option<Duration>,
-}
-
-impl Deadline {
-    fn new(pid: u32, work: Work) -> Self {
-        Self { pid, work, start: Instant::now(), processor_start: processor_time(pid) }
-    }
-
-    /// Returns how long to wait before asking again.
-    fn left(&self) -> Result<Duration, CallError> {
-        let Work { processor, elapsed: elapsed_max, .. } = self.work;
-        let elapsed = self.start.elapsed();
-        let used = self.processor_start.zip(processor_time(self.pid));
-        let used = used.map_or(elapsed, |(start, now)| now.saturating_sub(start));
-        if used >= processor || elapsed >= elapsed_max {
-            let is_busy = used < processor && processor < elapsed_max;
-            return Err(if is_busy { CallError::Busy } else { CallError::TimedOut });
-        }
-        Ok((processor - used).min(elapsed_max - elapsed))
-    }
-
-    /// Reads or writes until the deadline. Returns the number of bytes.
-    fn transfer(&self, mut transfer: impl FnMut(Duration) -> io::Result<usize>) -> Result<usize, CallError> {
-        loop {
-            match transfer(self.left()?) {
-                Ok(0) => return Err(CallError::Ended),
-                Ok(bytes) => return Ok(bytes),
-                Err(error) => match error.kind() {
-                    // The process may have waited for a processor.
-                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::Interrupted => {}
-                    _ => return Err(CallError::Ended),
-                },
-            }
+impl From<io::Error> for CallError {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::TimedOut,
+            _ => Self::Ended,
         }
     }
-}
-
-/// Returns the processor time of a process so far, if the system shows it.
-fn processor_time(pid: u32) -> Option<Duration> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may contain any characters. Twelve fields after it are the ticks in user mode and in the kernel.
-    let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(11).map(str::parse::<u64>);
-    let ticks = fields.next()?.ok()? + fields.next()?.ok()?;
-    Some(Duration::from_millis(ticks * 1000 / rustix::param::clock_ticks_per_second()))
 }
 
 impl Pool {
@@ -208,31 +142,31 @@ impl Pool {
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         let payload = frame::request(prompts, limits);
         let bytes_max = frame::reply_bytes_max(prompts.len(), limits);
-        let (slot, process) = self.process()?;
         let read = |answer: &[u8]| frame::read_reply(answer, prompts.len());
-        let work = Work::within(PREPARING, CALL_TIME_MAX);
-        let (encoded, (slot, process)) = slot.call(process, payload, bytes_max, work, read)?;
-        slot.return_process(process);
+        let (encoded, taken) = self.take()?.call(payload, bytes_max, (PREPARING, CALL_TIME_MAX), read)?;
+        taken.give_back();
         encoded
     }
 
-    /// Compiles a grammar in a free process; waits until there is one. Returns the memory that it takes, bytes.
+    /// Compiles a grammar in a free process; waits until there is one. Returns the memory that it takes, bytes; `None`
+    /// if it takes more than `time` of a processor.
     ///
     /// # Errors
     /// [`TextError`], as [`Pool::encode`].
     #[cfg(feature = "serve")]
-    pub fn check_grammar(&self, grammar: &Grammar, sampled: &Sampled) -> Result<u64, TextError> {
-        let (slot, process) = self.prepared(sampled)?;
-        let work = Work { name: COMPILING, processor: GRAMMAR_TIME_MAX, elapsed: GRAMMAR_ELAPSED_MAX };
-        let payload = frame::grammar_request(grammar);
-        let checked = slot.call(process, payload, REPLY_BYTES_MAX, work, frame::read_grammar_reply);
-        let (checked, (slot, process)) = checked.map_err(|error| match error {
-            TextError::Limit { work: COMPILING, limit } => {
-                TextError::Grammar(format!("{COMPILING} takes more than {limit}; simplify it"))
-            }
+    pub fn check_grammar(
+        &self,
+        grammar: &Grammar,
+        sampled: &Sampled,
+        time: Duration,
+    ) -> Result<Option<u64>, TextError> {
+        let (payload, work) = (frame::grammar_request(grammar, time), (COMPILING, GRAMMAR_TIME_MAX));
+        let checked = self.take_prepared(sampled)?.call(payload, REPLY_BYTES_MAX, work, frame::read_grammar_reply);
+        let (checked, taken) = checked.map_err(|error| match error {
+            TextError::Limit { work, .. } => TextError::Busy { work, seconds: GRAMMAR_TIME_MAX.as_secs() },
             error => error,
         })?;
-        slot.return_process(process);
+        taken.give_back();
         checked
     }
 
@@ -242,41 +176,39 @@ impl Pool {
     /// [`TextError`], as [`Pool::encode`].
     #[cfg(feature = "serve")]
     pub fn prepare(&self, sampled: &Sampled) -> Result<(), TextError> {
-        self.prepared(sampled).map(|(slot, process)| slot.return_process(process))
+        self.take_prepared(sampled).map(Taken::give_back)
     }
 
-    /// Waits for the right to use a process. Returns it, and a process that is prepared for grammars, which takes more
-    /// than a second for a large vocabulary.
+    /// Takes a process that is prepared for grammars, which takes more than a second for a large vocabulary.
     #[cfg(feature = "serve")]
-    fn prepared(&self, sampled: &Sampled) -> Result<(Slot<'_>, Process), TextError> {
-        let (mut slot, mut process) = self.process()?;
-        if !process.is_prepared {
-            let payload = frame::sampled_request(sampled);
-            let call = Work::within(PREPARING_GRAMMARS, LOAD_TIME_MAX);
-            let (prepared, next) = slot.call(process, payload, REPLY_BYTES_MAX, call, frame::read_grammar_reply)?;
-            (slot, process) = next;
-            if let Err(error) = prepared {
-                slot.return_process(process);
-                return Err(error);
-            }
-            process.is_prepared = true;
+    fn take_prepared(&self, sampled: &Sampled) -> Result<Taken<'_>, TextError> {
+        let taken = self.take()?;
+        if taken.process.is_prepared {
+            return Ok(taken);
         }
-        Ok((slot, process))
+        let (payload, work) = (frame::sampled_request(sampled), (PREPARING_GRAMMARS, LOAD_TIME_MAX));
+        let (prepared, mut taken) = taken.call(payload, REPLY_BYTES_MAX, work, frame::read_grammar_reply)?;
+        if let Err(error) = prepared {
+            taken.give_back();
+            return Err(error);
+        }
+        taken.process.is_prepared = true;
+        Ok(taken)
     }
 
-    /// Waits for the right to use a process. Returns it, and a process.
-    fn process(&self) -> Result<(Slot<'_>, Process), TextError> {
+    /// Waits for the right to use a process, and takes one.
+    fn take(&self) -> Result<Taken<'_>, TextError> {
         let slot = self.slot()?;
         let idle = self.state().idle.pop();
         if let Some(process) = idle {
-            return Ok((slot, process));
+            return Ok(Taken { slot, process });
         }
         let (process, answer) = self.load()?;
         // The files were valid when the first process read them.
         if !matches!(frame::opened(&answer), Some(Ok(_))) {
-            return Err(self.end(process, &CallError::Ended, LOADING, child::CALL_BYTES));
+            return Err(self.end(process, &CallError::Ended, LOADING, LOAD_TIME_MAX, child::CALL_BYTES));
         }
-        Ok((slot, process))
+        Ok(Taken { slot, process })
     }
 
     /// Ends all processes, including busy ones. Waiting calls return an error.
@@ -312,11 +244,11 @@ impl Pool {
     /// Starts a process and sends it the files. Returns the process and its reply.
     fn load(&self) -> Result<(Process, Vec<u8>), TextError> {
         let mut process = self.spawn()?;
-        match process.exchange(&self.files, VOCABULARY_BYTES_MAX, LOADING) {
+        match process.exchange(&self.files, VOCABULARY_BYTES_MAX, LOAD_TIME_MAX) {
             Ok(answer) => Ok((process, answer)),
             Err(error) => {
                 let memory_max = child::load_bytes_max(self.files.len() as u64);
-                Err(self.end(process, &error, LOADING, memory_max))
+                Err(self.end(process, &error, LOADING, LOAD_TIME_MAX, memory_max))
             }
         }
     }
@@ -357,7 +289,8 @@ impl Pool {
         &self,
         mut process: Process,
         error: &CallError,
-        Work { name, processor, elapsed }: Work,
+        work: &'static str,
+        time: Duration,
         memory: u64,
     ) -> TextError {
         // A process that has ended by itself keeps its status.
@@ -369,11 +302,10 @@ impl Pool {
             return stopped();
         }
         match (error, status) {
-            (CallError::TimedOut, _) => TextError::Limit { work: name, limit: format!("{} s", processor.as_secs()) },
-            (CallError::Busy, _) => TextError::Busy { work: name, seconds: elapsed.as_secs() },
+            (CallError::TimedOut, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
             // An allocation beyond the memory limit aborts the process, and so does a stack overflow.
             (CallError::Ended, Ok(status)) if status.signal().is_some() => {
-                TextError::Limit { work: name, limit: format!("{} MiB of memory", memory >> 20) }
+                TextError::Limit { work, limit: format!("{} MiB of memory", memory >> 20) }
             }
             (CallError::Ended, Ok(status)) => TextError::Process(format!("it ended: {status}")),
             (CallError::Ended, Err(error)) => TextError::Process(format!("it ended: {error}")),
@@ -388,30 +320,7 @@ fn stopped() -> TextError {
 /// The right to use a process. Dropping it releases the right.
 struct Slot<'a>(&'a Pool);
 
-impl<'a> Slot<'a> {
-    /// Sends a payload to the process, and parses its reply of at most `bytes_max` bytes.
-    /// Returns the reply, and the process with the right to use it.
-    fn call<T>(
-        self,
-        mut process: Process,
-        payload: Vec<u8>,
-        bytes_max: u64,
-        work: Work,
-        read: impl FnOnce(&[u8]) -> Option<Result<T, TextError>>,
-    ) -> Result<(Result<T, TextError>, (Slot<'a>, Process)), TextError> {
-        if payload.len() > child::REQUEST_BYTES_MAX as usize {
-            self.return_process(process);
-            let limit = format!("{} bytes of text", child::REQUEST_BYTES_MAX);
-            return Err(TextError::Limit { work: work.name, limit });
-        }
-        let answer = process.exchange(&payload, bytes_max, work);
-        drop(payload);
-        match answer.and_then(|answer| read(&answer).ok_or(CallError::Ended)) {
-            Ok(answered) => Ok((answered, (self, process))),
-            Err(error) => Err(self.0.end(process, &error, work, child::CALL_BYTES)),
-        }
-    }
-
+impl Slot<'_> {
     /// Keeps the process for later calls.
     fn return_process(self, process: Process) {
         let mut state = self.0.state();
@@ -428,28 +337,68 @@ impl Drop for Slot<'_> {
     }
 }
 
+/// A process and the right to use it.
+struct Taken<'a> {
+    slot: Slot<'a>,
+    process: Process,
+}
+
+impl Taken<'_> {
+    /// Sends a payload to the process, which may `work` for `time`, and parses its reply of at most `bytes_max` bytes.
+    /// Ends a process without a valid reply.
+    fn call<T>(
+        mut self,
+        payload: Vec<u8>,
+        bytes_max: u64,
+        (work, time): (&'static str, Duration),
+        read: impl FnOnce(&[u8]) -> Option<Result<T, TextError>>,
+    ) -> Result<(Result<T, TextError>, Self), TextError> {
+        if payload.len() > child::REQUEST_BYTES_MAX as usize {
+            self.give_back();
+            return Err(TextError::Limit { work, limit: format!("{} bytes of text", child::REQUEST_BYTES_MAX) });
+        }
+        let answer = self.process.exchange(&payload, bytes_max, time);
+        drop(payload);
+        match answer.and_then(|answer| read(&answer).ok_or(CallError::Ended)) {
+            Ok(answered) => Ok((answered, self)),
+            Err(error) => {
+                let Self { slot, process } = self;
+                Err(slot.0.end(process, &error, work, time, child::CALL_BYTES))
+            }
+        }
+    }
+
+    /// Keeps the process for later calls.
+    fn give_back(self) {
+        self.slot.return_process(self.process);
+    }
+}
+
 impl Process {
     /// Sends a payload and receives one of at most `bytes_max` bytes.
-    fn exchange(&mut self, payload: &[u8], bytes_max: u64, work: Work) -> Result<Vec<u8>, CallError> {
-        let deadline = Deadline::new(self.child.id(), work);
-        let stream = &self.stream;
+    fn exchange(&mut self, payload: &[u8], bytes_max: u64, time: Duration) -> Result<Vec<u8>, CallError> {
+        let deadline = Instant::now() + time;
+        let left = || {
+            deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or(CallError::TimedOut)
+        };
         let length = u32::try_from(payload.len()).map_err(|_| CallError::Ended)?;
         for mut rest in [&length.to_le_bytes()[..], payload] {
             while !rest.is_empty() {
-                let written = deadline.transfer(|left| {
-                    stream.set_write_timeout(Some(left))?;
-                    (&*stream).write(rest)
-                })?;
-                rest = &rest[written..];
+                self.stream.set_write_timeout(Some(left()?))?;
+                match self.stream.write(rest)? {
+                    0 => return Err(CallError::Ended),
+                    written => rest = &rest[written..],
+                }
             }
         }
-        let receive = |buffer: &mut [u8]| {
+        let mut receive = |buffer: &mut [u8]| {
             let mut filled = 0;
             while filled < buffer.len() {
-                filled += deadline.transfer(|left| {
-                    stream.set_read_timeout(Some(left))?;
-                    (&*stream).read(&mut buffer[filled..])
-                })?;
+                self.stream.set_read_timeout(Some(left()?))?;
+                match self.stream.read(&mut buffer[filled..])? {
+                    0 => return Err(CallError::Ended),
+                    read => filled += read,
+                }
             }
             Ok(())
         };

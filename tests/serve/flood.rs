@@ -47,7 +47,7 @@ impl Flood {
             thread::spawn(move || {
                 for at in 0.. {
                     let (status, answer) = ask(&address, "/v1/completions", &body(client, at));
-                    assert!([200, 400, 429].contains(&status), "{status} {answer}");
+                    assert!([200, 400, 408, 429].contains(&status), "{status} {answer}");
                     if done.load(Ordering::Relaxed) {
                         break;
                     }
@@ -102,6 +102,23 @@ fn slow_small_grammars_leave_others_alone() {
     for at in 2..4 {
         ask_fast(&server, "/v1/completions", &regex(1), 200);
         ask_fast(&server, "/v1/completions", &regex(at), 200);
+        ask_fast(&server, "/v1/completions", &regex(at), 200);
+    }
+    flood.end(server);
+}
+
+#[test]
+fn slow_grammars_leave_fast_ones_alone() {
+    let server = Server::start(&mut command(&["--context", "8192", "--max-batch", "64"]));
+    let regex = |at: usize| with_regex(&format!("[ab]{{{at}}}"));
+    assert_eq!(server.ask("/v1/completions", &regex(1)).0, 200);
+    // They are as small as the fast ones, and take more than a second each.
+    let flood = Flood::start(&server, 8, |client, at| {
+        let schema = json!({"type": "integer", "multipleOf": 99_990 - 100 * client - at});
+        json!({"prompt": [5], "max_tokens": 1, "structured_outputs": {"json": schema}}).to_string()
+    });
+    server.wait_for_some("unweight_texts_waiting", |waiting| waiting > 4.0);
+    for at in 2..6 {
         ask_fast(&server, "/v1/completions", &regex(at), 200);
     }
     flood.end(server);

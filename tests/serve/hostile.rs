@@ -197,10 +197,11 @@ fn hostile_grammars_are_errors_within_limits() {
         let (status, answer) = server.ask(path, &body.to_string());
         let took = start.elapsed();
         println!("{name}: {status} in {took:?}: {}", answer.chars().take(200).collect::<String>());
-        assert!(status == 200 || status == 400, "{name}: {status} {answer}");
+        // 408 if the machine is busy.
+        assert!([200, 400, 408].contains(&status), "{name}: {status} {answer}");
         assert!(answer.len() < 20_000, "{name}: an answer of {} bytes", answer.len());
         assert!(took < 2 * ANSWER_TIME, "{name} took {took:?}");
-        refused += usize::from(status == 400);
+        refused += usize::from(status != 200);
     }
     done.store(true, Ordering::Relaxed);
     let slowest = neighbour.join().unwrap();
@@ -296,7 +297,7 @@ fn slow_templates_leave_the_others_alone() {
 #[test]
 fn a_disconnect_frees_the_place() {
     let (_home, server) = started(&[("chat_template.jinja", &endless())], &[]);
-    // Waiting requests are dropped when their clients disconnect. Three are in progress, for at most two seconds.
+    // Waiting requests are dropped when their clients disconnect. Four are in progress, for at most two seconds.
     let clients: Vec<TcpStream> = (0..30).map(|_| hang(&server)).collect();
     thread::sleep(Duration::from_millis(300));
     drop(clients);
@@ -312,7 +313,7 @@ fn a_signal_ends_the_server_while_templates_hang() {
     let clients: Vec<TcpStream> = (0..4).map(|_| hang(&server)).collect();
     thread::sleep(Duration::from_millis(300));
     let processes = memory::children(server.child.id());
-    assert_eq!(processes.len(), 3, "text processes");
+    assert_eq!(processes.len(), 4, "text processes");
     server.signal(rustix::process::Signal::TERM);
     let start = Instant::now();
     let (status, said) = server.end();
