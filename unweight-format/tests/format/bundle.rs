@@ -25,7 +25,7 @@ use unweight_format::{
 
 use crate::{
     attacks,
-    common::{self, Scratch, header, read_tree, real_model, safetensors_file, small_model, tensor},
+    common::{self, Scratch, header, narrow, read_tree, real_model, safetensors_file, small_model, tensor},
 };
 
 fn round_trip(source: &Path, options: &CompressOptions) -> BTreeMap<String, Vec<u8>> {
@@ -253,8 +253,7 @@ fn encoder_misfit_falls_back_with_a_reason() {
 fn the_bytes_do_not_depend_on_threads_or_memory() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
-    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, experts: 2, shards: 3, ..DemoOptions::default() })
-        .unwrap();
+    demo_model::write(&source, &DemoOptions { experts: 2, ..narrow(2, 512, 3) }).unwrap();
     let with = |name: &str, threads, ram_bytes| {
         let options = CompressOptions::default().threads(Some(threads)).ram_bytes(ram_bytes);
         compress(&source, &scratch.path(name), &options, &Silent).unwrap();
@@ -262,7 +261,7 @@ fn the_bytes_do_not_depend_on_threads_or_memory() {
     };
     let one = with("one", 1, None);
     assert!(one == with("three", 3, None));
-    assert!(one == with("little", 2, Some(1 << 20)));
+    assert!(one == with("little", 2, Some(1 << 18)));
 }
 
 #[test]
@@ -749,7 +748,7 @@ impl<F: Fn() + Sync> Progress for CancelAfter<F> {
 fn resume_after_interruption_gives_the_same_bytes() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
-    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 4, ..DemoOptions::default() }).unwrap();
+    demo_model::write(&source, &narrow(2, 512, 4)).unwrap();
     let options = CompressOptions::default();
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
     let total: u64 = read_tree(&source).values().map(|f| f.len() as u64).sum();
@@ -793,7 +792,7 @@ fn resume_after_interruption_gives_the_same_bytes() {
 fn resume_restarts_when_options_or_source_change() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
-    demo_model::write(&source, &DemoOptions { layers: 1, vocab: 512, shards: 3, ..DemoOptions::default() }).unwrap();
+    demo_model::write(&source, &narrow(1, 512, 3)).unwrap();
     let total: u64 = read_tree(&source).values().map(|f| f.len() as u64).sum();
     let interrupt = || {
         let progress = CancelAfter { bytes: total * 9 / 10, done: AtomicU64::new(0), then: || {} };
@@ -855,10 +854,9 @@ impl Progress for StartsOver {
 fn a_run_says_that_it_starts_over() {
     let scratch = Scratch::new();
     let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
-    let model = DemoOptions { layers: 4, vocab: 512, shards: 3, ..DemoOptions::default() };
-    demo_model::write(&source, &model).unwrap();
+    demo_model::write(&source, &narrow(4, 512, 3)).unwrap();
     let total: u64 = read_tree(&source).values().map(|bytes| bytes.len() as u64).sum();
-    let options = CompressOptions::default().ram_bytes(Some(1 << 20));
+    let options = CompressOptions::default().ram_bytes(Some(1 << 18));
     for with_finished in [false, true] {
         if with_finished {
             // The other shards are unfinished, because this is the first one that is finished.
@@ -895,9 +893,9 @@ fn a_run_says_that_it_starts_over() {
 fn resume_continues_inside_a_file() {
     let scratch = Scratch::new();
     let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
-    let model = DemoOptions { layers: 4, vocab: 512, shards: 1, ..DemoOptions::default() };
+    let model = narrow(4, 512, 1);
     demo_model::write(&source, &model).unwrap();
-    let options = CompressOptions::default().ram_bytes(Some(1 << 20)).sha256(true);
+    let options = CompressOptions::default().ram_bytes(Some(1 << 18)).sha256(true);
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
     let (whole, total) =
         (read_tree(&scratch.path("whole")), fs::metadata(source.join("model.safetensors")).unwrap().len());
@@ -964,7 +962,7 @@ fn resume_continues_inside_a_file() {
 
     // The same for decompression.
     let (back, partial) = (scratch.path("back"), scratch.path("back.partial"));
-    let options = DecompressOptions::default().ram_bytes(Some(1 << 20));
+    let options = DecompressOptions::default().ram_bytes(Some(1 << 18));
     decompress(&out, &back, &options, &stop_halfway(nothing)).unwrap_err();
     let left = read_tree(&partial);
     let begun = left.keys().find(|name| name.starts_with("work/shard-")).unwrap();
@@ -1045,7 +1043,7 @@ fn progress_ends_at_the_announced_total() {
     let scratch = Scratch::new();
     let (source, bundle) = (scratch.path("source"), scratch.path("bundle"));
     // One tensor is larger than the limit of those copied as a whole.
-    demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 2, ..DemoOptions::default() }).unwrap();
+    demo_model::write(&source, &narrow(2, 512, 2)).unwrap();
     let header = r#"{"big":{"dtype":"F32","shape":[18000000],"data_offsets":[0,72000000]}}"#;
     let big = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![1; 72_000_000]].concat();
     fs::write(source.join("zz-big.safetensors"), big).unwrap();

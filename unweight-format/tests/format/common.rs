@@ -86,6 +86,11 @@ pub fn small_model(dir: &Path) {
     demo_model::write(dir, &demo).unwrap();
 }
 
+/// Shape of a model of a few megabytes per layer, with as many tensors as the default demo model's.
+pub fn narrow(layers: usize, vocab: usize, shards: usize) -> DemoOptions {
+    DemoOptions { layers, hidden: 256, intermediate: 704, vocab, shards, ..DemoOptions::default() }
+}
+
 /// BF16 weights that look trained.
 pub fn weights(elements: usize, seed: u64) -> Vec<u8> {
     Weights::TRAINED.bytes(elements, seed)

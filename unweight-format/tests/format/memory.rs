@@ -97,7 +97,7 @@ fn memory_is_bounded_for_every_model() {
 fn memory_stays_within_the_ram_option() {
     let scratch = Scratch::new();
     let (largest, ram) = (4 * MIB, 32 * MIB);
-    holes(&scratch.path("model"), 320 * MIB, largest);
+    holes(&scratch.path("model"), 160 * MIB, largest);
     // In addition, the program itself, stacks and tables.
     let limit = ram + 2 * largest + 32 * MIB;
     let steps = [("compress", "bundle"), ("compress and verify", "bundle"), ("verify", ""), ("decompress", "back")];
@@ -150,7 +150,7 @@ fn manifest_memory_is_bounded() {
         ("unknown fields", "unknown", unknown.to_owned()),
     ];
     for (what, list, entry) in cases {
-        let bytes = 32 * MIB;
+        let bytes = 8 * MIB;
         let mut entries = String::new();
         for i in 0.. {
             if entries.len() as u64 > bytes {
