@@ -1,4 +1,5 @@
-//! Time per stage on N(0, 0.02^2), [14336, 4096] (117 MB): `cargo bench -p unweight-format`.
+//! Time per stage on N(0, 0.02^2), [14336, 4096] (117 MB): `cargo bench -p unweight-format`. `cargo test` runs each
+//! stage once on a sixteenth of the rows.
 
 use std::{hint::black_box, time::Duration};
 
@@ -13,8 +14,9 @@ const ROWS: usize = 14336;
 const COLS: usize = 4096;
 
 fn stages(c: &mut Criterion) {
-    let bytes = Weights::TRAINED.bytes(ROWS * COLS, 1);
-    let matrix = Matrix::new(&bytes, ROWS, COLS).expect("a matrix");
+    let rows = if std::env::args().any(|argument| argument == "--bench") { ROWS } else { ROWS / 16 };
+    let bytes = Weights::TRAINED.bytes(rows * COLS, 1);
+    let matrix = Matrix::new(&bytes, rows, COLS).expect("a matrix");
     let histogram = Histogram::of(&bytes);
     let code = Code::from_histogram(&histogram, CodeLimit::DEFAULT).expect("a code");
     let tensor = huffman::encode_with(matrix, &code).expect("encodes");
