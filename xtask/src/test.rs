@@ -22,8 +22,10 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     if !arguments.is_empty() {
         return test(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
     }
-    // Doc tests included: alone, they would build half of the crates again, without the features of other tests.
-    test(&["--workspace"])?;
+    // Without naming what to build, cargo would build every example too, though no test runs one; clippy checks them.
+    // Doc tests have a command of their own. It builds no crate again, as each has the same features in both.
+    test(&["--workspace", "--tests"])?;
+    test(&["--workspace", "--doc"])?;
     wheel::test(&environment)
 }
 

@@ -332,7 +332,7 @@ fn build(kind: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String>
                 .concat()
         }
         // The same build as `cargo xtask test`, which exists already.
-        Build::Tests => vec!["test", "--no-run", "--workspace"],
+        Build::Tests => vec!["test", "--no-run", "--workspace", "--tests"],
         Build::Command => [&["build"], &command_arguments[..]].concat(),
     };
     let command = gpu_pack::command(cargo().env("PATH", &path).envs(variables.iter().cloned()), &arguments)?;
