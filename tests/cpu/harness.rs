@@ -540,16 +540,23 @@ impl Buffer {
 
     /// Returns the bytes as little-endian u16.
     pub fn u16s(&self) -> Vec<u16> {
-        self.slice().chunks_exact(2).map(|b| u16::from_le_bytes(b.try_into().unwrap())).collect()
+        self.numbers()
     }
 
     /// Returns the bytes as little-endian u32.
     pub fn u32s(&self) -> Vec<u32> {
-        self.slice().chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().unwrap())).collect()
+        self.numbers()
     }
 
     /// Returns the bytes as little-endian u64.
     pub fn u64s(&self) -> Vec<u64> {
-        self.slice().chunks_exact(8).map(|b| u64::from_le_bytes(b.try_into().unwrap())).collect()
+        self.numbers()
+    }
+
+    /// Returns the bytes as numbers of this machine, which is little-endian as the device is. Copies all at once: these
+    /// tests are not optimised.
+    fn numbers<T: bytemuck::Pod>(&self) -> Vec<T> {
+        let whole = self.bytes / size_of::<T>() * size_of::<T>();
+        bytemuck::cast_slice(&self.slice()[..whole]).to_vec()
     }
 }
