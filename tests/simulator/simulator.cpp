@@ -139,13 +139,19 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
     Block& b = block_of(address);
     Fiber& own = self();
     u32 first = offset_of(address, bytes, 1);
+    const u32 end = (first + bytes - 1) / 16 + 1;
     for (Fiber* other : simulator().fibers) {
         if (other->block != &b || other == &own) continue;
+        // Most have read none of it, or met since: the barriers are asked last.
+        u64 read = 0;
+        for (u32 g = first / 16; g < end; ++g)
+            if (other->read_at.of(g) > read) read = other->read_at.of(g);
         u64 last = other->warp == own.warp ? other->met_warp : 0;
+        if (read <= last) continue;
         for (u32 id = 0; id < 16; ++id)
             if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id])
                 last = other->met_barrier[id];
-        for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
+        for (u32 g = first / 16; g < end; ++g)
             if (other->read_at.of(g) > last)
                 fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16,
                      other->thread);
