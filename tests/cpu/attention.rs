@@ -1,6 +1,8 @@
 //! Attention over paged KV caches in the simulator: results against float64, pages whose unused lines are NaN, hostile
 //! tables, and planted bugs that must be caught.
 
+use std::fmt::Display;
+
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
 use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape, spec::Op};
 
@@ -16,11 +18,18 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, case: &Decode) {
     assert_eq!(outcome.fault, 0, "{spec} {case:?}");
 }
 
+/// Returns the variants of a family with these names, and their kernels in one library.
+fn built(family: &str, names: &[impl Display]) -> (Vec<VariantSpec>, CpuKernel) {
+    let specs: Vec<_> = names.iter().map(|name| spec(&format!("{family}_{name}"))).collect();
+    let kernel = CpuKernel::all(&specs, &[]);
+    (specs, kernel)
+}
+
 #[test]
 fn lengths_at_the_edges_of_tiles_and_pages() {
-    for name in ["d128_w4p2c1_pdl", "d128_w4p2c1_async_pdl", "d128_w4p2c1_split_async_pdl"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) =
+        built("attention_decode", &["d128_w4p2c1_pdl", "d128_w4p2c1_async_pdl", "d128_w4p2c1_split_async_pdl"]);
+    for spec in specs {
         check(&mut kernel, &spec, &Decode::new(128, 4, &[0, 14, 15, 16, PAD, 62, 63, 64, 126, 199]));
     }
 }
@@ -36,9 +45,9 @@ fn every_group_size() {
 
 #[test]
 fn clusters_share_the_tokens_of_a_row() {
-    for name in ["d64_w4p2c2_pdl", "d64_w2p3c4", "d64_w4p1c8_pdl", "d64_w2p3c2_async"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) =
+        built("attention_decode", &["d64_w4p2c2_pdl", "d64_w2p3c4", "d64_w4p1c8_pdl", "d64_w2p3c2_async"]);
+    for spec in specs {
         check(&mut kernel, &spec, &Decode::new(64, 3, &[0, 17, PAD, 500, 127, 128, 640]));
     }
 }
@@ -66,9 +75,8 @@ fn parts_share_the_tokens_of_a_row() {
 
 #[test]
 fn windows_leave_tokens_out() {
-    for name in ["d32_w2p2c2", "d32_w2p2c1_split_async"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) = built("attention_decode", &["d32_w2p2c2", "d32_w2p2c1_split_async"]);
+    for spec in specs {
         for window in [1, 7, 16, 17, 64, 100, 1000] {
             let positions = [0, 6, 15, 16, 63, 64, 65, 99, 100, 230];
             check(&mut kernel, &spec, &Decode { window, ..Decode::new(32, 4, &positions) });
@@ -88,9 +96,9 @@ fn heads_get_bias_norm_and_rotation() {
 /// Pairs of adjacent elements, of a whole head or of a part of it, for both kinds of copy and kernels of both caches.
 #[test]
 fn adjacent_elements_are_rotated_together() {
-    for name in ["d64_w4p2c1_adjacent_pdl", "d64_w4p2c1_split_async_adjacent_pdl"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) =
+        built("attention_decode", &["d64_w4p2c1_adjacent_pdl", "d64_w4p2c1_split_async_adjacent_pdl"]);
+    for spec in specs {
         for (bias, norm, rope_dim) in [(false, false, 64), (true, false, 32), (true, true, 12), (false, false, 0)] {
             let case = Decode { bias, norm, rope_dim, adjacent: true, ..Decode::new(64, 5, &[0, 40, 81]) };
             check(&mut kernel, &spec, &case);
@@ -101,9 +109,11 @@ fn adjacent_elements_are_rotated_together() {
 /// Heads of 256: several words per lane, and queries in shared memory; with clusters, parts, and copies by threads.
 #[test]
 fn large_heads() {
-    for name in ["d256_w4p1c1_pdl", "d256_w4p1c4", "d256_w4p1c1_async_pdl", "d256_w4p1c1_split_async"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) = built(
+        "attention_decode",
+        &["d256_w4p1c1_pdl", "d256_w4p1c4", "d256_w4p1c1_async_pdl", "d256_w4p1c1_split_async"],
+    );
+    for spec in specs {
         let whole = Decode { bias: true, norm: true, ..Decode::new(256, 2, &[0, 15, 64, PAD, 199]) };
         check(&mut kernel, &spec, &whole);
         check(&mut kernel, &spec, &Decode { window: 40, rope_dim: 64, ..Decode::new(256, 4, &[3, 40, 130]) });
@@ -114,19 +124,19 @@ fn large_heads() {
 /// Soft-capped scores, in every encoding of a tile.
 #[test]
 fn scores_have_a_soft_cap() {
-    for name in ["d64_w4p2c1_softcap_pdl", "d256_w4p1c2_softcap", "d32_w1p2c1_split_async_softcap"] {
-        let spec = spec(&format!("attention_decode_{name}"));
+    let (specs, mut kernel) =
+        built("attention_decode", &["d64_w4p2c1_softcap_pdl", "d256_w4p1c2_softcap", "d32_w1p2c1_split_async_softcap"]);
+    for spec in specs {
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
-        let mut kernel = CpuKernel::of(&spec, &[]);
         for (window, cap) in [(0, 0.5), (20, 2.0)] {
             let case = Decode::new(op.head_dim.get() as usize, 4, &[0, 17, PAD, 130]);
             check(&mut kernel, &spec, &Decode { window, softcap: Some(cap), ..case });
         }
     }
-    for name in ["d64_w2p2c1_softcap_pdl", "d256_w4p2c1_softcap", "d32_w4p2c1_async_softcap"] {
-        let spec = spec(&format!("attention_prefill_{name}"));
+    let (specs, mut kernel) =
+        built("attention_prefill", &["d64_w2p2c1_softcap_pdl", "d256_w4p2c1_softcap", "d32_w4p2c1_async_softcap"]);
+    for spec in specs {
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
-        let mut kernel = CpuKernel::of(&spec, &[]);
         let problem = Chunk { softcap: Some(1.0), ..chunk(op.head_dim.get() as usize, 3, (50, 40, 30)) };
         let problem = ChunkProblem::new(&problem);
         let outcome = launch_chunk(&problem, &mut kernel, &spec, 5).unwrap_or_else(|e| panic!("{spec}: {e}"));
@@ -170,9 +180,9 @@ fn planted_bugs_of_large_heads_and_caps_are_caught() {
 
 #[test]
 fn small_and_odd_head_sizes() {
-    for head_dim in [16, 32, 48, 80, 96, 112] {
-        let spec = spec(&format!("attention_decode_d{head_dim}_w4p2c1"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let sizes = [16, 32, 48, 80, 96, 112];
+    let (specs, mut kernel) = built("attention", &sizes.map(|head_dim| format!("decode_d{head_dim}_w4p2c1")));
+    for (spec, head_dim) in specs.into_iter().zip(sizes) {
         check(&mut kernel, &spec, &Decode { bias: true, norm: true, ..Decode::new(head_dim, 2, &[0, 19, 80, 150]) });
     }
 }
@@ -180,9 +190,8 @@ fn small_and_odd_head_sizes() {
 /// More tiles than a warp loads page indices for at once.
 #[test]
 fn long_rows() {
-    for name in ["d16_w1p1c1", "d16_w1p1c1_async", "d16_w1p3c1_async"] {
-        let spec = spec(&format!("attention_decode_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) = built("attention_decode", &["d16_w1p1c1", "d16_w1p1c1_async", "d16_w1p3c1_async"]);
+    for spec in specs {
         for (window, position) in [(0, 16 * 32 - 1), (0, 16 * 32), (0, 16 * 64), (0, 1500), (900, 2000)] {
             check(&mut kernel, &spec, &Decode { kv_heads: 1, window, ..Decode::new(16, 1, &[position]) });
         }
@@ -216,10 +225,10 @@ fn alone_and_together(spec: &VariantSpec) {
 /// and the next launch reads them. The bits equal those of one launch per token.
 #[test]
 fn rows_of_one_sequence_follow_each_other() {
-    for name in ["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl", "d128_w4p2c1_async_pdl"] {
-        let spec = spec(&format!("attention_decode_{name}"));
+    let (specs, mut kernel) =
+        built("attention_decode", &["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl", "d128_w4p2c1_async_pdl"]);
+    for spec in specs {
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
-        let mut kernel = CpuKernel::of(&spec, &[]);
         for window in [0, 20] {
             // Across the end of a page, newest token first: rows run in any order.
             let positions = [65, 64, 63, 62, 61];
@@ -360,20 +369,22 @@ fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)
 
 #[test]
 fn chunks_attend_to_earlier_tokens() {
-    for name in [
-        "d128_w4p2c1_pdl",
-        "d64_w2p2c1_pdl",
-        "d48_w4p2c1",
-        "d16_w1p2c1_pdl",
-        "d64_w2p2c1_async_pdl",
-        "d16_w4p3c1_async",
-        "d256_w4p2c1_pdl",
-        "d256_w4p2c1_async",
-    ] {
-        let spec = spec(&format!("attention_prefill_{name}"));
+    let (specs, mut kernel) = built(
+        "attention_prefill",
+        &[
+            "d128_w4p2c1_pdl",
+            "d64_w2p2c1_pdl",
+            "d48_w4p2c1",
+            "d16_w1p2c1_pdl",
+            "d64_w2p2c1_async_pdl",
+            "d16_w4p3c1_async",
+            "d256_w4p2c1_pdl",
+            "d256_w4p2c1_async",
+        ],
+    );
+    for spec in specs {
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
         let head_dim = op.head_dim.get() as usize;
-        let mut kernel = CpuKernel::of(&spec, &[]);
         for (group, run) in [(4, (0, 1, 0)), (1, (0, 70, 0)), (7, (61, 5, 0)), (16, (130, 20, 0)), (3, (0, 64, 0))] {
             let problem = ChunkProblem::new(&chunk(head_dim, group, run));
             let outcome = launch_chunk(&problem, &mut kernel, &spec, 5).unwrap_or_else(|e| panic!("{spec}: {e}"));
@@ -418,9 +429,8 @@ fn rows_do_not_depend_on_how_a_sequence_is_cut() {
 
 #[test]
 fn hostile_pages_of_a_chunk_are_reported() {
-    for name in ["d32_w2p2c1", "d32_w2p2c1_async"] {
-        let spec = spec(&format!("attention_prefill_{name}"));
-        let mut kernel = CpuKernel::of(&spec, &[]);
+    let (specs, mut kernel) = built("attention_prefill", &["d32_w2p2c1", "d32_w2p2c1_async"]);
+    for spec in specs {
         for entry in 0..5 {
             let mut problem = ChunkProblem::new(&chunk(32, 4, (200, 100, 0)));
             problem.sequence.table[entry] = [problem.sequence.pages, u32::MAX][entry % 2];

@@ -349,7 +349,7 @@ fn problems() -> Vec<Problem> {
 
 #[test]
 fn every_pair_is_multiplied_by_its_expert() {
-    for name in [
+    let specs = [
         "gemm_grouped_b8_r4w4p2_store",
         "gemm_grouped_b8_r3w2p1_pdl_silu_mul",
         "gemm_grouped_b16_r4w2p1_pdl_store",
@@ -360,11 +360,12 @@ fn every_pair_is_multiplied_by_its_expert() {
         "gemm_grouped_b16_r5w2p3_bf16_pdl_store",
         "gemm_grouped_b32_r2w3p2_bf16_silu_mul",
         "gemm_grouped_b64_r1w2p2_bf16_pdl_store",
-    ] {
-        let spec = spec(name);
-        let mut kernel = CpuKernel::of(&spec, &[]);
-        for (i, problem) in problems().iter().enumerate() {
-            problem.check(&mut kernel, &spec, i as u64).unwrap_or_else(|wrong| panic!("{spec}, problem {i}: {wrong}"));
+    ]
+    .map(spec);
+    let (mut kernel, problems) = (CpuKernel::all(&specs, &[]), problems());
+    for spec in &specs {
+        for (i, problem) in problems.iter().enumerate() {
+            problem.check(&mut kernel, spec, i as u64).unwrap_or_else(|wrong| panic!("{spec}, problem {i}: {wrong}"));
         }
     }
 }
