@@ -165,14 +165,18 @@ fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
     (op.batch_tile.get(), op.epilogue)
 }
 
-fn check(name: &str, shapes: &[(usize, usize, usize)]) {
-    let spec = spec(&format!("gemm_compact_{name}"));
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for (i, &(m, n, k)) in shapes.iter().enumerate() {
-        let problem = Problem::random(n, k, 31 + i as u64);
-        for seed in [1, 1000] {
-            let wrong = problem.wrong_sums(&mut kernel, &spec, m, seed + i as u64);
-            assert_eq!(wrong, Ok(0), "{spec} m = {m}, n = {n}, k = {k}");
+type Shape = (usize, usize, usize);
+
+fn check(cases: &[(&str, &[Shape])]) {
+    let specs: Vec<_> = cases.iter().map(|(name, _)| spec(&format!("gemm_compact_{name}"))).collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (spec, (_, shapes)) in specs.iter().zip(cases) {
+        for (i, &(m, n, k)) in shapes.iter().enumerate() {
+            let problem = Problem::random(n, k, 31 + i as u64);
+            for seed in [1, 1000] {
+                let wrong = problem.wrong_sums(&mut kernel, spec, m, seed + i as u64);
+                assert_eq!(wrong, Ok(0), "{spec} m = {m}, n = {n}, k = {k}");
+            }
         }
     }
 }
@@ -191,57 +195,57 @@ fn every_weight_round_trips() {
 
 #[test]
 fn batch_tile_8() {
-    // Odd numbers of tiles, fewer tiles than warps, and batches at and next to the edge.
-    check("b8_w4p2c1_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64), (7, 64, 704), (17, 64, 192)]);
-    check("b8_w2p1c1_pdl_store_add", &[(5, 128, 320), (9, 64, 192)]);
+    check(&[
+        // Odd numbers of tiles, fewer tiles than warps, and batches at and next to the edge.
+        ("b8_w4p2c1_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64), (7, 64, 704), (17, 64, 192)]),
+        ("b8_w2p1c1_pdl_store_add", &[(5, 128, 320), (9, 64, 192)]),
+    ]);
 }
 
 #[test]
 fn batch_tile_16() {
-    check("b16_w2p3c1_pdl_store", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)]);
+    check(&[("b16_w2p3c1_pdl_store", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)])]);
 }
 
 #[test]
 fn batch_tile_32() {
-    check("b32_w3p2c1_pdl_store", &[(31, 64, 256), (33, 128, 64)]);
+    check(&[("b32_w3p2c1_pdl_store", &[(31, 64, 256), (33, 128, 64)])]);
 }
 
 #[test]
 fn cluster_splits_k_and_adds() {
-    check("b8_w2p2c2_pdl_store_add", &[(3, 128, 448), (8, 64, 64)]);
-    check("b16_w1p2c8_store", &[(16, 64, 960)]);
+    check(&[("b8_w2p2c2_pdl_store_add", &[(3, 128, 448), (8, 64, 64)]), ("b16_w1p2c8_store", &[(16, 64, 960)])]);
 }
 
 /// Rows are split over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between
 /// blocks; fewer tiles than warps; warps with several rows.
 #[test]
 fn row_blocks_are_distributed() {
-    check("b8_w3p1c1_persistent_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
-    check("b8_w2p1c2_t32_persistent_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
-    // As many rows as a block may end, and a block with one tile more than its neighbor.
-    check("b8_w8p1c2_persistent_store", &[(8, 512, 192)]);
-    check("b8_w3p1c4_persistent_store", &[(8, 960, 64)]);
-    check("b16_w5p2c4_t8_persistent_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
-    check("b32_w1p1c2_t16_persistent_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]);
+    check(&[
+        ("b8_w3p1c1_persistent_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]),
+        ("b8_w2p1c2_t32_persistent_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]),
+        // As many rows as a block may end, and a block with one tile more than its neighbor.
+        ("b8_w8p1c2_persistent_store", &[(8, 512, 192)]),
+        ("b8_w3p1c4_persistent_store", &[(8, 960, 64)]),
+        ("b16_w5p2c4_t8_persistent_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]),
+        ("b32_w1p1c2_t16_persistent_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]),
+    ]);
 }
 
 #[test]
 fn copies_of_the_table_are_one() {
-    check("b8_w2p1c1_t8_store", &[(3, 128, 320)]);
-    check("b16_w1p1c2_t32_pdl_store", &[(16, 64, 448)]);
+    check(&[("b8_w2p1c1_t8_store", &[(3, 128, 320)]), ("b16_w1p1c2_t32_pdl_store", &[(16, 64, 448)])]);
 }
 
 #[test]
 fn gate_and_up_become_one() {
-    check("b8_w4p2c1_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]);
-    check("b32_w1p1c8_silu_mul", &[(30, 64, 640)]);
+    check(&[("b8_w4p2c1_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]), ("b32_w1p1c8_silu_mul", &[(30, 64, 640)])]);
 }
 
 /// More tiles than a warp reads start offsets of at once.
 #[test]
 fn more_tiles_than_one_read_of_places() {
-    check("b8_w1p1c1_store", &[(3, 64, 64 * 67)]);
-    check("b8_w1p16c1_store", &[(3, 64, 64 * 81)]);
+    check(&[("b8_w1p1c1_store", &[(3, 64, 64 * 67)]), ("b8_w1p16c1_store", &[(3, 64, 64 * 81)])]);
 }
 
 #[test]

@@ -4,17 +4,21 @@
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
 
-/// Checks a variant on one SM, where a group takes as much as it can, and on more SMs than there is work for.
-fn check(name: &str, shapes: &[(usize, usize, usize)]) {
-    let spec = spec(name);
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for (i, &shape) in shapes.iter().enumerate() {
-        for problem in Problem::random(&spec, shape, 31 + i as u64).each_addend() {
-            for sms in [1, 7] {
-                let outcome = problem
-                    .run(&mut kernel, &spec, sms, 1000 * u64::from(sms) + i as u64)
-                    .unwrap_or_else(|e| panic!("{spec} {shape:?} on {sms} multiprocessors: {e}"));
-                assert_eq!(problem.mismatches(&outcome), 0, "{spec} {shape:?} on {sms} multiprocessors");
+type Shape = (usize, usize, usize);
+
+/// Checks variants on one SM, where a group takes as much as it can, and on more SMs than there is work for.
+fn check(cases: &[(&str, &[Shape])]) {
+    let specs: Vec<_> = cases.iter().map(|(name, _)| spec(name)).collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (spec, (_, shapes)) in specs.iter().zip(cases) {
+        for (i, &shape) in shapes.iter().enumerate() {
+            for problem in Problem::random(spec, shape, 31 + i as u64).each_addend() {
+                for sms in [1, 7] {
+                    let outcome = problem
+                        .run(&mut kernel, spec, sms, 1000 * u64::from(sms) + i as u64)
+                        .unwrap_or_else(|e| panic!("{spec} {shape:?} on {sms} multiprocessors: {e}"));
+                    assert_eq!(problem.mismatches(&outcome), 0, "{spec} {shape:?} on {sms} multiprocessors");
+                }
             }
         }
     }
@@ -22,55 +26,59 @@ fn check(name: &str, shapes: &[(usize, usize, usize)]) {
 
 #[test]
 fn batch_tile_8() {
-    check("gemm_mma_b8_r4w4p2c1_esc_pdl_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)]);
+    check(&[("gemm_mma_b8_r4w4p2c1_esc_pdl_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)])]);
 }
 
 #[test]
 fn batch_tile_16_row_blocks_across_tiles() {
-    check("gemm_mma_b16_r3w2p3c1_esc_pdl_store", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)]);
+    check(&[("gemm_mma_b16_r3w2p3c1_esc_pdl_store", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)])]);
 }
 
 #[test]
 fn batch_tile_32() {
-    check("gemm_mma_b32_r2w3p2c1_esc_pdl_store", &[(31, 64, 256), (33, 128, 64)]);
+    check(&[("gemm_mma_b32_r2w3p2c1_esc_pdl_store", &[(31, 64, 256), (33, 128, 64)])]);
 }
 
 #[test]
 fn seven_row_blocks() {
-    check("gemm_mma_b8_r7w2p1c1_esc_pdl_store", &[(5, 256, 192)]);
+    check(&[("gemm_mma_b8_r7w2p1c1_esc_pdl_store", &[(5, 256, 192)])]);
 }
 
 #[test]
 fn cluster_splits_k_and_adds() {
-    check("gemm_mma_b8_r4w2p2c2_esc_pdl_store_add", &[(3, 128, 448), (8, 64, 64)]);
+    check(&[("gemm_mma_b8_r4w2p2c2_esc_pdl_store_add", &[(3, 128, 448), (8, 64, 64)])]);
 }
 
 #[test]
 fn several_tasks_per_block() {
-    check("gemm_mma_b8_r2w2p2c1_persistent_esc_pdl_store", &[(8, 192, 192), (10, 128, 64)]);
+    check(&[("gemm_mma_b8_r2w2p2c1_persistent_esc_pdl_store", &[(8, 192, 192), (10, 128, 64)])]);
 }
 
 #[test]
 fn gate_and_up_become_one() {
-    check("gemm_mma_b8_r4w2p2c1_esc_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]);
-    check("gemm_mma_b16_r2w3p2c2_esc_pdl_silu_mul", &[(16, 128, 448)]);
-    check("gemm_mma_b8_r4w2p2c1_persistent_esc_pdl_silu_mul", &[(8, 320, 128)]);
-    // Odd numbers of row blocks: alone, across tiles, and with fewer pairs of rows than blocks in a cluster.
-    check("gemm_mma_b8_r7w2p1c1_esc_pdl_silu_mul", &[(5, 192, 192)]);
-    check("gemm_mma_b8_r1w1p1c8_esc_pdl_silu_mul", &[(8, 64, 512)]);
-    check("gemm_mma_b32_r3w2p2c8_persistent_esc_pdl_silu_mul", &[(30, 128, 1024)]);
+    check(&[
+        ("gemm_mma_b8_r4w2p2c1_esc_pdl_silu_mul", &[(3, 128, 320), (9, 320, 64)]),
+        ("gemm_mma_b16_r2w3p2c2_esc_pdl_silu_mul", &[(16, 128, 448)]),
+        ("gemm_mma_b8_r4w2p2c1_persistent_esc_pdl_silu_mul", &[(8, 320, 128)]),
+        // Odd numbers of row blocks: alone, across tiles, and with fewer pairs of rows than blocks in a cluster.
+        ("gemm_mma_b8_r7w2p1c1_esc_pdl_silu_mul", &[(5, 192, 192)]),
+        ("gemm_mma_b8_r1w1p1c8_esc_pdl_silu_mul", &[(8, 64, 512)]),
+        ("gemm_mma_b32_r3w2p2c8_persistent_esc_pdl_silu_mul", &[(30, 128, 1024)]),
+    ]);
 }
 
 /// Copies by threads give the same results in every other respect.
 #[test]
 fn without_a_copy_engine() {
-    check("gemm_mma_b8_r4w4p2c1_async_esc_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)]);
-    check("gemm_mma_b16_r3w2p3c1_async_esc_pdl_store_add", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)]);
-    check("gemm_mma_b32_r2w3p2c1_async_esc_silu_mul", &[(31, 64, 256), (33, 128, 64)]);
-    check("gemm_mma_b8_r7w2p1c1_async_esc_store", &[(5, 256, 192)]);
-    check("gemm_mma_b64_r2w2p2c1_async_esc_store", &[(64, 64, 128), (65, 128, 64), (3, 64, 320)]);
-    check("gemm_mma_b8_r4w2p2c2_async_esc_store", &[(3, 128, 448)]);
-    check("gemm_mma_b8_r2w2p2c1_async_persistent_esc_store", &[(8, 192, 192), (10, 128, 64)]);
+    check(&[
+        ("gemm_mma_b8_r4w4p2c1_async_esc_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)]),
+        ("gemm_mma_b16_r3w2p3c1_async_esc_pdl_store_add", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)]),
+        ("gemm_mma_b32_r2w3p2c1_async_esc_silu_mul", &[(31, 64, 256), (33, 128, 64)]),
+        ("gemm_mma_b8_r7w2p1c1_async_esc_store", &[(5, 256, 192)]),
+        ("gemm_mma_b64_r2w2p2c1_async_esc_store", &[(64, 64, 128), (65, 128, 64), (3, 64, 320)]),
+        ("gemm_mma_b8_r4w2p2c2_async_esc_store", &[(3, 128, 448)]),
+        ("gemm_mma_b8_r2w2p2c1_async_persistent_esc_store", &[(8, 192, 192), (10, 128, 64)]),
+    ]);
 }
 
 #[test]

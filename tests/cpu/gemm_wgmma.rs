@@ -4,83 +4,98 @@
 use crate::harness::{CpuKernel, Edit, spec};
 use crate::packed_problem::Problem;
 
-/// Checks a variant on shapes (m, n, k, SMs).
-fn check(name: &str, shapes: &[(usize, usize, usize, u32)]) {
-    let spec = spec(name);
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    for (i, &(m, n, k, sms)) in shapes.iter().enumerate() {
-        for problem in Problem::random(&spec, (m, n, k), 31 + i as u64).each_addend() {
-            let outcome = problem
-                .run(&mut kernel, &spec, sms, i as u64)
-                .unwrap_or_else(|e| panic!("{spec} m={m} n={n} k={k} multiprocessors={sms}: {e}"));
-            assert_eq!(problem.mismatches(&outcome), 0, "{spec} m={m} n={n} k={k} multiprocessors={sms}");
+/// m, n, k and SMs.
+type Shape = (usize, usize, usize, u32);
+
+/// Checks variants on these shapes.
+fn check(cases: &[(&str, &[Shape])]) {
+    let specs: Vec<_> = cases.iter().map(|(name, _)| spec(name)).collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (spec, (_, shapes)) in specs.iter().zip(cases) {
+        for (i, &(m, n, k, sms)) in shapes.iter().enumerate() {
+            for problem in Problem::random(spec, (m, n, k), 31 + i as u64).each_addend() {
+                let outcome = problem
+                    .run(&mut kernel, spec, sms, i as u64)
+                    .unwrap_or_else(|e| panic!("{spec} m={m} n={n} k={k} multiprocessors={sms}: {e}"));
+                assert_eq!(problem.mismatches(&outcome), 0, "{spec} m={m} n={n} k={k} multiprocessors={sms}");
+            }
         }
     }
 }
 
 #[test]
 fn whole_tiles() {
-    check("gemm_wgmma_b64_g2p3_esc_pdl_store", &[(1, 128, 64, 8), (64, 64, 192, 8), (65, 192, 128, 2)]);
+    check(&[("gemm_wgmma_b64_g2p3_esc_pdl_store", &[(1, 128, 64, 8), (64, 64, 192, 8), (65, 192, 128, 2)])]);
 }
 
 #[test]
 fn batch_tile_128_stages_fewer_than_steps() {
-    check("gemm_wgmma_b128_g2p3_esc_pdl_store", &[(127, 128, 320, 4), (129, 64, 128, 1)]);
+    check(&[("gemm_wgmma_b128_g2p3_esc_pdl_store", &[(127, 128, 320, 4), (129, 64, 128, 1)])]);
 }
 
 #[test]
 fn batch_tile_256_one_warpgroup() {
-    check("gemm_wgmma_b256_g1p3_esc_pdl_store", &[(250, 64, 128, 4)]);
+    check(&[("gemm_wgmma_b256_g1p3_esc_pdl_store", &[(250, 64, 128, 4)])]);
 }
 
 #[test]
 fn batch_tile_of_three_boxes() {
-    check("gemm_wgmma_b192_g3p3_esc_pdl_store", &[(191, 192, 128, 4), (193, 256, 64, 4)]);
+    check(&[("gemm_wgmma_b192_g3p3_esc_pdl_store", &[(191, 192, 128, 4), (193, 256, 64, 4)])]);
 }
 
 #[test]
 fn batch_tiles_of_an_odd_number_of_boxes() {
-    check("gemm_wgmma_b96_g2p3_esc_pdl_store", &[(97, 192, 128, 2)]);
-    check("gemm_wgmma_b160_g3p3_esc_pdl_silu_mul", &[(130, 128, 64, 1)]);
-    check("gemm_wgmma_b224_g1p3_streamk_esc_pdl_store_add", &[(225, 64, 192, 4)]);
+    check(&[
+        ("gemm_wgmma_b96_g2p3_esc_pdl_store", &[(97, 192, 128, 2)]),
+        ("gemm_wgmma_b160_g3p3_esc_pdl_silu_mul", &[(130, 128, 64, 1)]),
+        ("gemm_wgmma_b224_g1p3_streamk_esc_pdl_store_add", &[(225, 64, 192, 4)]),
+    ]);
 }
 
 #[test]
 fn shares_of_k() {
-    // Several shares of one tile, shares with the end of one tile and the beginning of the next, whole tiles before
-    // them, and shares of a single step.
-    check(
-        "gemm_wgmma_b32_g1p3_streamk_esc_pdl_store",
-        &[(20, 64, 448, 3), (32, 192, 320, 5), (40, 256, 192, 3), (5, 64, 128, 8), (33, 192, 64, 4)],
-    );
+    check(&[
+        // Several shares of one tile, shares with the end of one tile and the beginning of the next, whole tiles before
+        // them, and shares of a single step.
+        (
+            "gemm_wgmma_b32_g1p3_streamk_esc_pdl_store",
+            &[(20, 64, 448, 3), (32, 192, 320, 5), (40, 256, 192, 3), (5, 64, 128, 8), (33, 192, 64, 4)],
+        ),
+    ]);
 }
 
 #[test]
 fn shares_of_k_that_add() {
-    check("gemm_wgmma_b64_g2p3_streamk_esc_pdl_store_add", &[(64, 320, 256, 4), (70, 128, 128, 3)]);
+    check(&[("gemm_wgmma_b64_g2p3_streamk_esc_pdl_store_add", &[(64, 320, 256, 4), (70, 128, 128, 3)])]);
 }
 
 #[test]
 fn clusters_of_2() {
-    check("gemm_wgmma_b64_g2p3c2_esc_pdl_store", &[(1, 128, 128, 1), (65, 192, 448, 1)]);
-    check("gemm_wgmma_b128_g1p5c2_esc_pdl_store_add", &[(128, 64, 192, 1)]);
+    check(&[
+        ("gemm_wgmma_b64_g2p3c2_esc_pdl_store", &[(1, 128, 128, 1), (65, 192, 448, 1)]),
+        ("gemm_wgmma_b128_g1p5c2_esc_pdl_store_add", &[(128, 64, 192, 1)]),
+    ]);
 }
 
 #[test]
 fn clusters_of_4() {
-    check("gemm_wgmma_b64_g2p4c4_esc_pdl_store", &[(64, 128, 256, 1), (33, 192, 576, 1)]);
-    check("gemm_wgmma_b192_g2p4c4_esc_pdl_store_add", &[(97, 128, 448, 1)]);
+    check(&[
+        ("gemm_wgmma_b64_g2p4c4_esc_pdl_store", &[(64, 128, 256, 1), (33, 192, 576, 1)]),
+        ("gemm_wgmma_b192_g2p4c4_esc_pdl_store_add", &[(97, 128, 448, 1)]),
+    ]);
 }
 
 #[test]
 fn gate_and_up_become_one() {
-    check("gemm_wgmma_b64_g2p3_esc_pdl_silu_mul", &[(1, 128, 64, 8), (65, 192, 192, 2)]);
-    // Pieces of 64 batch rows, two stores each.
-    check("gemm_wgmma_b128_g1p3_esc_pdl_silu_mul", &[(97, 128, 128, 1)]);
-    check("gemm_wgmma_b192_g3p3_esc_pdl_silu_mul", &[(191, 256, 64, 4)]);
-    check("gemm_wgmma_b32_g1p3_streamk_esc_pdl_silu_mul", &[(20, 64, 448, 3), (32, 192, 320, 5), (33, 192, 64, 4)]);
-    check("gemm_wgmma_b64_g2p3c2_esc_pdl_silu_mul", &[(65, 192, 448, 1)]);
-    check("gemm_wgmma_b192_g2p4c4_esc_pdl_silu_mul", &[(97, 128, 448, 1)]);
+    check(&[
+        ("gemm_wgmma_b64_g2p3_esc_pdl_silu_mul", &[(1, 128, 64, 8), (65, 192, 192, 2)]),
+        // Pieces of 64 batch rows, two stores each.
+        ("gemm_wgmma_b128_g1p3_esc_pdl_silu_mul", &[(97, 128, 128, 1)]),
+        ("gemm_wgmma_b192_g3p3_esc_pdl_silu_mul", &[(191, 256, 64, 4)]),
+        ("gemm_wgmma_b32_g1p3_streamk_esc_pdl_silu_mul", &[(20, 64, 448, 3), (32, 192, 320, 5), (33, 192, 64, 4)]),
+        ("gemm_wgmma_b64_g2p3c2_esc_pdl_silu_mul", &[(65, 192, 448, 1)]),
+        ("gemm_wgmma_b192_g2p4c4_esc_pdl_silu_mul", &[(97, 128, 448, 1)]),
+    ]);
 }
 
 #[test]
