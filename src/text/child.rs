@@ -22,7 +22,7 @@ use super::{
     local::Local,
 };
 #[cfg(feature = "serve")]
-use super::{error::TextError, grammar::Grammars, prompt::Grammar};
+use super::{catch_panic, error::TextError, grammar::Grammars, prompt::Grammar};
 
 /// The memory limit of a call beyond the loaded tokenizer, stack and heap together; bytes.
 pub(super) const CALL_BYTES: u64 = 256 << 20;
@@ -140,14 +140,15 @@ fn check_grammar(grammars: &Grammars, grammar: &Grammar, time: Duration) -> io::
     // itself takes. The copy never returns from this block.
     let copy = match unsafe { libc::fork() } {
         0 => {
-            let checked = limit_time(time).and_then(|()| {
+            let checked = catch_panic(|| {
+                limit_time(time)?;
                 let size = size_of_compiled(grammars, grammar).map(Some);
                 theirs.write_all(&size.map_or_else(|error| frame::failure(&error), frame::grammar_reply))
             });
             // SAFETY: it ends the process, without the functions that its other copy will run at its end.
-            unsafe { libc::_exit(i32::from(checked.is_err())) }
+            unsafe { libc::_exit(i32::from(!matches!(checked, Ok(Ok(()))))) }
         }
-        pid => Pid::from_raw(pid).ok_or_else(io::Error::last_os_error)?,
+        pid => Pid::from_raw(pid.max(0)).ok_or_else(io::Error::last_os_error)?,
     };
     drop(theirs);
     let mut reply = Vec::new();
