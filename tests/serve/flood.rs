@@ -32,6 +32,11 @@ fn with_regex(regex: &str) -> String {
     json!({"prompt": [5], "max_tokens": 3, "structured_outputs": {"regex": regex}}).to_string()
 }
 
+/// Returns the body of a completion that matches one of many small regular expressions.
+fn regex(at: usize) -> String {
+    with_regex(&format!("[ab]{{{at}}}"))
+}
+
 /// Clients that send completions until this is dropped, after the server.
 struct Flood {
     done: Arc<AtomicBool>,
@@ -79,7 +84,6 @@ fn ask_fast(server: &Server, path: &str, body: &str, expected: u16) {
 #[test]
 fn large_schemas_leave_others_alone() {
     let server = Server::start(&mut command(&["--context", "8192", "--max-batch", "64"]));
-    let regex = |at: usize| with_regex(&format!("[ab]{{{at}}}"));
     assert_eq!(server.ask("/v1/completions", &regex(1)).0, 200);
     // All schemas differ, so none is compiled already.
     let flood = Flood::start(&server, 64, |client, at| large_schema(&format!("c{client}x{at}_")));
@@ -95,7 +99,6 @@ fn large_schemas_leave_others_alone() {
 #[test]
 fn slow_small_grammars_leave_others_alone() {
     let server = Server::start(&mut command(&["--context", "8192", "--max-batch", "64", "--max-waiting", "400"]));
-    let regex = |at: usize| with_regex(&format!("[ab]{{{at}}}"));
     assert_eq!(server.ask("/v1/completions", &regex(1)).0, 200);
     let flood = Flood::start(&server, 110, |client, at| with_regex(&format!("{}|c{client}x{at}", ".?".repeat(3900))));
     server.wait_for_some("unweight_texts_waiting", |waiting| waiting > 50.0);
@@ -110,7 +113,6 @@ fn slow_small_grammars_leave_others_alone() {
 #[test]
 fn slow_grammars_leave_fast_ones_alone() {
     let server = Server::start(&mut command(&["--context", "8192", "--max-batch", "64"]));
-    let regex = |at: usize| with_regex(&format!("[ab]{{{at}}}"));
     assert_eq!(server.ask("/v1/completions", &regex(1)).0, 200);
     // They are as small as the fast ones, and take more than a second each.
     let flood = Flood::start(&server, 5, |client, at| {
@@ -127,7 +129,6 @@ fn slow_grammars_leave_fast_ones_alone() {
 #[test]
 fn texts_that_wait_leave_grammars_alone() {
     let server = Server::start(&mut command(&["--context", "8192", "--max-batch", "64"]));
-    let regex = |at: usize| with_regex(&format!("[ab]{{{at}}}"));
     assert_eq!(server.ask("/v1/completions", &regex(1)).0, 200);
     // Their grammar is compiled already. The texts exceed the context.
     let body = json!({"prompt": "abc ".repeat(17_000), "structured_outputs": {"regex": "[ab]{1}"}}).to_string();
