@@ -124,8 +124,9 @@ fn planted_bugs_are_caught() {
         ("epilogue", adding, "j / 2 % 2 == 0 ? low : high", "j % 2 == 0 ? low : high"),
         // The ring: a slot released while it is read, sums read too early, a wrong byte count, a box of X loaded twice,
         // a box left out, another warp's weights.
-        ("mainloop", streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
+        ("mainloop", streaming, "p.lane == 0 && exists", "p.lane == 0"),
         ("mainloop", streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
+        ("mainloop", streaming, "f = fetch(p, has_landed);", "f = fetch(p, true);"),
         ("load", streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
         ("load", streaming, "from.row + i * S::kXBoxRows", "from.row"),
         ("load", streaming, "args.m - from.row + S::kXBoxRows - 1", "args.m - from.row - 1"),

@@ -122,6 +122,9 @@ void mbarrier_arrive(u32 barrier) {
 }
 bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
     if (cpu::mbarrier_at(barrier).phase == parity) cpu::poll();
+    return mbarrier_test_wait_parity(barrier, parity);
+}
+bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
     cpu::Mbarrier& b = cpu::mbarrier_at(barrier);
     if (b.phase == parity) return false;
     cpu::release_spoken_for(b, parity);

@@ -171,6 +171,7 @@ inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_arrive_at(barrier, bytes); }
 inline void mbarrier_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_at(barrier).bytes += static_cast<i32>(bytes); }
 bool mbarrier_try_wait_parity(u32 barrier, u32 parity);
+bool mbarrier_test_wait_parity(u32 barrier, u32 parity);
 inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) {
     return mbarrier_try_wait_parity(barrier, parity);
 }

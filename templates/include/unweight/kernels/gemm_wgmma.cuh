@@ -44,9 +44,8 @@
 //   warp 0          load: per step of 64 k, an elected lane issues the boxes of X that contain rows of the batch and
 //                   one 6144-byte copy of W per warpgroup
 //   warps 1..3      escapes: one warp per consumer warpgroup copies its escape records next to W
-//   warpgroups 1..  consumers: decode and multiply. One step, in quarters of 16 k: wgmma on decoded operands
-//                   | a quarter of the next step's 3 x 16 bytes per lane, decoded | ... | the next step's records, if
-//                   any
+//   warpgroups 1..  consumers: decode and multiply. One step: wgmma on decoded operands | the next step's 3 x 16 bytes
+//                   per lane, decoded | its records, if any | the loads of the step after
 //
 // Barriers
 //   full [kStages]      1 arrival and the bytes of X and W; with kEscapes 1 more arrival per warpgroup

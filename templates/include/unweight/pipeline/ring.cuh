@@ -52,6 +52,9 @@ struct Ring {
     // In the first lap every slot is empty: waiting for the phase before the first one succeeds at once.
     UW_DEVICE void wait_empty(const Cursor<kSlots>& c) const { ptx::mbarrier_wait_parity(empty(c.slot), c.parity ^ 1); }
     UW_DEVICE void wait_full(const Cursor<kSlots>& c) const { ptx::mbarrier_wait_parity(full(c.slot), c.parity); }
+    UW_DEVICE bool is_full(const Cursor<kSlots>& c) const {
+        return ptx::mbarrier_test_wait_parity(full(c.slot), c.parity);
+    }
     // One arrival for a group of readers, after they met (__syncwarp or a barrier) behind their last load: the arrival
     // releases their loads, and the producer's wait for the phase acquires them, so its copy cannot overtake them.
     UW_DEVICE void release(u32 slot) const { ptx::mbarrier_arrive(empty(slot)); }

@@ -53,6 +53,16 @@ UW_DEVICE bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) {
         : "memory");
     return done != 0;
 }
+// Returns whether the phase has completed, without waiting.
+UW_DEVICE bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 UW_DEVICE void mbarrier_wait_parity(u32 barrier, u32 parity) {
     while (!mbarrier_try_wait_parity(barrier, parity)) {}
 }

@@ -51,7 +51,7 @@ pub(super) const WIDE_MEMORY: f64 = 4.4e6;
 pub(super) const WIDE_ROW_US: f64 = 1.3e-3;
 /// Time to decode 64 of k in `gemm_wgmma`, us, by the number of warpgroups less one: each decodes a tile, and more of
 /// them hide more of each other's waits.
-pub(super) const WIDE_DECODE_US: [f64; 3] = [0.279, 0.334, 0.398];
+pub(super) const WIDE_DECODE_US: [f64; 3] = [0.254, 0.300, 0.376];
 /// Factor of a step if multiprocessors have several tiles and the card gets warm.
 pub(super) const WIDE_WARM: f64 = 1.12;
 /// Otherwise, a step is longer by the first factor times the busy share of the multiprocessors less the second: with

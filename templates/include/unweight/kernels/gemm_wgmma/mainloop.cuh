@@ -23,9 +23,9 @@ struct Mainloop : Escapes<Config> {
         u32 count, first;  // number of escapes, and the first record
     };
 
-    // Loads the next step from the ring into registers.
-    UW_DEVICE Fetched fetch(const Place& p) {
-        ring.wait_full(cursor);
+    // Loads the next step from the ring into registers. Waits until it has landed unless the caller knows that.
+    UW_DEVICE Fetched fetch(const Place& p, bool has_landed = false) {
+        if (!has_landed) ring.wait_full(cursor);
         const u32 block = w_slot(cursor.slot) + p.warpgroup * packed::kTileBytes + p.warp * packed::kBlockBytes;
         const u32 records = record_slot(cursor.slot, p.warpgroup) + p.warp * kBlockRecordBytes;
         cursor.advance();
@@ -33,30 +33,30 @@ struct Mainloop : Escapes<Config> {
         return {packed::PackedBlock(block, p.lane), records, head.x, head.y};
     }
 
-    // Decodes a quarter of a step. pin() keeps it after the preceding instructions, which waited for the last wgmma
-    // that reads these registers.
-    template <u32 kStep>
+    // Decodes a step. pin() keeps it after the preceding instructions, which waited for the last wgmma that reads these
+    // registers.
     UW_DEVICE static void decode(packed::Operands& operands, Fetched& f) {
 #pragma unroll
-        for (u32 i = 0; i < 3; ++i) ptx::pin(f.packed.words[3 * kStep + i]);
-        operands.template set<kStep>(f.packed);
+        for (u32 i = 0; i < 12; ++i) ptx::pin(f.packed.words[i]);
+        operands = packed::Operands(f.packed);
     }
 
     UW_DEVICE void patch(packed::Operands& operands, const Fetched& f, const Segment& s, u32 step,
                          const Place& p) const {
         if (Config::kEscapes && f.count != 0) {
-            packed::patch(operands, f.first, p.lane);
             const u32 count = f.count < packed::kBlockElements ? f.count : packed::kBlockElements;
+            u32 record = f.first, i = 1;
 #pragma unroll 1
-            for (u32 i = 2; i <= count && i <= kSlotRecords; ++i)
-                packed::patch(operands, ptx::ld_shared(f.records + i * 4), p.lane);
-            if (count > kSlotRecords) {
-                const u32 index = ptx::ld_shared(f.records + (kSlotRecords + 1) * 4);
-#pragma unroll 1
-                for (u32 i = kSlotRecords + 1; i <= count && i < args.escape_words - index; ++i) {
-                    packed::patch(operands, ptx::ld_global_nc(args.escapes + index + i), p.lane);
+            do {
+                packed::patch(operands, record, p.lane);
+                if (++i <= kSlotRecords) {
+                    record = ptx::ld_shared(f.records + i * 4);
+                } else {
+                    const u32 index = ptx::ld_shared(f.records + (kSlotRecords + 1) * 4);
+                    if (i >= args.escape_words - index) break;
+                    record = ptx::ld_global_nc(args.escapes + index + i);
                 }
-            }
+            } while (i <= count);
         }
         if constexpr (Config::kDump) dump(operands, s, step, p);
     }
@@ -70,13 +70,14 @@ struct Mainloop : Escapes<Config> {
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
 
-    // Issues the wgmma of a quarter of a step, which is in flight on return.
-    template <u32 kStep>
+    // Issues the wgmma of a step as one group, which is in flight on return.
     UW_DEVICE static void issue(float (&sums)[kAccumulators], const packed::Operands& operands, u64 x) {
-        const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2],
-                          operands.p[4 * kStep + 3]};
         ptx::wgmma_fence();
-        ptx::wgmma(sums, a, x + kStep * mma::kDescriptorStepK16);
+#pragma unroll
+        for (u32 q = 0; q < kSteps; ++q) {
+            const u32 a[4] = {operands.p[4 * q], operands.p[4 * q + 1], operands.p[4 * q + 2], operands.p[4 * q + 3]};
+            ptx::wgmma(sums, a, x + q * mma::kDescriptorStepK16);
+        }
         ptx::wgmma_commit_group();
     }
 
@@ -86,51 +87,40 @@ struct Mainloop : Escapes<Config> {
         UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
     };
     // Called after the wait for the wgmma that read X of the slot, and after W and records were decoded, so their loads
-    // have returned. The warp's arrival on `empty` orders both before the copies that refill the slot.
-    UW_DEVICE void release(Slots& slots, const Place& p) const {
+    // have returned. The warp's arrival on `empty` orders both before the copies that refill the slot. `exists` is a
+    // predicate of the arrival: a branch would lengthen every step.
+    UW_DEVICE void release(Slots& slots, bool exists, const Place& p) const {
         ptx::bar_warp_sync();  // orders every lane's loads before the arrival
-        if (p.lane == 0) ring.release(slots.release);
+        if (p.lane == 0 && exists) ring.release(slots.release);
         Slots::next(slots.release);
     }
 
-    // Multiplies a step, decodes the next and loads the one after, quarter by quarter, so that the tensor cores always
-    // have work queued. Quarters of a warpgroup complete in order: when the wait after quarter i leaves four in flight,
-    // quarter i of the previous step has read its operands, whose registers take the next step's.
+    // Multiplies a step, and meanwhile decodes the next and loads the one after.
     UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following,
                            Fetched& f, Slots& slots, const Segment& s, u32 step, const Place& p) {
-        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
+        issue(sums, operands, mma::k_major_descriptor(x_slot(slots.multiply)));
         Slots::next(slots.multiply);
-        issue<0>(sums, operands, x);
-        ptx::wgmma_wait_group<kSteps>();
-        decode<0>(following, f);
-        issue<1>(sums, operands, x);
-        ptx::wgmma_wait_group<2>();  // all of the previous step
-        if (step != s.first) release(slots, p);
-        decode<1>(following, f);
-        issue<2>(sums, operands, x);
-        decode<2>(following, f);
-        issue<3>(sums, operands, x);
-        decode<3>(following, f);
+        const bool has_landed = ring.is_full(cursor);
+        ptx::wgmma_wait_group<1>();  // the previous step, whose registers and slot are free now
+        release(slots, step != s.first, p);
+        decode(following, f);
         patch(following, f, s, step + 1, p);
-        if (step + 2 < s.last) f = fetch(p);
+        if (step + 2 < s.last) f = fetch(p, has_landed);
     }
 
     UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const packed::Operands& operands, Slots& slots,
                                  const Segment& s, const Place& p) {
-        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
-        issue<0>(sums, operands, x);
-        issue<1>(sums, operands, x);
-        issue<2>(sums, operands, x);
-        issue<3>(sums, operands, x);
+        issue(sums, operands, mma::k_major_descriptor(x_slot(slots.multiply)));
         ptx::wgmma_wait_group<0>();
-        if (s.last - s.first > 1) release(slots, p);
-        release(slots, p);
+        release(slots, s.last - s.first > 1, p);
+        release(slots, true, p);
     }
 
     UW_DEVICE void multiply(float (&sums)[kAccumulators], const Segment& s, const Place& p) {
         packed::Operands even, odd;
         u32 step = s.first;
-        Slots slots{cursor.slot, cursor.slot};
+        // The slot before the first is not released.
+        Slots slots{cursor.slot, (cursor.slot == 0 ? Config::kStages : cursor.slot) - 1};
         Fetched f = fetch(p);
         even = packed::Operands(f.packed);
         patch(even, f, s, step, p);
