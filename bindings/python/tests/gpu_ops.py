@@ -68,7 +68,7 @@ SPECIAL = (0x0000, -0x8000, 0x7F80, -0x0080, 0x7FC1, 0x0003)
 
 
 class Sparse(unittest.TestCase):
-    """Elements of packed layers are replaced in place: all bytes equal those of the new weight packed anew."""
+    """Elements of packed layers are replaced in place: all bytes equal those of the packed new weight."""
 
     def made(self, n: int, k: int, seed: int = 0) -> nn.Linear:
         layer = nn.Linear(k, n, bias=False, device="meta")
@@ -139,7 +139,7 @@ class Sparse(unittest.TestCase):
                 layer.update_sparse_(torch.arange(300), values)
             self.same(layer, expected)
 
-    def test_another_window_is_packed_anew(self):
+    def test_another_window_is_packed_again(self):
         layer = self.made(128, 64)
         values = layer.unpacked().view(-1) * 2.0**12
         self.assertFalse(layer.update_sparse_(torch.arange(128 * 64), values))

@@ -83,7 +83,7 @@ def zero_experts(model: pathlib.Path) -> pathlib.Path:
 
 
 def of_geometry(home: pathlib.Path, geometry: str, layers: Optional[int]) -> None:
-    """Writes a model of one of `GEOMETRIES` with normally distributed random weights, drawn on the GPU if there is one."""
+    """Writes a model of one of `GEOMETRIES` with normally distributed random weights, on a GPU if there is one."""
     import safetensors.torch
     import torch
 

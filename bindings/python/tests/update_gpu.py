@@ -6,7 +6,7 @@
 
 Needs torch and the wheel. Weights are random. A full update gives each layer another BF16 weight, a sparse one 1 % of
 its elements, layer by layer, or all layers together by `update_sparse_`. After each kind, digests of arenas and
-unpacked weights must equal those of the same weights packed anew, and a CUDA graph captured before must give the new
+unpacked weights must equal those of the same weights when packed, and a CUDA graph captured before must give the new
 product. Exit status 1 if one differs.
 """
 
@@ -61,7 +61,7 @@ def made(shapes: list[tuple[int, int]], seed: int, device: torch.device) -> nn.M
 
 
 def equal_fresh_ones(layers: nn.ModuleList, weights: Iterable[Tensor]) -> bool:
-    """Returns whether layers have the digests of these weights, and of arenas into which they are packed anew."""
+    """Returns whether layers have the digests of these weights, and of arenas into which they are packed."""
     is_equal = True
     for layer, weight in zip(layers, weights, strict=True):
         is_equal &= digest(layer.unpacked()) == digest(weight)

@@ -70,8 +70,14 @@ def run(given: argparse.Namespace) -> dict:
         max_model_len=512,
         gpu_memory_utilization=given.memory,
         seed=0,
-        # For the batches here only: capturing all takes longer than the rest.
-        **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if given.few_graphs else {}),
+        # Without torch.compile, which chooses kernels by timing: with it, two engines with the same weights have other
+        # logprobs.
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            # For the batches here only: capturing all takes longer than the rest.
+            **({"cudagraph_capture_sizes": [1, 2, 4]} if given.few_graphs else {}),
+        },
     )
     record: dict = {}
     random = torch.Generator().manual_seed(1)
