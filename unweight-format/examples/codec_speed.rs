@@ -22,7 +22,10 @@ use std::{
 };
 
 use rayon::prelude::*;
-use unweight_format::{CodeLimit, Digest, EncodingId, Matrix, StoredTensor, Survey, TileGrid, raw::keep_freed_memory};
+use unweight_format::{
+    CodeLimit, Digest, EncodingId, Matrix, StoredTensor, Survey, TileGrid,
+    raw::{keep_freed_memory, zeroed},
+};
 
 struct Stored {
     tensor: StoredTensor<Vec<u8>>,
@@ -166,8 +169,8 @@ fn store(matrix: Matrix<'_>, encoding: EncodingId) -> Result<Stored, String> {
 }
 
 fn restore(stored: &Stored) -> Result<Vec<u8>, String> {
-    // Like a reader: decoding validates the sections first.
-    let mut bytes = vec![0; stored.tensor.grid().map_or(0, |grid| grid.elements() * 2)];
+    // Like a reader: into memory on huge pages, and decoding validates the sections first.
+    let mut bytes = zeroed(stored.tensor.grid().map_or(0, |grid| grid.elements() * 2));
     stored.tensor.decode(&mut bytes).map_err(|error| error.to_string())?;
     if Digest::of(&bytes) == stored.digest { Ok(bytes) } else { Err("digest mismatch".to_owned()) }
 }

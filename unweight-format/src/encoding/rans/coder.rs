@@ -21,9 +21,9 @@ const WHOLE_BITS: u32 = super::model::TOP_BITS;
 /// Dividend of the reciprocals by which the vector encoders divide: 1 less 2^-22.
 ///
 /// A quotient is the product of the dividend and a reciprocal in single precision, rounded down. Both and the product
-/// have relative errors of at most 2^-24, less than what this constant takes away; so the quotient is never too high.
-/// As it is below 2^20, it is too low by less than 7/16: one at most, which the rest shows. The rest is below twice the
-/// frequency, so that its lower 16 bits determine it.
+/// have relative errors of at most 2^-24, the reciprocal by AVX-512 of 2^-24 and 2^-28: together less than what this
+/// constant takes away; so the quotient is never too high. As it is below 2^20, it is too low by less than a half: one at
+/// most, which the rest shows. The rest is below twice the frequency, so that its lower 16 bits determine it.
 #[cfg(target_arch = "x86_64")]
 const RECIPROCAL: f32 = 1.0 - 1.0 / (1 << 22) as f32;
 /// Free bytes that the vector encoder needs ahead of its words.
@@ -362,6 +362,37 @@ mod tests {
             if let Some(cut) = words.len().checked_sub(2) {
                 let (mut states, mut at, mut back) = (states, 0, vec![0; len]);
                 assert!(!decode(&tables, &mut states, (&words[..cut], &mut at), &ids, &mut back));
+            }
+        }
+    }
+
+    /// States next to multiples of each frequency, where a quotient that is too high or too low by two would show.
+    #[test]
+    fn quotients_are_exact_at_their_edges() {
+        let mut random = Random::new(5);
+        let symbols = Symbols { first: 0, below: 0, head: 16, above: 0 };
+        for frequency in 1..TOTAL {
+            let mut table = vec![0; symbols.count()];
+            (table[0], table[1]) = (frequency as u16, (TOTAL - frequency) as u16);
+            let contexts = Contexts { starts: 1, rows: None, cols: None };
+            let tables = Tables::new(&Model { symbols, contexts, tables: vec![table] });
+            let most = u64::from(frequency) << (32 - PROBABILITY_BITS);
+            let states: [u32; STATES] = std::array::from_fn(|i| {
+                let shift = i / 8 * 2 + random.below(2) as usize;
+                let multiple = (most >> shift) / u64::from(frequency) - random.below(3);
+                let state = multiple * u64::from(frequency) - 1 + i as u64 % 2;
+                state.clamp(STATE_MIN.into(), most - 1) as u32
+            });
+            let run = |encode: Encode| {
+                let (mut states, mut words, mut at) = (states, [0; 2 * STATES + SLACK], 2 * STATES + SLACK);
+                encode(&tables, &mut states, (&mut words, &mut at), &[0; STATES], &[0; STATES]);
+                (states, at)
+            };
+            let expected = run(encode_any);
+            assert_eq!(run(encode), expected, "{frequency}");
+            #[cfg(target_arch = "x86_64")]
+            if has_avx2() {
+                assert_eq!(run(encode_avx2), expected, "{frequency}");
             }
         }
     }

@@ -12,24 +12,24 @@ mod coder;
 mod model;
 mod numbers;
 pub(crate) mod planes;
+mod streams;
 
-use std::{borrow::Cow, cell::Cell};
+use std::borrow::Cow;
 
 use rayon::prelude::*;
 
 pub(crate) use self::model::{Model, Symbols};
 use self::{
-    coder::{SLACK, STATE_MIN, STATES, Tables},
+    coder::{STATE_MIN, STATES, Tables},
     model::TableIds,
+    streams::Streams,
 };
 use super::{
     Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
     tiles::{check_out, debug_sizes},
 };
 use crate::{
-    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid,
-    bits::{with_capacity, zeroed},
-    layout::SECTION_ALIGN,
+    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, bits::zeroed, layout::SECTION_ALIGN,
     safetensors::Dtype,
 };
 
@@ -118,81 +118,36 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
     let grid = matrix.grid();
     let (tables, ids) = (Tables::new(&model), TableIds::new(&model.contexts, grid.cols()));
     let mut nibbles = zeroed(nibble_bytes(grid));
-    let chunks: Vec<Vec<u8>> = matrix
-        .bytes()
-        .par_chunks(2 * CHUNK)
-        .zip(nibbles.par_chunks_mut(CHUNK / 2))
-        .enumerate()
-        .map(|(chunk, (elements, nibbles))| {
-            encode_chunk((&tables, &ids, model.symbols), chunk * CHUNK, elements, nibbles)
-        })
-        .collect();
-    let streams = joined(chunks);
+    let streams = Streams::of_symbols(grid.elements());
+    let chunks = matrix.bytes().par_chunks(2 * CHUNK).zip(nibbles.par_chunks_mut(CHUNK / 2)).enumerate();
+    chunks.for_each(|(chunk, (elements, nibbles))| {
+        streams.add(chunk, elements.len() / 2, |states, words, at| {
+            let with = (&tables, &ids, model.symbols);
+            encode_chunk(with, (chunk * CHUNK, elements, nibbles), states, (words, at));
+        });
+    });
+    let streams = streams.finish();
     let starts = chunk_starts(grid.elements(), &streams).expect("the encoder's own chunks");
     RansTensor { grid, model, streams, nibbles, starts }
 }
 
-thread_local! {
-    /// Where a thread assembles the words of a chunk: kept from chunk to chunk, as filling it with zeros takes as long
-    /// as a fifth of the encoding.
-    static WORDS: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-}
-
-/// Encodes the elements of a chunk, of which `first` is the index of the first.
+/// Encodes the elements of a chunk, of which `first` is the index of the first: words in front of `at`, and nibbles.
 fn encode_chunk(
     (tables, ids, symbols): (&Tables, &TableIds<'_>, Symbols),
-    first: usize,
-    elements: &[u8],
-    nibbles: &mut [u8],
-) -> Vec<u8> {
-    chunk_of(elements.len() / 2, |states, words, at| {
-        let (mut of, mut codes) = ([0; BLOCK], [0; BLOCK]);
-        let blocks = elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate();
-        for (block, (elements, nibbles)) in blocks.collect::<Vec<_>>().into_iter().rev() {
-            let len = elements.len() / 2;
-            coder::split(symbols, elements, &mut codes[..len], nibbles);
-            if !ids.is_single() {
-                ids.fill(first + block * BLOCK, &mut of[..len]);
-            }
-            coder::encode(tables, states, (words, at), &of[..len], &codes[..len]);
+    (first, elements, nibbles): (usize, &[u8], &mut [u8]),
+    states: &mut [u32; STATES],
+    (words, at): (&mut [u8], &mut usize),
+) {
+    let (mut of, mut codes) = ([0; BLOCK], [0; BLOCK]);
+    let blocks = elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate();
+    for (block, (elements, nibbles)) in blocks.collect::<Vec<_>>().into_iter().rev() {
+        let len = elements.len() / 2;
+        coder::split(symbols, elements, &mut codes[..len], nibbles);
+        if !ids.is_single() {
+            ids.fill(first + block * BLOCK, &mut of[..len]);
         }
-    })
-}
-
-/// A chunk of `symbols` symbols, which `encode` encodes, the last one first: it advances the states, and writes words
-/// in front of a position.
-fn chunk_of(symbols: usize, encode: impl FnOnce(&mut [u32; STATES], &mut [u8], &mut usize)) -> Vec<u8> {
-    let mut buffer = WORDS.take();
-    let most = 2 * symbols + SLACK;
-    if buffer.len() < most {
-        buffer.resize(most, 0);
+        coder::encode(tables, states, (words, at), &of[..len], &codes[..len]);
     }
-    let words = &mut buffer[..most];
-    let (mut states, mut at) = ([STATE_MIN; STATES], most);
-    encode(&mut states, words, &mut at);
-    let words = &words[at..];
-    let mut chunk = Vec::with_capacity((CHUNK_HEAD + words.len()).next_multiple_of(SECTION_ALIGN));
-    chunk.extend((words.len() as u32 / 2).to_le_bytes());
-    chunk.extend(states.iter().flat_map(|state| state.to_le_bytes()));
-    chunk.extend_from_slice(words);
-    chunk.resize(chunk.len().next_multiple_of(4), 0);
-    WORDS.set(buffer);
-    chunk
-}
-
-/// The section of these chunks.
-fn joined(chunks: Vec<Vec<u8>>) -> Vec<u8> {
-    let bytes = chunks.iter().map(Vec::len).sum::<usize>().next_multiple_of(SECTION_ALIGN);
-    let mut streams = match <[Vec<u8>; 1]>::try_from(chunks) {
-        Ok([only]) => only,
-        Err(chunks) => {
-            let mut streams = with_capacity(bytes);
-            chunks.iter().for_each(|chunk| streams.extend_from_slice(chunk));
-            streams
-        }
-    };
-    streams.resize(bytes, 0);
-    streams
 }
 
 /// Decodes to little-endian BF16 bytes, on the current rayon pool.

@@ -8,11 +8,11 @@
 use rayon::prelude::*;
 
 use super::{
-    BLOCK, CHUNK, MISSING_WORDS, UNEQUAL_END, choose, chunk_head, chunk_of, chunk_starts,
+    BLOCK, CHUNK, MISSING_WORDS, UNEQUAL_END, choose, chunk_head, chunk_starts,
     coder::{self, STATE_MIN, Tables},
-    joined,
     model::{self, Contexts, Model, SYMBOLS_MAX, Symbols},
     numbers::{NumberReader, NumberWriter},
+    streams::Streams,
 };
 use crate::{
     CodeLimit, CodecError, Float, FloatMatrix, TileGrid,
@@ -92,16 +92,17 @@ fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
     section.extend(numbers.finish());
     section.resize(section.len().next_multiple_of(SECTION_ALIGN), 0);
     let (tables, ids) = (tables(frequencies), ids(width));
-    let chunk = |chunk: &[u8]| {
-        chunk_of(chunk.len(), |states, words, at| {
+    let streams = Streams::of_symbols(bytes.len());
+    bytes.par_chunks(CHUNK).enumerate().for_each(|(number, chunk)| {
+        streams.add(number, chunk.len(), |states, words, at| {
             let mut codes = [0; BLOCK];
             for block in chunk.chunks(BLOCK).rev() {
                 codes.iter_mut().zip(block).for_each(|(code, &byte)| *code = byte.into());
                 coder::encode(&tables, states, (words, at), &ids[..block.len()], &codes[..block.len()]);
             }
-        })
-    };
-    vec![section, joined(bytes.par_chunks(CHUNK).map(chunk).collect())]
+        });
+    });
+    vec![section, streams.finish()]
 }
 
 /// Counts the bytes at each position of an element.
