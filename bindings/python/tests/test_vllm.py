@@ -4,6 +4,7 @@ Run as a program, it runs engines one after the other in one process, and prints
 """
 
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -332,6 +333,35 @@ class Engine(Case):
                 packed = dict(model=str(model), quantization="unweight", exchange=str(other))
                 runs = [dict(model=str(other)), *(dict(packed, pieces=size) for size in (1, 4))]
                 self.hold_equal(runs, enforce_eager=True)
+
+    def test_some_weights_of_a_running_engine_are_replaced(self):
+        """By `update_sparse_`, and by vLLM's sparse weight transfer."""
+        import safetensors.torch
+        import torch
+
+        # The second has biases, and an embedding with padding that stays BF16.
+        for kind in ("llama", "qwen2, tied"):
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, other = make(self.home / "model", kind), self.home / "other" / "model"
+                shutil.copytree(model, other)
+                random = torch.Generator().manual_seed(7)
+                others = safetensors.torch.load_file(model / "model.safetensors")
+                for name, one in others.items():
+                    if kind != "llama" and "embed_tokens" in name:
+                        continue
+                    at = torch.randperm(one.numel(), generator=random)[: one.numel() // 20 + 1]
+                    one.view(-1)[at] = torch.randn(len(at), generator=random).mul(0.2).bfloat16()
+                safetensors.torch.save_file(others, other / "model.safetensors", metadata={"format": "pt"})
+                packed = dict(model=str(model), quantization="unweight", sparse=[str(model), str(other)])
+                runs = [dict(model=str(other)), dict(packed)]
+                # vLLM 0.24 has none.
+                if importlib.util.find_spec("vllm.distributed.weight_transfer.sparse_nccl_engine") is not None:
+                    runs.append(dict(packed, transfers=True))
+                self.hold_equal(runs, enforce_eager=True)
+        (first,), _ = engines([dict(model=str(model), enforce_eager=True)])
+        (second,), _ = engines([dict(model=str(other), enforce_eager=True)])
+        self.assertNotEqual(first, second)
 
     def test_new_weights_of_a_compiled_model(self):
         """Without CUDA graphs: as packed ones they are used, as BF16 ones they are refused."""
@@ -774,8 +804,75 @@ def replace(source: pathlib.Path, pieces: int, inner) -> None:
     assert before and all(after[name] == before[name] for name in after), (before, after)
 
 
+# vLLM's layers of several tensors.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def replace_elements(before: pathlib.Path, after: pathlib.Path, transfers: bool, inner) -> None:
+    """Replaces the elements of a running model that differ between two files. Errors change nothing, and arenas stay
+    where they are."""
+    import safetensors.torch
+    import torch
+    import unweight
+
+    old, new = (safetensors.torch.load_file(path / "model.safetensors") for path in (before, after))
+    updates: dict[str, list] = {}
+    for name in new:
+        fused, first = name, 0
+        for made, parts in FUSED.items():
+            for part, others in ((part, parts[:at]) for at, part in enumerate(parts) if f".{part}." in name):
+                fused = name.replace(part, made)
+                first = sum(old[name.replace(part, other)].numel() for other in others)
+        differs = old[name].view(-1).view(torch.int16) != new[name].view(-1).view(torch.int16)
+        at = differs.nonzero().view(-1)
+        if len(at):
+            updates.setdefault(fused, []).append((at + first, new[name].view(-1)[at]))
+    whole = {name: tuple(map(torch.cat, zip(*parts))) for name, parts in updates.items()}
+    memory = {name: one.data_ptr() for name, one in inner.named_parameters()}
+    kept = {name: one.clone() for name, one in inner.named_parameters()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    at, values = whole[name]
+    unpacked = "model.embed_tokens.weight"
+    is_unpacked = unpacked in memory
+    more = [({unpacked: (at, values)}, NotImplementedError)] * is_unpacked
+    for refused, error in (
+        *more,
+        ({name: (at + old[name].numel(), values)}, IndexError),
+        ({name: (at, values.float())}, ValueError),
+        ({"model.layers.1.mlp.down_proj.weight_packed": (at, values)}, KeyError),
+        ({"model.layers.1.mlp.up_proj.weight": (at, values)}, KeyError),
+        # Too many zeros for the packed encoding.
+        ({name: (torch.arange(old[name].numel()), torch.zeros(old[name].numel(), dtype=torch.bfloat16))}, ValueError),
+    ):
+        try:
+            unweight.update_sparse_(inner, refused)
+        except error:
+            assert all(one.equal(kept[name]) for name, one in inner.named_parameters())
+        else:
+            raise AssertionError(f"accepted: {list(refused)}")
+    if transfers:
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import (
+            SparseNCCLWeightTransferEngine,
+            SparseWeightPatch,
+        )
+
+        # Without the group of processes that receives patches, which needs GPUs.
+        engine = object.__new__(SparseNCCLWeightTransferEngine)
+        engine.model = inner
+        for name, (at, values) in whole.items():
+            engine._apply_patch(SparseWeightPatch(name, at.int(), values))
+    else:
+        assert unweight.update_sparse_(inner, whole)
+    assert memory == {name: one.data_ptr() for name, one in inner.named_parameters()}
+
+
 def answers(
     model: str,
+    sparse: Optional[list[str]] = None,
+    transfers: bool = False,
     reload: Optional[str] = None,
     exchange: Optional[str] = None,
     pieces: int = 0,
@@ -796,6 +893,8 @@ def answers(
         llm.collective_rpc("reload_weights", kwargs=dict(weights_path=reload))
     if exchange is not None:
         llm.apply_model(functools.partial(replace, pathlib.Path(exchange), pieces))
+    if sparse is not None:
+        llm.apply_model(functools.partial(replace_elements, *map(pathlib.Path, sparse), transfers))
     if exchange_inner:
         llm.apply_model(lambda outer: outer.model.load_weights(iter(())))
     random = torch.Generator().manual_seed(1)

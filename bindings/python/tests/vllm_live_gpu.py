@@ -4,7 +4,7 @@
     python vllm_live_gpu.py --geometry tiny --out live.json
 
 Needs vLLM and the wheel. Exit status 1 if a token, a log probability or a digest differs. The new weights are those of
-the model with rows rotated by one, so their exponent windows stay.
+the model with rows rotated by one, so their exponent windows stay. Then 1 % of the weights are replaced.
 """
 
 import argparse
@@ -44,6 +44,32 @@ def write_rotated(source: pathlib.Path, output: pathlib.Path) -> None:
         tensors = safetensors.torch.load_file(file)
         made = {name: one.roll(1, 0) if one.dim() == 2 else one for name, one in tensors.items()}
         safetensors.torch.save_file(made, output / file.name, {"format": "pt"})
+
+
+def replace_some(inner) -> dict:
+    """Replaces 1 % of every packed weight, three times; returns the seconds, and the layers with other bits."""
+    import torch
+    from unweight import update_sparse_
+    from unweight.ops import unpack
+
+    layers = {name: layer for name, layer in inner.named_modules() if hasattr(layer, "unweight_packed")}
+    updates, expected, seconds = {}, {}, []
+    for name, layer in layers.items():
+        weight = unpack(layer.weight_packed.data).view(-1)
+        random = torch.Generator(weight.device).manual_seed(3)
+        index = torch.randint(weight.numel(), (weight.numel() // 100,), generator=random, device=weight.device).unique()
+        updates[f"{name}.weight"] = index, values = index, weight[index.roll(1)]
+        weight[index] = values
+        expected[name] = digest(weight)
+    for _ in range(3):
+        start = time.perf_counter()
+        update_sparse_(inner, updates)
+        if index.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    made = {name: digest(unpack(layer.weight_packed.data).view(-1)) for name, layer in layers.items()}
+    differs = [name for name in layers if made[name] != expected[name]]
+    return {"sparse_s": seconds, "sparse_layers": len(layers), "sparse_layers_that_differ": differs}
 
 
 def replace(weights: list, inner) -> float:
@@ -98,6 +124,10 @@ def run(given: argparse.Namespace) -> dict:
         llm.reset_prefix_cache()
         record["before"], record["outputs"] = record["outputs"], outputs()
     record["digests"] = llm.apply_model(packed_digests)[0]
+    if given.replace:
+        record |= llm.apply_model(replace_some)[0]
+        llm.reset_prefix_cache()
+        record["sparse_outputs_changed"] = outputs() != record["outputs"]
     return record
 
 
@@ -162,6 +192,7 @@ def main() -> int:
         "update_s": updated["update_s"],
         "outputs_equal_a_new_engine": updated["outputs"] == fresh["outputs"],
         "outputs_changed": updated["outputs"] != updated["before"],
+        **{name: updated[name] for name in updated if name.startswith("sparse_")},
         "digests": len(fresh["digests"]),
         "digests_that_differ": [name for name, one in fresh["digests"].items() if updated["digests"].get(name) != one],
     }
@@ -169,7 +200,8 @@ def main() -> int:
     if given.out:
         pathlib.Path(given.out).write_text(json.dumps({**record, "updated": updated, "fresh": fresh}, indent=1) + "\n")
     is_equal = record["outputs_equal_a_new_engine"] and not record["digests_that_differ"]
-    return 0 if is_equal and record["outputs_changed"] else 1
+    is_changed = record["outputs_changed"] and record["sparse_outputs_changed"]
+    return 0 if is_equal and is_changed and not record["sparse_layers_that_differ"] else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import fnmatch
 import functools
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Optional, Protocol, Sequence, Union
 
 from ._extras import require
 
@@ -377,9 +377,31 @@ def _become_packed(layer: nn.Linear, held: _Held, name: str) -> None:
     layer._held, layer._n, layer._layer_name = held, layer.out_features, name
 
 
-def _update_layers(updates: list[tuple[PackedLinear, Tensor, Tensor]]) -> bool:
+class _Updated(Protocol):
+    """A packed weight whose elements can be replaced: a `PackedLinear`, or that of a layer of a running vLLM engine."""
+
+    weight_packed: Tensor
+    _held: Any
+    """The same object for layers that share the weight."""
+
+    def _describe(self) -> str: ...
+    def _sparse(self, index: Tensor, values: Tensor) -> tuple[_Updated, Tensor, Tensor]: ...
+    def _registered(self) -> tuple[Tensor, Union[Escapes, Placed]]: ...
+    def _sparse_what(self) -> tuple[int, str, str]: ...
+    def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool: ...
+
+
+def _packed_in(layer: nn.Module) -> Optional[_Updated]:
+    """Returns the packed weight of a layer, or `None` if it has none."""
+    if isinstance(layer, PackedLinear):
+        return layer
+    of = getattr(getattr(layer, "quant_method", None), "unweight_packed_in", None)
+    return None if of is None else of(layer)
+
+
+def _update_layers(updates: list[tuple[_Updated, Tensor, Tensor]]) -> bool:
     """Replaces elements of layers, each listed once; returns whether captured CUDA graphs stay valid."""
-    by_device: dict[torch.device, list[tuple[PackedLinear, Tensor, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[_Updated, Tensor, Tensor]]] = {}
     for update in updates:
         if update[1].numel() != 0:
             by_device.setdefault(update[0].weight_packed.device, []).append(update)
@@ -409,9 +431,10 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
     together, which takes less time than one after another.
 
     Args:
-        module: a module whose layers `pack_model` has packed.
+        module: a module whose layers `pack_model` has packed, or the model of a running vLLM engine.
         updates: for names of parameters as in `state_dict()`, an integer index `[m]` into the flattened parameter and
             the new values `[m]`, as for `PackedLinear.update_sparse_`. Parameters that are not packed change in place.
+            A vLLM model has names and slices of its own, such as `qkv_proj.weight` with the rows of q, k and v.
 
     Returns:
         Whether CUDA graphs that have captured the layers stay valid, as `PackedLinear.update_` says.
@@ -420,30 +443,34 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         KeyError: the module has no such parameter.
         TypeError: an index or values are not tensors.
         ValueError: wrong shapes or dtypes, or elements that cannot be replaced in place, which changes nothing; or a
-            new weight cannot be packed: its layer keeps the old one.
+            new weight cannot be packed, or not for the CUDA graphs of vLLM: its layer keeps the old one.
         IndexError: a position is outside of its parameter; nothing has changed.
-        NotImplementedError: a layer is offloaded.
+        NotImplementedError: a layer is offloaded, or of vLLM: a head next to adapters, or not packed on the CPU.
     """
-    packed: dict[int, tuple[PackedLinear, Tensor, Tensor]] = {}
-    plain = []
+    packed: dict[int, tuple[_Updated, Tensor, Tensor]] = {}
+    plain, copied = [], _copied(module)
     for key, (index, values) in updates.items():
         name, _, leaf = key.rpartition(".")
         try:
-            owner = module.get_submodule(name)
-            parameter = None if isinstance(owner, PackedLinear) and leaf == "weight" else owner.get_parameter(leaf)
+            packed_in = _packed_in(owner := module.get_submodule(name))
+            parameter = None if packed_in is not None and leaf == "weight" else owner.get_parameter(leaf)
         except AttributeError as error:
             raise KeyError(f"the module has no parameter '{key}'") from error
-        if isinstance(owner, PackedLinear) and leaf == "weight_packed":
+        if packed_in is not None and leaf == "weight_packed":
             raise KeyError(f"'{key}' is an arena; name '{name}.weight'")
+        if id(parameter) in copied:
+            raise NotImplementedError(
+                f"'{key}' is not packed, and vLLM's CPU kernels use a copy of it: pass it to load_weights"
+            )
         if parameter is not None:
             index, values = _elements(index, values, parameter.dtype, what := f"sparse values of '{key}'")
             _check_positions(index, parameter.numel(), what, "parameter")
             _check_memory(parameter, key)
             plain.append((parameter, *_ascending(*_moved(index, values, parameter.device))))
-        elif id(owner._held) in packed:
+        elif id(packed_in._held) in packed:
             raise ValueError(f"'{key}' shares its weight with another layer of the update; name one of them")
         else:
-            packed[id(owner._held)] = owner._sparse(index, values)
+            packed[id(packed_in._held)] = packed_in._sparse(index, values)
     is_valid = _update_layers(list(packed.values()))
     # In inference mode, tensors that were made in it may be changed, too.
     with torch.inference_mode():
@@ -452,6 +479,12 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             # `put_` takes flat positions also if the parameter is not contiguous.
             parameter.data.view(bits).put_(index, values.view(bits))
     return is_valid
+
+
+def _copied(module: nn.Module) -> set[int]:
+    """Returns the ids of the parameters of which vLLM's CPU kernels use a copy in another layout."""
+    layers = (layer for layer in module.modules() if hasattr(layer, "cpu_linear"))
+    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
 # Integers as wide as the elements of a parameter: `put_` does not take every dtype.

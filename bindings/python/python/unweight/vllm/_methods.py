@@ -40,6 +40,7 @@ from .._update import _pack_into
 from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
 from . import _cpu  # noqa: F401 (defines an operator)
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
+from ._sparse import RunningWeight
 
 NAME = "unweight"
 NO_RELOAD = "unweight: {} of a running engine cannot be replaced (reload_weights); start another engine"
@@ -261,6 +262,10 @@ class UnweightMethod(LinearMethodBase):
         # vLLM copies it to the former parameter, which has the same memory.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
         layer.unweight_packed = packed._replace(escapes=holder)
+
+    def unweight_packed_in(self, layer: nn.Module) -> Optional[RunningWeight]:
+        """Returns the packed weight of a layer for `unweight.update_sparse_`; `None` before it is packed."""
+        return RunningWeight(layer, self._has_graphs) if hasattr(layer, "unweight_packed") else None
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
         """Returns `x @ weight.T + bias` for bfloat16 x `[..., k]`; on the CPU, with the bits of vLLM's BF16 method."""

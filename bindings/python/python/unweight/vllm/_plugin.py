@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.platforms import current_platform
 
+from . import _sparse
 from ._account import Arrivals, arrivals_of
 from ._loader import UnweightLoader
 from ._methods import NAME, UnweightExpertsMethod, UnweightMethod, are_plain, packs_embeddings
@@ -211,6 +212,7 @@ def install() -> None:
     names = [name for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items() if loader is DefaultModelLoader]
     register_quantization_config(NAME)(UnweightConfig)
     _LOAD_FORMAT_TO_MODEL_LOADER.update({name: UnweightLoader for name in names})
+    _sparse.install()
 
 
 def _check_loader() -> None:

@@ -1,0 +1,78 @@
+"""New values for some weights of a running engine, by `unweight.update_sparse_` and vLLM's sparse weight transfer."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Union
+
+import torch
+from torch import Tensor, nn
+
+from .._update import _ascending, _pack_into
+from ..modules import _elements, _moved, update_sparse_
+from ..ops import Escapes, Placed, unpack
+from ._account import arrivals_of
+
+
+class RunningWeight:
+    """The packed weight of a layer of a running engine, as `update_sparse_` changes it."""
+
+    def __init__(self, layer: nn.Module, keep_graphs: bool) -> None:
+        self._layer, self._keep_graphs = layer, keep_graphs
+        self._held = self.weight_packed = layer.unweight_packed.arena
+
+    def _describe(self) -> str:
+        return f"'{arrivals_of[self._layer].prefix}'"
+
+    def _sparse(self, index: Tensor, values: Tensor) -> tuple[RunningWeight, Tensor, Tensor]:
+        """Checks new elements, except their positions, and moves them to the device of the arena."""
+        if "weight" in self._layer.__dict__:
+            raise NotImplementedError(f"{self._describe()} is a head next to adapters: its weight cannot be replaced")
+        elements = _elements(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
+        return self, *_moved(*elements, self.weight_packed.device)
+
+    def _registered(self) -> tuple[Tensor, Union[Escapes, Placed]]:
+        """Returns the arena, and the object to keep with it."""
+        return self.weight_packed, self._layer.unweight_packed.escapes
+
+    def _sparse_what(self) -> tuple[int, str, str]:
+        """Returns the elements of the weight, and what errors call the positions and the weight."""
+        packed = self._layer.unweight_packed
+        return packed.n * packed.k, f"sparse weights of {self._describe()}", "weight"
+
+    def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
+        """Unpacks the weight, replaces elements at checked positions and packs it again, at the same address."""
+        weight = unpack(self.weight_packed)
+        index, values = _ascending(index, values)
+        weight.view(-1)[index] = values
+        holder = _pack_into(*self._registered(), weight, keep_graphs=self._keep_graphs)
+        if isinstance(holder, str):
+            raise ValueError(
+                f"the new weight of {self._describe()} cannot be packed into the old one's place: {holder}; the layer "
+                "keeps its old weight"
+            )
+        self._layer.unweight_packed = self._layer.unweight_packed._replace(escapes=holder)
+        return True
+
+
+def install() -> None:
+    """Makes vLLM's sparse weight transfer, which vLLM 0.24 lacks, write to packed weights, too."""
+    try:
+        from vllm.distributed.weight_transfer.sparse_nccl_engine import SparseNCCLWeightTransferEngine as Engine
+    except ImportError:
+        return
+    before = Engine._apply_patch
+
+    @functools.wraps(before)
+    def apply_patch(engine: Any, patch: Any) -> None:
+        name, _, leaf = patch.name.rpartition(".")
+        try:
+            is_packed = leaf == "weight" and hasattr(engine.model.get_submodule(name), "unweight_packed")
+        except AttributeError:
+            is_packed = False  # vLLM's own method raises the error of an unknown name.
+        if is_packed:
+            update_sparse_(engine.model, {patch.name: (patch.indices, patch.values)})
+        else:
+            before(engine, patch)
+
+    Engine._apply_patch = apply_patch
