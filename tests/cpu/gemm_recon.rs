@@ -365,8 +365,8 @@ fn planted_bugs_are_caught() {
         (
             Edit {
                 header: ring,
-                from: "wait_parity(full(c.slot), c.parity)",
-                to: "wait_parity(full(c.slot), c.parity ^ 1)",
+                from: "mbarrier_wait_parity(full(c.slot), c.parity)",
+                to: "mbarrier_wait_parity(full(c.slot), c.parity ^ 1)",
             },
             // A slot's readers run a phase ahead of its bytes.
             Error("nobody has released"),
