@@ -20,9 +20,9 @@ pub(super) const STATE_MIN: u32 = 1 << 16;
 const WHOLE_BITS: u32 = super::model::TOP_BITS;
 /// Dividend of the reciprocals by which the vector encoders divide: 1 less 2^-22.
 ///
-/// A quotient is the product of the dividend and a reciprocal in single precision, rounded down. Both and the product
-/// have relative errors of at most 2^-24, the reciprocal by AVX-512 of 2^-24 and 2^-28: together less than what this
-/// constant takes away; so the quotient is never too high. As it is below 2^20, it is too low by less than a half: one at
+/// A quotient is the product of a number and a reciprocal in single precision, rounded down. Each of the three has a
+/// relative error of at most 2^-24, and AVX-512's reciprocal one of 2^-28 more: together less than what this constant
+/// takes away; so the quotient is never too high. As it is below 2^20, it is too low by less than a half: one at
 /// most, which the rest shows. The rest is below twice the frequency, so that its lower 16 bits determine it.
 #[cfg(target_arch = "x86_64")]
 const RECIPROCAL: f32 = 1.0 - 1.0 / (1 << 22) as f32;

@@ -118,7 +118,7 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
     let grid = matrix.grid();
     let (tables, ids) = (Tables::new(&model), TableIds::new(&model.contexts, grid.cols()));
     let mut nibbles = zeroed(nibble_bytes(grid));
-    let streams = Streams::of_symbols(grid.elements());
+    let streams = Streams::of_symbols(grid.elements(), matrix.bytes().len());
     let chunks = matrix.bytes().par_chunks(2 * CHUNK).zip(nibbles.par_chunks_mut(CHUNK / 2)).enumerate();
     chunks.for_each(|(chunk, (elements, nibbles))| {
         streams.add(chunk, elements.len() / 2, |states, words, at| {

@@ -92,7 +92,7 @@ fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
     section.extend(numbers.finish());
     section.resize(section.len().next_multiple_of(SECTION_ALIGN), 0);
     let (tables, ids) = (tables(frequencies), ids(width));
-    let streams = Streams::of_symbols(bytes.len());
+    let streams = Streams::of_symbols(bytes.len(), bytes.len());
     bytes.par_chunks(CHUNK).enumerate().for_each(|(number, chunk)| {
         streams.add(number, chunk.len(), |states, words, at| {
             let mut codes = [0; BLOCK];

@@ -28,10 +28,11 @@ thread_local! {
 }
 
 impl Streams {
-    /// An empty section with room for the chunks of this number of symbols. Memory is used as chunks arrive.
-    pub(super) fn of_symbols(symbols: usize) -> Self {
-        let most = 2 * symbols + symbols.div_ceil(CHUNK) * (CHUNK_HEAD + 4) + SECTION_ALIGN;
-        let chunks = Chunks { section: with_capacity(most), count: 0, waiting: BTreeMap::new() };
+    /// An empty section for the chunks of this number of symbols, with room for what `bytes` of a tensor hardly exceed.
+    /// Memory is used as chunks arrive.
+    pub(super) fn of_symbols(symbols: usize, bytes: usize) -> Self {
+        let room = bytes + symbols.div_ceil(CHUNK) * (CHUNK_HEAD + 4) + SECTION_ALIGN;
+        let chunks = Chunks { section: with_capacity(room), count: 0, waiting: BTreeMap::new() };
         Self { chunks: Mutex::new(chunks) }
     }
 
