@@ -3,8 +3,9 @@
     python vllm_live_gpu.py --out live.json                        # 8B, a GPU with 80 GB, about 5 minutes
     python vllm_live_gpu.py --geometry tiny --out live.json
 
-Needs vLLM and the wheel. Exit status 1 if a token, a log probability or a digest differs. The new weights are those of
-the model with rows rotated by one, so their exponent windows stay. Then 1 % of the weights are replaced.
+Needs vLLM and the wheel. Exit status 1 if a token, a log probability or a digest differs, or outputs stay the same. The
+new weights are those of the model with rows rotated by one, so their exponent windows stay. Then 1 % of the weights are
+replaced.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def replace_some(inner) -> dict:
     from unweight import update_sparse_
     from unweight.ops import unpack
 
-    layers = {name: layer for name, layer in inner.named_modules() if hasattr(layer, "unweight_packed")}
+    layers = {name: layer for name, layer in inner.named_modules() if hasattr(layer, "weight_packed")}
     updates, expected, seconds = {}, {}, []
     for name, layer in layers.items():
         weight = unpack(layer.weight_packed.data).view(-1)

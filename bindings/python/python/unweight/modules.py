@@ -395,6 +395,8 @@ def _packed_in(layer: nn.Module) -> Optional[_Updated]:
     """Returns the packed weight of a layer, or `None` if it has none."""
     if isinstance(layer, PackedLinear):
         return layer
+    # vLLM's layers with adapters contain the layer.
+    layer = getattr(layer, "base_layer", layer)
     of = getattr(getattr(layer, "quant_method", None), "unweight_packed_in", None)
     return None if of is None else of(layer)
 
@@ -434,18 +436,20 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         module: a module whose layers `pack_model` has packed, or the model of a running vLLM engine.
         updates: for names of parameters as in `state_dict()`, an integer index `[m]` into the flattened parameter and
             the new values `[m]`, as for `PackedLinear.update_sparse_`. Parameters that are not packed change in place.
-            A vLLM model has names and slices of its own, such as `qkv_proj.weight` with the rows of q, k and v.
+            A vLLM model has names of its own, such as `qkv_proj.weight` with the rows of q, k and v; a tied head has
+            that of the embedding.
 
     Returns:
         Whether CUDA graphs that have captured the layers stay valid, as `PackedLinear.update_` says.
 
     Raises:
-        KeyError: the module has no such parameter.
+        KeyError: the module has no such parameter, or it belongs to packed experts.
         TypeError: an index or values are not tensors.
         ValueError: wrong shapes or dtypes, or elements that cannot be replaced in place, which changes nothing; or a
             new weight cannot be packed, or not for the CUDA graphs of vLLM: its layer keeps the old one.
         IndexError: a position is outside of its parameter; nothing has changed.
-        NotImplementedError: a layer is offloaded, or of vLLM: a head next to adapters, or not packed on the CPU.
+        NotImplementedError: a layer is offloaded, or of vLLM: in tensor parallelism, a head next to adapters, one of
+            which attention keeps products (`kv_b_proj`), or on the CPU not packed.
     """
     packed: dict[int, tuple[_Updated, Tensor, Tensor]] = {}
     plain, copied = [], _copied(module)
@@ -456,11 +460,11 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             parameter = None if packed_in is not None and leaf == "weight" else owner.get_parameter(leaf)
         except AttributeError as error:
             raise KeyError(f"the module has no parameter '{key}'") from error
-        if packed_in is not None and leaf == "weight_packed":
-            raise KeyError(f"'{key}' is an arena; name '{name}.weight'")
+        if leaf.endswith("weight_packed"):
+            raise KeyError(f"'{key}' is an arena; name the weight")
         if id(parameter) in copied:
             raise NotImplementedError(
-                f"'{key}' is not packed, and vLLM's CPU kernels use a copy of it: pass it to load_weights"
+                f"'{key}' is not packed, and vLLM's CPU kernels may use a copy of it: pass it to load_weights"
             )
         if parameter is not None:
             index, values = _elements(index, values, parameter.dtype, what := f"sparse values of '{key}'")
@@ -482,9 +486,12 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
 
 
 def _copied(module: nn.Module) -> set[int]:
-    """Returns the ids of the parameters of which vLLM's CPU kernels use a copy in another layout."""
-    layers = (layer for layer in module.modules() if hasattr(layer, "cpu_linear"))
-    return {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    """Returns the ids of the parameters of which vLLM's CPU kernels may use a copy, or another layout: those of layers
+    with a method that is not ours."""
+    methods = ((layer, getattr(layer, "quant_method", None)) for layer in module.modules())
+    theirs = (layer for layer, method in methods if method is not None and not hasattr(method, "unweight_packed_in"))
+    parameters = (parameter for layer in theirs for parameter in layer.parameters(recurse=False))
+    return {id(parameter) for parameter in parameters if parameter.device.type == "cpu"}
 
 
 # Integers as wide as the elements of a parameter: `put_` does not take every dtype.

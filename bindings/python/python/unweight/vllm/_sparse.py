@@ -7,6 +7,7 @@ from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_world_size
 
 from .._update import _ascending, _pack_into
 from ..modules import _elements, _moved, update_sparse_
@@ -28,6 +29,11 @@ class RunningWeight:
         """Checks new elements, except their positions, and moves them to the device of the arena."""
         if "weight" in self._layer.__dict__:
             raise NotImplementedError(f"{self._describe()} is a head next to adapters: its weight cannot be replaced")
+        if self._describe().endswith("kv_b_proj'"):
+            # Of MLA: it multiplies by copies of parts of this weight, which only loading renews.
+            raise NotImplementedError(f"attention keeps copies of {self._describe()}: pass it to load_weights")
+        if get_tensor_model_parallel_world_size() > 1:
+            raise NotImplementedError("weights that processes share (--tensor-parallel-size) have no sparse updates")
         elements = _elements(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
         return self, *_moved(*elements, self.weight_packed.device)
 
