@@ -363,6 +363,15 @@ class Engine(Case):
         (second,), _ = engines([dict(model=str(other), enforce_eager=True)])
         self.assertNotEqual(first, second)
 
+    def test_sparse_updates_that_would_miss_copies_are_refused(self):
+        (refused,), _ = engines([dict(sparse_refusals=True)])
+        self.assertIn("attention keeps copies of 'model.layers.0.self_attn.kv_b_proj'", refused["kv_b_proj"])
+        self.assertIn("--tensor-parallel-size", refused["q_proj"])
+        self.assertIn("vLLM's CPU kernels may use a copy", refused["plain"])
+        self.assertIn("is an arena", refused["arena"])
+        self.assertIn("is an arena", refused["arena below adapters"])
+        self.assertEqual(refused["norm"], "")
+
     def test_new_weights_of_a_compiled_model(self):
         """Without CUDA graphs: as packed ones they are used, as BF16 ones they are refused."""
         import safetensors.torch
@@ -869,6 +878,41 @@ def replace_elements(before: pathlib.Path, after: pathlib.Path, transfers: bool,
     assert memory == {name: one.data_ptr() for name, one in inner.named_parameters()}
 
 
+def sparse_refusals() -> dict[str, str]:
+    """Returns the messages with which sparse updates of layers are refused, as if two processes shared the model."""
+    from unittest import mock
+
+    import torch
+    import unweight
+    from torch import nn
+    from unweight.ops import _pack
+    from unweight.vllm import _sparse
+    from unweight.vllm._account import Arrivals, arrivals_of
+    from unweight.vllm._methods import UnweightMethod
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    module = nn.ModuleDict({name: nn.Module() for name in ("kv_b_proj", "q_proj", "plain", "norm", "adapters")})
+    for name in ("kv_b_proj", "q_proj"):
+        layer = module[name]
+        layer.quant_method, layer.unweight_packed = UnweightMethod(), _pack(torch.randn(64, 64).bfloat16())
+        layer.weight_packed = nn.Parameter(layer.unweight_packed.arena, requires_grad=False)
+        arrivals_of[layer] = Arrivals(f"model.layers.0.self_attn.{name}", {})
+    module["adapters"].base_layer = module["q_proj"]
+    module["plain"].quant_method = UnquantizedLinearMethod()
+    for name in ("plain", "norm"):
+        module[name].weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
+    at, values, made = torch.tensor([1]), torch.tensor([2.0]).bfloat16(), {}
+    names = {name: f"{name}.weight" for name in ("kv_b_proj", "q_proj", "plain", "norm")}
+    names |= {"arena": "q_proj.weight_packed", "arena below adapters": "adapters.base_layer.weight_packed"}
+    with mock.patch.object(_sparse, "get_tensor_model_parallel_world_size", return_value=2):
+        for what, name in names.items():
+            try:
+                made[what] = "" if unweight.update_sparse_(module, {name: (at, values)}) else "false"
+            except (KeyError, NotImplementedError) as error:
+                made[what] = str(error)
+    return made
+
+
 def answers(
     model: str,
     sparse: Optional[list[str]] = None,
@@ -977,7 +1021,9 @@ def main(runs: list[dict]) -> None:
 
     results: list[object] = []
     for run in runs:
-        if run.pop("refused", False):
+        if run.pop("sparse_refusals", False):
+            results.append(sparse_refusals())
+        elif run.pop("refused", False):
             try:
                 results.append((configured if run.pop("configure", False) else answers)(**run))
             except Exception as error:
