@@ -18,7 +18,7 @@ import time
 import unittest
 import urllib.error
 import urllib.request
-from typing import Optional
+from typing import Callable, Optional
 
 from models import GLM, MOE, SMALL, of_transformers, zero_experts
 
@@ -119,6 +119,20 @@ def without(model: pathlib.Path, copy: pathlib.Path, name: str) -> pathlib.Path:
     del tensors[name]
     safetensors.torch.save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     return copy
+
+
+def make_two(home: pathlib.Path, kind: str, change: Callable[..., object]) -> tuple[pathlib.Path, pathlib.Path]:
+    """Writes a model, and a copy of which each tensor is what `change` returns for its name, itself and a generator."""
+    import safetensors.torch
+    import torch
+
+    model, other = make(home / "model", kind), home / "other" / "model"
+    shutil.copytree(model, other)
+    random = torch.Generator().manual_seed(7)
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    changed = {name: change(name, tensor, random) for name, tensor in tensors.items()}
+    safetensors.torch.save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    return model, other
 
 
 def quantize(model: pathlib.Path, method: str) -> pathlib.Path:
@@ -316,43 +330,35 @@ class Engine(Case):
 
     def test_new_weights_arrive_in_parts(self):
         """One or a few tensors per call, after calls that are errors."""
-        import safetensors.torch
         import torch
+
+        def others(_, tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+            return torch.randn(tensor.shape, generator=random).mul(0.05).bfloat16()
 
         # The second has biases, and an embedding with padding that stays BF16.
         for kind in ("llama", "qwen2, tied"):
             with self.subTest(kind):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
-                model, other = make(self.home / "model", kind), self.home / "other" / "model"
-                shutil.copytree(model, other)
-                random = torch.Generator().manual_seed(7)
-                others = safetensors.torch.load_file(model / "model.safetensors")
-                for name in others:
-                    others[name] = torch.randn(others[name].shape, generator=random).mul(0.05).bfloat16()
-                safetensors.torch.save_file(others, other / "model.safetensors", metadata={"format": "pt"})
+                model, other = make_two(self.home, kind, others)
                 packed = dict(model=str(model), quantization="unweight", exchange=str(other))
                 runs = [dict(model=str(other)), *(dict(packed, pieces=size) for size in (1, 4))]
                 self.hold_equal(runs, enforce_eager=True)
 
     def test_some_weights_of_a_running_engine_are_replaced(self):
         """By `update_sparse_`, and by vLLM's sparse weight transfer."""
-        import safetensors.torch
         import torch
 
-        # The second has biases, and an embedding with padding that stays BF16.
+        def others(name: str, tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+            if kind == "llama" or "embed_tokens" not in name:
+                at = torch.randperm(tensor.numel(), generator=random)[: tensor.numel() // 20 + 1]
+                tensor.view(-1)[at] = torch.randn(len(at), generator=random).mul(0.2).bfloat16()
+            return tensor
+
+        # The second has biases, and an embedding with padding that stays BF16, which cannot change.
         for kind in ("llama", "qwen2, tied"):
             with self.subTest(kind):
                 self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
-                model, other = make(self.home / "model", kind), self.home / "other" / "model"
-                shutil.copytree(model, other)
-                random = torch.Generator().manual_seed(7)
-                others = safetensors.torch.load_file(model / "model.safetensors")
-                for name, one in others.items():
-                    if kind != "llama" and "embed_tokens" in name:
-                        continue
-                    at = torch.randperm(one.numel(), generator=random)[: one.numel() // 20 + 1]
-                    one.view(-1)[at] = torch.randn(len(at), generator=random).mul(0.2).bfloat16()
-                safetensors.torch.save_file(others, other / "model.safetensors", metadata={"format": "pt"})
+                model, other = make_two(self.home, kind, others)
                 packed = dict(model=str(model), quantization="unweight", sparse=[str(model), str(other)])
                 runs = [dict(model=str(other)), dict(packed)]
                 # vLLM 0.24 has none.

@@ -79,6 +79,13 @@ def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return index[is_last], values[order[is_last]]
 
 
+def _with_elements(weight: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    """Replaces elements of a contiguous weight at checked positions, and returns it."""
+    index, values = _ascending(index, values)
+    weight.view(-1)[index] = values
+    return weight
+
+
 def _update_in_place(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list[str]:
     """Replaces elements of registered arenas of one GPU: arena, its object, int64 positions, bfloat16 values.
 

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ._devices import _as_device, why_not
 from ._dispatch import _with_memory
 from ._part import _Fixed
-from ._update import _ascending, _pack_into, _update_in_place
+from ._update import _ascending, _pack_into, _update_in_place, _with_elements
 from .errors import UnweightError
 from .ops import (
     _SHAPE,
@@ -291,10 +291,7 @@ class PackedLinear(_PackedState, nn.Linear):
 
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
         """Unpacks the weight, replaces elements at checked positions and packs it again."""
-        weight = self.unpacked()
-        index, values = _ascending(index, values)
-        weight.view(-1)[index] = values
-        return self.update_(weight)
+        return self.update_(_with_elements(self.unpacked(), index, values))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.unpacked()
@@ -391,12 +388,16 @@ class _Updated(Protocol):
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool: ...
 
 
+def _without_adapters(layer: nn.Module) -> nn.Module:
+    """Returns the layer that one of vLLM with adapters contains; another layer itself."""
+    return getattr(layer, "base_layer", layer)
+
+
 def _packed_in(layer: nn.Module) -> Optional[_Updated]:
     """Returns the packed weight of a layer, or `None` if it has none."""
     if isinstance(layer, PackedLinear):
         return layer
-    # vLLM's layers with adapters contain the layer.
-    layer = getattr(layer, "base_layer", layer)
+    layer = _without_adapters(layer)
     of = getattr(getattr(layer, "quant_method", None), "unweight_packed_in", None)
     return None if of is None else of(layer)
 
@@ -452,7 +453,7 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             which attention keeps products (`kv_b_proj`), or on the CPU not packed.
     """
     packed: dict[int, tuple[_Updated, Tensor, Tensor]] = {}
-    plain, copied = [], _copied(module)
+    plain = []
     for key, (index, values) in updates.items():
         name, _, leaf = key.rpartition(".")
         try:
@@ -462,11 +463,11 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             raise KeyError(f"the module has no parameter '{key}'") from error
         if leaf.endswith("weight_packed"):
             raise KeyError(f"'{key}' is an arena; name the weight")
-        if id(parameter) in copied:
-            raise NotImplementedError(
-                f"'{key}' is not packed, and vLLM's CPU kernels may use a copy of it: pass it to load_weights"
-            )
         if parameter is not None:
+            if _may_be_copied(owner, parameter):
+                raise NotImplementedError(
+                    f"'{key}' is not packed, and vLLM's CPU kernels may use a copy of it: pass it to load_weights"
+                )
             index, values = _elements(index, values, parameter.dtype, what := f"sparse values of '{key}'")
             _check_positions(index, parameter.numel(), what, "parameter")
             _check_memory(parameter, key)
@@ -485,13 +486,11 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
     return is_valid
 
 
-def _copied(module: nn.Module) -> set[int]:
-    """Returns the ids of the parameters of which vLLM's CPU kernels may use a copy, or another layout: those of layers
-    with a method that is not ours."""
-    methods = ((layer, getattr(layer, "quant_method", None)) for layer in module.modules())
-    theirs = (layer for layer, method in methods if method is not None and not hasattr(method, "unweight_packed_in"))
-    parameters = (parameter for layer in theirs for parameter in layer.parameters(recurse=False))
-    return {id(parameter) for parameter in parameters if parameter.device.type == "cpu"}
+def _may_be_copied(owner: nn.Module, parameter: Tensor) -> bool:
+    """Returns whether vLLM's CPU kernels may use a copy of a parameter, or another layout: they do for layers with a
+    method that is not ours."""
+    method = getattr(_without_adapters(owner), "quant_method", None)
+    return parameter.device.type == "cpu" and method is not None and not hasattr(method, "unweight_packed_in")
 
 
 # Integers as wide as the elements of a parameter: `put_` does not take every dtype.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from .._update import _ascending, _pack_into
+from .._update import _pack_into, _with_elements
 from ..modules import _elements, _moved, update_sparse_
 from ..ops import Escapes, Placed, unpack
 from ._account import arrivals_of
@@ -21,15 +21,16 @@ class RunningWeight:
     def __init__(self, layer: nn.Module, keep_graphs: bool) -> None:
         self._layer, self._keep_graphs = layer, keep_graphs
         self._held = self.weight_packed = layer.unweight_packed.arena
+        self._prefix = arrivals_of[layer].prefix
 
     def _describe(self) -> str:
-        return f"'{arrivals_of[self._layer].prefix}'"
+        return f"'{self._prefix}'"
 
     def _sparse(self, index: Tensor, values: Tensor) -> tuple[RunningWeight, Tensor, Tensor]:
         """Checks new elements, except their positions, and moves them to the device of the arena."""
         if "weight" in self._layer.__dict__:
             raise NotImplementedError(f"{self._describe()} is a head next to adapters: its weight cannot be replaced")
-        if self._describe().endswith("kv_b_proj'"):
+        if self._prefix.endswith("kv_b_proj"):
             # Of MLA: it multiplies by copies of parts of this weight, which only loading renews.
             raise NotImplementedError(f"attention keeps copies of {self._describe()}: pass it to load_weights")
         if get_tensor_model_parallel_world_size() > 1:
@@ -48,9 +49,7 @@ class RunningWeight:
 
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
         """Unpacks the weight, replaces elements at checked positions and packs it again, at the same address."""
-        weight = unpack(self.weight_packed)
-        index, values = _ascending(index, values)
-        weight.view(-1)[index] = values
+        weight = _with_elements(unpack(self.weight_packed), index, values)
         holder = _pack_into(*self._registered(), weight, keep_graphs=self._keep_graphs)
         if isinstance(holder, str):
             raise ValueError(
