@@ -27,11 +27,10 @@ void bar_warp_sync() {
     cpu::Clock all = cpu::self().clock;
     cpu::warp_collective("bar_warp_sync", &all, [](void** lanes) {
         cpu::Clock& first = *static_cast<cpu::Clock*>(lanes[0]);
-        for (u32 l = 1; l < 32; ++l) cpu::merge(first, *static_cast<cpu::Clock*>(lanes[l]));
-        if (first.empty()) return;
+        for (u32 l = 1; l < 32; ++l) first.merge(*static_cast<cpu::Clock*>(lanes[l]));
         for (u32 l = 1; l < 32; ++l) *static_cast<cpu::Clock*>(lanes[l]) = first;
     });
-    cpu::merge(cpu::self().clock, all);
+    cpu::self().clock.merge(all);
 }
 u32 shfl_sync_idx(u32 value, u32 source_lane) {
     return detail::exchange("shfl_sync_idx", value, source_lane,
@@ -83,13 +82,13 @@ void st_release_global(u32* p, u32 v) {
 }
 u32 ld_acquire_global(const u32* p) {
     u32 v = cpu::read_global<u32>(p);
-    cpu::merge(cpu::self().clock, cpu::simulator().spoken[p]);
+    cpu::self().clock.merge(cpu::simulator().spoken[p]);
     cpu::poll();
     return v;
 }
 u64 ld_acquire_global_u64(const u64* p) {
     u64 v = cpu::read_global<u64>(p);
-    cpu::merge(cpu::self().clock, cpu::simulator().spoken[p]);
+    cpu::self().clock.merge(cpu::simulator().spoken[p]);
     cpu::poll();
     return v;
 }
@@ -103,9 +102,7 @@ void barrier_cluster_arrive() {
     }
 }
 void barrier_cluster_wait() {
-    cpu::Simulator& m = cpu::simulator();
-    u64 generation = cpu::self().cluster_generation;
-    cpu::wait_until([&m, generation] { return m.cluster_generation != generation; }, "cluster barrier");
+    cpu::wait_for_change(cpu::simulator().cluster_generation, cpu::self().cluster_generation, "cluster barrier");
 }
 // ---- mbarrier.cuh --------------------------------------------------------------------------------------------------
 void mbarrier_init(u32 barrier, u32 arrivals) {
@@ -132,8 +129,8 @@ bool mbarrier_test_wait_parity(u32 barrier, u32 parity) {
 }
 void mbarrier_wait_parity(u32 barrier, u32 parity) {
     cpu::Mbarrier& b = cpu::mbarrier_at(barrier);
-    cpu::wait_until([&b, parity] { return b.phase != parity; }, "mbarrier at offset %u, parity %u",
-                    (barrier & ((1u << cpu::kRankShift) - 1)) - cpu::kSharedBase, parity);
+    cpu::wait_for_change(b.phase, parity, "mbarrier at offset %u, parity %u",
+                         (barrier & ((1u << cpu::kRankShift) - 1)) - cpu::kSharedBase, parity);
     cpu::release_spoken_for(b, parity);
 }
 // ---- fence.cuh -----------------------------------------------------------------------------------------------------

@@ -90,7 +90,10 @@ void mark_read(u32 address, u32 bytes) {
     if (&b != f.block) return;
     u32 first = (address & ((1u << kRankShift) - 1)) - kSharedBase;
     ++f.loads;
-    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) f.read_at.set(g, f.loads);
+    for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g) {
+        f.read_at.set(g, f.loads);
+        b.readers.add(g, f.thread);
+    }
 }
 
 void release_own_reads() { self().released = self().loads; }
@@ -140,9 +143,15 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
     Fiber& own = self();
     u32 first = offset_of(address, bytes, 1);
     const u32 end = (first + bytes - 1) / 16 + 1;
-    for (Fiber* other : simulator().fibers) {
-        if (other->block != &b || other == &own) continue;
-        // Most have read none of it, or met since: the barriers are asked last.
+    u64 readers[Readers::kWords] = {};
+    for (u32 g = first / 16; g < end; ++g)
+        if (const u64* of = b.readers.of(g))
+            for (u32 word = 0; word < Readers::kWords; ++word) readers[word] |= of[word];
+    for (u32 thread = 0; thread < simulator().block_threads; ++thread) {
+        if (!(readers[thread / 64] >> thread % 64 & 1)) continue;
+        Fiber* other = simulator().fibers[b.rank * simulator().block_threads + thread];
+        if (other == &own) continue;
+        // Most have met since: the barriers are asked last.
         u64 read = 0;
         for (u32 g = first / 16; g < end; ++g)
             if (other->read_at.of(g) > read) read = other->read_at.of(g);
@@ -175,10 +184,28 @@ void check_global(const void* pointer, u64 bytes, u32 alignment, const char* wha
 }
 
 // ---- what blocks hand over to each other in global memory -----------------------------------------------------------
-void merge(Clock& into, const Clock& from) {
-    if (into.size() < from.size()) into.resize(from.size());
-    for (size_t i = 0; i < from.size(); ++i)
-        if (from[i] > into[i]) into[i] = from[i];
+u32 Clock::count(u32 thread, u64 threads) {
+    if (!stores) stores = new Stores{std::vector<u32>(threads)};
+    if (stores->owners > 1) {
+        --stores->owners;
+        stores = new Stores{stores->of};
+    }
+    return ++stores->of[thread];
+}
+
+void Clock::merge(const Clock& from) {
+    if (!from.stores || stores == from.stores) return;
+    const std::vector<u32>& others = from.stores->of;
+    std::vector<u32> both(others);
+    bool has_less = false, has_more = false;
+    for (size_t i = 0; stores && i < both.size(); ++i) {
+        const u32 own = stores->of[i];
+        has_less |= own < others[i];
+        has_more |= own > others[i];
+        both[i] = own < others[i] ? others[i] : own;
+    }
+    if (stores && !has_less) return;
+    *this = has_more ? Clock(new Stores{std::move(both)}) : from;
 }
 
 bool is_partial(const void* p) {
@@ -198,7 +225,7 @@ void check_handed_over(const void* p, u64 bytes, const char* what) {
             continue;
         }
         auto [thread, store] = it->second;
-        if (thread >= own.size() || own[thread] < store)
+        if (own.of(thread) < store)
             fail(
                 "%s of `partials` at %p, which thread %u of block %u has written and nobody has handed over (a meeting "
                 "of its block, fence.acq_rel.gpu and an atomic; an atomic, fence.acq_rel.gpu and a meeting of this "
@@ -211,23 +238,22 @@ void mark_partial(const void* p, u64 bytes) {
     Simulator& m = simulator();
     Fiber& f = self();
     const u32 thread = f.block->index * m.block_threads + f.thread;
-    if (f.clock.empty()) f.clock.resize(u64(m.grid) * m.block_threads);
-    const u32 store = ++f.clock[thread];
+    const u32 store = f.clock.count(thread, u64(m.grid) * m.block_threads);
     for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4)
         m.written[word] = {thread, store};
 }
 
 void fence_device() {
     Fiber& f = self();
-    merge(f.clock, f.seen);
+    f.clock.merge(f.seen);
     f.fenced = f.clock;
 }
 
 void atomic_speaks(const void* p) {
     Fiber& f = self();
     Clock& spoken = simulator().spoken[p];
-    merge(f.seen, spoken);
-    merge(spoken, f.fenced);
+    f.seen.merge(spoken);
+    spoken.merge(f.fenced);
 }
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
@@ -239,20 +265,19 @@ void named_barrier(u32 id, u32 threads, bool wait) {
         fail("named barrier %u: %u threads expected here, %u by an earlier arrival", id, threads, b.expected);
     b.expected = threads;
     u64 generation = b.generation;
-    merge(b.coming, self().clock);
+    b.coming.merge(self().clock);
     if (++b.arrived == threads) {
         b.arrived = 0;
         ++b.generation;
         b.handed = std::move(b.coming);
-        b.coming.clear();
+        b.coming = {};
     }
     self().met_barrier[id] = self().loads;
     self().met_generation[id] = generation + 1;
     if (wait)
-        wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id,
-                   threads);
+        wait_for_change(b.generation, generation, "named barrier %u (%u threads)", id, threads);
     // Of this generation, or of a later one that this thread has not met: threads that wait here arrived there, too.
-    if (wait) merge(self().clock, b.handed);
+    if (wait) self().clock.merge(b.handed);
 }
 
 Mbarrier& mbarrier_at(u32 address) {
@@ -301,7 +326,7 @@ void warp_collective(const char* operation, void* lane_data, void (*finish)(void
         w.arrived = 0;
         ++w.generation;
     } else {
-        wait_until([&w, generation] { return w.generation != generation; }, "warp-wide %s", operation);
+        wait_for_change(w.generation, generation, "warp-wide %s", operation);
     }
 }
 
@@ -467,22 +492,25 @@ static void run_blocks() {
     const u32 count = static_cast<u32>(m.fibers.size());
     u32 left = count, spins = 0;
     Turn turn;
-    std::vector<Fiber*>& members = m.members;
-    members = m.fibers;
+    std::vector<u32>& members = m.members;
+    members.clear();
+    for (u32 i = 0; i < count; ++i) members.push_back(i);
     while (left > 0) {
         if (turn.passes-- == 0) {
             turn = next_turn(count);
             members.clear();
             for (u32 i = 0; i < count; ++i)
-                if (turn.has(i) && !m.fibers[i]->done) members.push_back(m.fibers[i]);
+                if (turn.has(i) && !m.fibers[i]->done) members.push_back(i);
             continue;
         }
         bool progressed = false, polled = false;
         const u32 all = static_cast<u32>(members.size());
         u32 next = all == 0 ? 0 : random_below(all);
         for (u32 i = 0; i < all; ++i) {
-            Fiber* f = members[next];
+            const u32 member = members[next];
             next = next + 1 == all ? 0 : next + 1;
+            if (m.watches[member].is_unchanged()) continue;
+            Fiber* f = m.fibers[member];
             if (f->done || (f->wait && !f->wait->ready())) continue;
             (f->polling ? polled : progressed) = true;
             m.current = f;
@@ -529,6 +557,7 @@ static void drop_blocks() {
     Simulator& m = simulator();
     for (Fiber* f : m.fibers) delete f;
     m.fibers.clear();
+    m.watches.clear();
     for (Block* b : m.blocks) {
         free(b->shared);
         delete b;
@@ -594,7 +623,9 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
                     f->first.uc_stack.ss_size = kStackBytes - t % 64 * 64;
                     f->first.uc_link = nullptr;
                     makecontext(&f->first, fiber_main, 0);
+                    f->index = static_cast<u32>(m.fibers.size());
                     m.fibers.push_back(f);
+                    m.watches.push_back({});
                 }
             }
             m.cluster_arrived = 0;

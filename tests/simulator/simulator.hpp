@@ -45,14 +45,48 @@ constexpr u32 kSpinLimit = 10000;  // passes in which fibers only polled
 struct Block;
 struct Warp;
 
-// Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before;
-// nothing: none of anybody.
-using Clock = std::vector<u32>;
+// Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before.
+// Threads that have met share one.
+class Clock {
+public:
+    Clock() = default;
+    Clock(const Clock& other) : stores(other.stores) {
+        if (stores) ++stores->owners;
+    }
+    Clock& operator=(Clock other) {
+        std::swap(stores, other.stores);
+        return *this;
+    }
+    ~Clock() {
+        if (stores && --stores->owners == 0) delete stores;
+    }
+    u32 of(u32 thread) const { return stores ? stores->of[thread] : 0; }
+    // Counts one more store of a thread; returns its number. `threads`: of the grid.
+    u32 count(u32 thread, u64 threads);
+    // What comes before `from` comes before this.
+    void merge(const Clock& from);
+
+private:
+    struct Stores {
+        std::vector<u32> of;
+        u32 owners = 1;
+    };
+    explicit Clock(Stores* stores) : stores(stores) {}
+    Stores* stores = nullptr;  // nothing: none of anybody
+};
 
 // What a fiber waits for. It lies on the fiber's own stack, and says so in words only when it is asked.
 struct Wait {
     virtual bool ready() const = 0;
     virtual std::string told() const = 0;
+};
+
+// What most fibers wait for: that a word changes. The scheduler asks these first, which lie beside each other; the
+// fibers and their stacks are far apart.
+struct Watch {
+    const u64* word = nullptr;  // nothing: the fiber is asked itself
+    u64 value = 0;
+    bool is_unchanged() const { return word != nullptr && *word == value; }
 };
 
 // Of each 16-byte granule of shared memory the number of a thread's last load of it; 0: none. Pages come with the first
@@ -75,6 +109,27 @@ private:
     std::vector<std::unique_ptr<u64[]>> pages;
 };
 
+// Of each 16-byte granule of a block's shared memory, which of its threads have ever loaded it.
+class Readers {
+public:
+    static constexpr u32 kWords = 1024 / 64;
+    void add(u32 granule, u32 thread) {
+        const u32 page = granule / kPage;
+        if (page >= pages.size()) pages.resize(page + 1);
+        if (!pages[page]) pages[page].reset(new u64[kPage * kWords]());
+        pages[page][granule % kPage * kWords + thread / 64] |= u64(1) << thread % 64;
+    }
+    // One bit per thread; nothing: nobody.
+    const u64* of(u32 granule) const {
+        const u32 page = granule / kPage;
+        return page < pages.size() && pages[page] ? &pages[page][granule % kPage * kWords] : nullptr;
+    }
+
+private:
+    static constexpr u32 kPage = 64;
+    std::vector<std::unique_ptr<u64[]>> pages;
+};
+
 struct Fiber {
     jmp_buf context;
     ucontext_t first;
@@ -82,6 +137,7 @@ struct Fiber {
     bool started = false;
     bool done = false;
     u32 thread = 0;
+    u32 index = 0;  // among all fibers
     Block* block = nullptr;
     Warp* warp = nullptr;
     // Why it waits, asked before it runs again; nothing: it can run.
@@ -126,7 +182,7 @@ struct Mbarrier {
     u32 count = 0;    // arrivals per phase
     u32 pending = 0;  // arrivals still to come
     i32 bytes = 0;    // bytes still to land
-    u32 phase = 0;    // parity of the running phase
+    u64 phase = 0;    // parity of the running phase
     // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to the threads
     // that wait for it.
     std::vector<std::pair<Fiber*, u64>> spoken_for[2];
@@ -152,6 +208,7 @@ struct Block {
     u32 rank = 0;  // in its cluster
     u8* shared = nullptr;
     std::vector<u8> unfenced;  // per 16-byte granule
+    Readers readers;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
     NamedBarrier named[16];
@@ -178,7 +235,8 @@ struct Simulator {
     jmp_buf launch;
     Fiber* current = nullptr;
     std::vector<Fiber*> fibers;
-    std::vector<Fiber*> members;  // of the turn
+    std::vector<Watch> watches;  // of each of them
+    std::vector<u32> members;    // of the turn
     std::vector<Block*> blocks;
     std::vector<Pending> pending;
     u32 cluster_arrived = 0;
@@ -234,6 +292,15 @@ void wait_until(Ready ready, const char* format, Words... words) {
     self().wait = nullptr;
 }
 
+// Waits until a word has another value.
+template <class... Words>
+void wait_for_change(const u64& word, u64 value, const char* format, Words... words) {
+    Watch& watch = simulator().watches[self().index];
+    watch = {&word, value};
+    wait_until([&word, value] { return word != value; }, format, words...);
+    watch = {};
+}
+
 // One turn of a polling loop: lets everybody else run.
 void poll();
 
@@ -287,7 +354,6 @@ void check_global(const void* pointer, u64 bytes, u32 alignment, const char* wha
 // wrote it, by meetings of threads of one block, and between blocks by fence.acq_rel.gpu and an atomic on one side, an
 // atomic on the same word and a fence on the other (or st.release and ld.acquire). A fiber sees every store at once; a
 // GPU does not.
-void merge(Clock& into, const Clock& from);
 bool is_partial(const void* p);
 void check_handed_over(const void* p, u64 bytes, const char* what);
 void mark_partial(const void* p, u64 bytes);
