@@ -463,19 +463,42 @@ fn choose(logits: &[f32], correction: &[f32], mixture: Mixture) -> Vec<(usize, f
     chosen.iter().map(|&expert| (expert, score(expert) / sum * mixture.factor)).collect()
 }
 
+/// Outputs that are summed beside each other: the sum of one waits for each of its additions.
+const TOGETHER: usize = 8;
+
 /// `x weight^T`, where the rows of both have `inputs` elements.
 fn multiply(x: &[f32], weight: &[f32], inputs: usize) -> Vec<f32> {
-    let outputs = weight.len() / inputs;
-    let one = |i: usize| {
-        let (row, output) = (i / outputs, i % outputs);
-        dot(&x[row * inputs..][..inputs], &weight[output * inputs..][..inputs])
+    let (rows, outputs) = (x.len() / inputs, weight.len() / inputs);
+    let blocks = outputs.div_ceil(TOGETHER);
+    let block = |i: usize| {
+        let (row, first) = (i / blocks, i % blocks * TOGETHER);
+        let last = outputs.min(first + TOGETHER);
+        dots(&x[row * inputs..][..inputs], &weight[first * inputs..last * inputs])
     };
-    (0..x.len() / inputs * outputs).into_par_iter().map(one).collect()
+    (0..rows * blocks).into_par_iter().flat_map_iter(block).collect()
 }
+
+/// The products of `a` with each row, at most `TOGETHER`, as [`dot`] computes them.
+fn dots(a: &[f32], rows: &[f32]) -> Vec<f32> {
+    if rows.len() < TOGETHER * a.len() {
+        return rows.chunks_exact(a.len()).map(|row| dot(a, row)).collect();
+    }
+    let rows: [&[f32]; TOGETHER] = std::array::from_fn(|row| &rows[row * a.len()..][..a.len()]);
+    let mut sums = [EMPTY_SUM; TOGETHER];
+    for (i, &a) in a.iter().enumerate() {
+        for (sum, row) in sums.iter_mut().zip(rows) {
+            *sum += f64::from(a) * f64::from(row[i]);
+        }
+    }
+    sums.map(|sum| sum as f32).to_vec()
+}
+
+/// What changes no addend, also not -0.
+const EMPTY_SUM: f64 = -0.0;
 
 /// The sum of the products, in f64, rounded once.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>() as f32
+    a.iter().zip(b).fold(EMPTY_SUM, |sum, (&a, &b)| sum + f64::from(a) * f64::from(b)) as f32
 }
 
 fn add(to: &mut [f32], what: &[f32]) {
@@ -501,5 +524,31 @@ fn rotate(head: &mut [f32], pairs: RopePairs, cos: &[f32], sin: &[f32]) {
         };
         let (a, b) = (head[first], head[second]);
         (head[first], head[second]) = (a * cos - b * sin, b * cos + a * sin);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_beside_each_other_have_the_bits_of_one() {
+        let mut state = 1u32;
+        let mut values = |count: usize| -> Vec<f32> {
+            let next = |state: &mut u32| {
+                *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                // Also zeros of both signs.
+                if *state >> 30 == 0 { -0.0 } else { (*state >> 8) as f32 / 1e6 - 8.0 }
+            };
+            (0..count).map(|_| next(&mut state)).collect()
+        };
+        for (rows, outputs, inputs) in [(1, 1, 1), (2, 7, 3), (1, 8, 64), (3, 9, 5), (2, 40, 17)] {
+            let (x, weight) = (values(rows * inputs), values(outputs * inputs));
+            let pairs = x.chunks(inputs).flat_map(|x| weight.chunks(inputs).map(move |row| dot(x, row).to_bits()));
+            let products = multiply(&x, &weight, inputs);
+            assert!(products.iter().map(|product| product.to_bits()).eq(pairs), "{rows} {outputs} {inputs}");
+        }
+        let zeros = multiply(&[-0.0; 2], &[1.0; 16], 2);
+        assert!(zeros.iter().all(|zero| zero.to_bits() == (-0.0f32).to_bits()));
     }
 }
