@@ -6,6 +6,7 @@ import io
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import torch
@@ -744,6 +745,26 @@ class Offloading(Case):
                 change()
         with self.assertRaisesRegex(RuntimeError, "is offloaded: its weight cannot be replaced"):
             self.module.load_state_dict(self.stock.state_dict())
+
+    def test_a_copy_that_does_not_start_is_made_again(self):
+        self.check_outputs(self.module, self.stock, *self.operands)
+        start, left = self.copies.start, 0
+
+        def fails_once(*operands: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            start(*operands)
+
+        self.copies.start = fails_once
+        for nth in range(1, 6):
+            left = nth
+            with self.assertRaises(KeyboardInterrupt):
+                self.module(*self.operands)
+            self.copies.in_use.clear()
+            self.check_outputs(self.module, self.stock, *self.operands)
+            self.check_outputs(self.module, self.stock, *self.operands)
 
     def test_another_thread_is_refused(self):
         self.check_outputs(self.module, self.stock, *self.operands)

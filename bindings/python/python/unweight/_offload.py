@@ -227,8 +227,9 @@ class Offload:
 
     def _fetch(self, block: int, slot: int) -> None:
         buffer = self._buffers[block]
-        self._block_in[slot] = block
+        self._block_in[slot] = None  # also if the copy does not start
         self._copies.start(buffer, slot, self._slots[slot][: buffer.nbytes])
+        self._block_in[slot] = block
 
 
 def _unpin(buffer: Tensor, device: torch.device) -> None:

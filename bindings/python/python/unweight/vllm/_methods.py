@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor, nn
