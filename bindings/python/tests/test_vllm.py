@@ -371,7 +371,8 @@ class Engine(Case):
 
     def test_sparse_updates_that_would_miss_copies_are_refused(self):
         (refused,), _ = engines([dict(sparse_refusals=True)])
-        self.assertIn("attention keeps copies of 'model.layers.0.self_attn.kv_b_proj'", refused["kv_b_proj"])
+        self.assertIn("attention keeps copies of 'kv_b_proj.weight'", refused["kv_b_proj"])
+        self.assertIn("attention keeps copies of 'plain.kv_b_proj.weight'", refused["kv_b_proj, not packed"])
         self.assertIn("--tensor-parallel-size", refused["q_proj"])
         self.assertIn("vLLM's CPU kernels may use a copy", refused["plain"])
         self.assertIn("is an arena", refused["arena"])
@@ -879,6 +880,13 @@ def replace_elements(before: pathlib.Path, after: pathlib.Path, transfers: bool,
         engine.model = inner
         for name, (at, values) in whole.items():
             engine._apply_patch(SparseWeightPatch(name, at.int(), values))
+        name = next(name for name in memory if name.endswith("weight_packed"))
+        try:
+            engine._apply_patch(SparseWeightPatch(name, torch.tensor([0]).int(), torch.tensor([1]).byte()))
+        except KeyError as error:
+            assert "is an arena" in str(error)
+        else:
+            raise AssertionError(f"accepted: {name}")
     else:
         assert unweight.update_sparse_(inner, whole)
     assert memory == {name: one.data_ptr() for name, one in inner.named_parameters()}
@@ -904,12 +912,15 @@ def sparse_refusals() -> dict[str, str]:
         layer.weight_packed = nn.Parameter(layer.unweight_packed.arena, requires_grad=False)
         arrivals_of[layer] = Arrivals(f"model.layers.0.self_attn.{name}", {})
     module["adapters"].base_layer = module["q_proj"]
-    module["plain"].quant_method = UnquantizedLinearMethod()
-    for name in ("plain", "norm"):
-        module[name].weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
+    module["plain"].kv_b_proj = nn.Module()
+    for layer in (module["plain"], module["plain"].kv_b_proj):
+        layer.quant_method = UnquantizedLinearMethod()
+    for layer in (module["plain"], module["plain"].kv_b_proj, module["norm"]):
+        layer.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
     at, values, made = torch.tensor([1]), torch.tensor([2.0]).bfloat16(), {}
     names = {name: f"{name}.weight" for name in ("kv_b_proj", "q_proj", "plain", "norm")}
     names |= {"arena": "q_proj.weight_packed", "arena below adapters": "adapters.base_layer.weight_packed"}
+    names["kv_b_proj, not packed"] = "plain.kv_b_proj.weight"
     with mock.patch.object(_sparse, "get_tensor_model_parallel_world_size", return_value=2):
         for what, name in names.items():
             try:

@@ -461,8 +461,11 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
             parameter = None if packed_in is not None and leaf == "weight" else owner.get_parameter(leaf)
         except AttributeError as error:
             raise KeyError(f"the module has no parameter '{key}'") from error
-        if leaf.endswith("weight_packed"):
+        if leaf.endswith("weight_packed") and (packed_in is not None or hasattr(owner, "unweight_packed")):
             raise KeyError(f"'{key}' is an arena; name the weight")
+        if name.rpartition(".")[2] == "kv_b_proj" and hasattr(_without_adapters(owner), "quant_method"):
+            # Of MLA in vLLM: it multiplies by copies of parts of this weight, which only loading renews.
+            raise NotImplementedError(f"attention keeps copies of '{key}': pass it to load_weights")
         if parameter is not None:
             if _may_be_copied(owner, parameter):
                 raise NotImplementedError(

@@ -30,9 +30,6 @@ class RunningWeight:
         """Checks new elements, except their positions, and moves them to the device of the arena."""
         if "weight" in self._layer.__dict__:
             raise NotImplementedError(f"{self._describe()} is a head next to adapters: its weight cannot be replaced")
-        if self._prefix.endswith("kv_b_proj"):
-            # Of MLA: it multiplies by copies of parts of this weight, which only loading renews.
-            raise NotImplementedError(f"attention keeps copies of {self._describe()}: pass it to load_weights")
         if get_tensor_model_parallel_world_size() > 1:
             raise NotImplementedError("weights that processes share (--tensor-parallel-size) have no sparse updates")
         elements = _elements(index, values, torch.bfloat16, f"sparse weights of {self._describe()}")
@@ -72,10 +69,11 @@ def install() -> None:
     def apply_patch(engine: Any, patch: Any) -> None:
         name, _, leaf = patch.name.rpartition(".")
         try:
-            is_packed = leaf == "weight" and hasattr(engine.model.get_submodule(name), "unweight_packed")
+            is_packed = hasattr(engine.model.get_submodule(name), "unweight_packed")
         except AttributeError:
             is_packed = False  # vLLM's own method raises the error of an unknown name.
-        if is_packed:
+        if is_packed and (leaf == "weight" or leaf.endswith("weight_packed")):
+            # Refuses the name of an arena.
             update_sparse_(engine.model, {patch.name: (patch.indices, patch.values)})
         else:
             before(engine, patch)
