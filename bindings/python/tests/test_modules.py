@@ -3,6 +3,8 @@
 import copy
 import gc
 import io
+import signal
+import time
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -640,6 +642,42 @@ class States(Case):
         other = inputs(64, 64, seed=4)
         module["b"].update_(other)
         self.same(module["a"].unpacked(), other)
+
+
+class Interrupts(Case):
+    def test_an_interrupted_update_leaves_the_old_or_the_new_weights(self):
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        random = torch.Generator().manual_seed(1)
+        module = drawn(nn.Sequential(nn.Linear(512, 512, bias=False)))
+        unweight.pack_model(module)
+        layer = module[0]
+        before, interrupts = layer.unpacked(), 0
+        was = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            start = time.perf_counter()
+            layer.update_(before)
+            seconds = time.perf_counter() - start
+            for _ in range(300):
+                after = torch.randn(512, 512, generator=random).bfloat16()
+                after[0, 0] = torch.nan  # an escape
+                at = float(torch.rand((), generator=random)) * seconds
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, max(at, 1e-6))
+                    layer.update_(after)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupts += 1
+                bits = layer.unpacked().view(torch.int16)
+                is_new = torch.equal(bits, after.view(torch.int16))
+                self.assertTrue(is_new or torch.equal(bits, before.view(torch.int16)))
+                before = after if is_new else before
+                layer(torch.ones(1, 512, dtype=torch.bfloat16))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, was)
+        self.assertGreater(interrupts, 20)
 
 
 class LateCopies:

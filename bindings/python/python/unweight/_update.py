@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Callable, Union
 
 import torch
 from torch import Tensor
@@ -13,31 +13,43 @@ from .ops import Escapes, Placed, _escapes, _memory, _pack, _packed_cuda, _runti
 
 
 def _pack_into(
-    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool = False
+    arena: Tensor,
+    holder: Union[Escapes, Placed],
+    weight: Tensor,
+    keep: Callable[[Union[Escapes, Placed]], None],
+    keep_graphs: bool = False,
 ) -> Union[Escapes, Placed, str]:
     """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
     or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
 
-    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
+    `keep` stores the object. On the CPU, it is called before the arena changes, so that an exception at any point
+    leaves the old weights or the new ones. On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
     have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
     """
     weight = _with_memory(weight.detach()).resolve_neg().contiguous()
     # Tensors that were made in inference mode may be changed only in it.
     with torch.inference_mode():
-        packed = _pack_into_unchecked(arena, holder, weight, keep_graphs)
+        packed = _pack_into_unchecked(arena, holder, weight, keep, keep_graphs)
     if not isinstance(packed, str) and not torch.equal(unpack(arena).view(torch.int16), weight.view(torch.int16)):
         raise UnweightError("new weights were packed wrongly: please report this bug")
     return packed
 
 
 def _pack_into_unchecked(
-    arena: Tensor, holder: Union[Escapes, Placed], weight: Tensor, keep_graphs: bool
+    arena: Tensor,
+    holder: Union[Escapes, Placed],
+    weight: Tensor,
+    keep: Callable[[Union[Escapes, Placed]], None],
+    keep_graphs: bool,
 ) -> Union[Escapes, Placed, str]:
     if arena.device.type != "cuda":
         packed = _pack(weight)
         if isinstance(packed, str):
             return packed
+        packed.escapes.replaces.append(holder)
+        keep(packed.escapes)
         arena.copy_(packed.arena)
+        packed.escapes.replaces.remove(holder)
         return packed.escapes
     packed = _packed_cuda(weight)
     if isinstance(packed, str):
@@ -51,7 +63,8 @@ def _pack_into_unchecked(
         return f"{what}, so captured CUDA graphs cannot use them"
     arena.copy_(made)
     if not (keeps_window and is_in_room):
-        return place(arena, lists)
+        keep(placed := place(arena, lists))
+        return placed
     _keep_shared_lists(holder)
     (old,) = holder.lists
     memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)

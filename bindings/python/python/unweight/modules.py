@@ -255,14 +255,16 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"{weight.dtype} {list(weight.shape)}"
             )
         arena, before = self._registered()
-        holder = _pack_into(arena, before, weight.to(arena.device))
+        holder = _pack_into(arena, before, weight.to(arena.device), self._keep)
         if isinstance(holder, str):
             raise ValueError(
                 f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
                 "replace it by a BF16 layer, load the module in BF16 and pack it again"
             )
-        self._held.holder = holder
         return holder is before or arena.device.type == "cpu"
+
+    def _keep(self, holder: Union[Escapes, Placed]) -> None:
+        self._held.holder = holder
 
     def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
         """Replaces some elements of the weight; the others keep their bits. Returns and raises the same as `update_`.

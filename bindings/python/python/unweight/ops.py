@@ -65,11 +65,12 @@ class Escapes:
     so copying returns the same object.
     """
 
-    __slots__ = ("__weakref__", "digest", "data", "is_shared")
+    __slots__ = ("__weakref__", "digest", "data", "is_shared", "replaces")
 
     def __init__(self, digest: str, data: Tensor) -> None:
         self.digest, self.data, self.is_shared = digest, data, False
-        # `is_shared`: arenas with equal weights may use it.
+        # `is_shared`: arenas with equal weights may use it. `replaces`: an interrupt may leave those in the arena.
+        self.replaces: list[Any] = []
 
     def __copy__(self) -> Escapes:
         return self

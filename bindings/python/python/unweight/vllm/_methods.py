@@ -37,7 +37,7 @@ from vllm.platforms import current_platform
 from .. import _native
 from .._embedding import _prepare_lookups
 from .._update import _pack_into
-from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
+from ..ops import Escapes, Placed, _pack, _pack_experts, _prepare, unpack_experts, why_not
 from . import _cpu  # noqa: F401 (defines an operator)
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 from ._sparse import RunningWeight
@@ -244,7 +244,11 @@ class UnweightMethod(LinearMethodBase):
         or uses torch.compile, which cannot use it. With CUDA graphs, also for one with another exponent window.
         """
         packed, prefix = layer.unweight_packed, arrivals_of[layer].prefix
-        holder = _pack_into(packed.arena, packed.escapes, weight, keep_graphs=self._has_graphs)
+
+        def keep(escapes: Union[Escapes, Placed]) -> None:
+            layer.unweight_packed = packed._replace(escapes=escapes)
+
+        holder = _pack_into(packed.arena, packed.escapes, weight, keep, self._has_graphs)
         if isinstance(holder, str) and (self._has_graphs or self._is_compiled):
             raise ValueError(
                 f"unweight: the new weight of {prefix} cannot be packed into the old one's place: {holder}; other "
@@ -261,7 +265,6 @@ class UnweightMethod(LinearMethodBase):
         del layer.weight
         # vLLM copies it to the former parameter, which has the same memory.
         layer.register_parameter("weight_packed", nn.Parameter(packed.arena, requires_grad=False))
-        layer.unweight_packed = packed._replace(escapes=holder)
 
     def unweight_packed_in(self, layer: nn.Module) -> Optional[RunningWeight]:
         """Returns the packed weight of a layer for `unweight.update_sparse_`; `None` before it is packed."""
