@@ -171,6 +171,7 @@ impl From<TextError> for ApiError {
             TextError::Limit { .. } => Self::limit(error),
             TextError::Busy { .. } => Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", error).code("timeout"),
             TextError::TooLong { .. } => Self::bad(error).code("context_length_exceeded"),
+            TextError::Stopping => Unavailable::Stopping.into(),
             _ => Self::server(error),
         }
     }

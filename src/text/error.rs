@@ -58,6 +58,9 @@ pub enum TextError {
     /// The text process could not be started, or has ended.
     #[error("the text process failed: {0}")]
     Process(String),
+    /// The program is stopping and has ended the text process.
+    #[error("the text process has ended: the program is stopping")]
+    Stopping,
 }
 
 impl TextError {
@@ -73,7 +76,7 @@ impl TextError {
             Self::Busy { .. } => "machine-busy",
             Self::TooLong { .. } => "text-too-long",
             Self::Grammar(_) => "grammar-invalid",
-            Self::Process(_) => "text-process-failed",
+            Self::Process(_) | Self::Stopping => "text-process-failed",
         }
     }
 }

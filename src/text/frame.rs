@@ -357,8 +357,8 @@ pub(super) fn failure(error: &TextError) -> Vec<u8> {
             out.long(*limit);
         }
         TextError::Tokenizer(why) | TextError::Ids(why) | TextError::Process(why) => text(4, None, why),
-        // Only the program that waits for a process finds that the machine is busy.
-        TextError::Busy { .. } => text(4, None, &error.to_string()),
+        // Only the program that waits for a process finds that the machine is busy, or that it stops.
+        TextError::Busy { .. } | TextError::Stopping => text(4, None, &error.to_string()),
     }
     out.0
 }

@@ -142,7 +142,7 @@ impl Text {
     /// program.
     ///
     /// # Errors
-    /// [`TextError::File`], [`TextError::Limit`], [`TextError::Process`].
+    /// [`TextError::File`], [`TextError::Limit`], [`TextError::Process`], [`TextError::Stopping`].
     #[cfg(unix)]
     pub fn isolated(
         command: Command,
@@ -170,7 +170,7 @@ impl Text {
     /// ignored, as by default in `transformers`.
     ///
     /// # Errors
-    /// [`TextError::Tokenizer`], [`TextError::Limit`], [`TextError::Process`].
+    /// [`TextError::Tokenizer`], [`TextError::Limit`], [`TextError::Process`], [`TextError::Stopping`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
         self.encode_one(Prompt::Text(text.to_owned()))
     }

@@ -235,7 +235,7 @@ impl Pool {
             state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if state.closed {
-            return Err(stopped());
+            return Err(TextError::Stopping);
         }
         state.busy += 1;
         Ok(Slot(self))
@@ -281,7 +281,7 @@ impl Pool {
             #[cfg(feature = "serve")]
             is_prepared: false,
         };
-        if state.closed { Err(stopped()) } else { Ok(process) }
+        if state.closed { Err(TextError::Stopping) } else { Ok(process) }
     }
 
     /// Ends a process without a valid reply, and returns the error.
@@ -299,7 +299,7 @@ impl Pool {
         let mut state = self.state();
         state.streams.retain(|(number, _)| *number != process.number);
         if state.closed {
-            return stopped();
+            return TextError::Stopping;
         }
         match (error, status) {
             (CallError::TimedOut, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
@@ -311,10 +311,6 @@ impl Pool {
             (CallError::Ended, Err(error)) => TextError::Process(format!("it ended: {error}")),
         }
     }
-}
-
-fn stopped() -> TextError {
-    TextError::Process("the program is stopping".into())
 }
 
 /// The right to use a process. Dropping it releases the right.
