@@ -400,7 +400,14 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
             bytes[at..at + to.len()].copy_from_slice(to.as_bytes());
         }
     };
-    let cases: [(Change<'_>, &[&str]); 13] = [
+    let remove_a_layer = |files: &mut Files| {
+        files.remove("model_layers_1.safetensors").unwrap();
+        let config = String::from_utf8(files["config.json"].clone()).unwrap();
+        let config = config.replacen('{', "{\"num_hidden_layers\": 2,", 1);
+        files.insert("config.json".into(), config.into());
+    };
+    let cases: [(Change<'_>, &[&str]); 14] = [
+        (&remove_a_layer, &["config.json", "2 layers", "no file has a tensor of layer 1", "fetch"]),
         // Only `config.json` stores the number of threads per block.
         (&replace("512", "256"), &["config.json", "threads_per_block is 256", "all units match 512", "fetch"]),
         (&replace("512", "999"), &["config.json", "threads_per_block is 999", "all units match 512", "fetch"]),
