@@ -93,23 +93,38 @@ pub fn quoted(path: &Path) -> String {
 }
 
 /// Decodes a DFloat11 directory; returns any other source unchanged.
-#[cfg(feature = "dfloat11")]
 fn as_bf16(found: LocatedModel, destination: Option<&Path>, console: Console) -> Result<LocatedModel> {
-    if dfloat11::is_model(&found.root)? { decoded(&found, destination, console) } else { Ok(found) }
+    if is_dfloat11(&found.root)? { decoded(&found, destination, console) } else { Ok(found) }
+}
+
+/// Rejects a DFloat11 directory as the source that a bundle is compared with.
+pub fn refuse_dfloat11(found: &LocatedModel) -> Result<()> {
+    if is_dfloat11(&found.root)? {
+        let what = format!("{}: --against takes no DFloat11 directory", found.root.display());
+        return Err(Failure::new("usage", what, "compare with the BF16 model that it was made from"));
+    }
+    Ok(())
+}
+
+#[cfg(feature = "dfloat11")]
+fn is_dfloat11(root: &Path) -> Result<bool> {
+    Ok(dfloat11::is_model(root)?)
+}
+
+#[cfg(not(feature = "dfloat11"))]
+fn is_dfloat11(root: &Path) -> Result<bool> {
+    const BYTES_MAX: u64 = 16 << 20;
+    let mut text = Vec::new();
+    // The command itself reports a file that cannot be read.
+    let read = File::open(root.join("config.json")).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
+    let config = read.ok().and_then(|_| serde_json::from_slice::<serde_json::Value>(&text).ok());
+    Ok(config.is_some_and(|config| config.get("dfloat11_config").is_some()))
 }
 
 /// Rejects a DFloat11 directory, whose weights would be read as plain bytes.
 #[cfg(not(feature = "dfloat11"))]
-fn as_bf16(found: LocatedModel, _: Option<&Path>, _: Console) -> Result<LocatedModel> {
-    const BYTES_MAX: u64 = 16 << 20;
-    let mut text = Vec::new();
-    // The command itself reports a file that cannot be read.
-    let read = File::open(found.root.join("config.json")).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
-    let config = read.ok().and_then(|_| serde_json::from_slice::<serde_json::Value>(&text).ok());
-    if config.is_some_and(|config| config.get("dfloat11_config").is_some()) {
-        return Err(super::absent::option("a DFloat11 directory as the source", "dfloat11"));
-    }
-    Ok(found)
+fn decoded(_: &LocatedModel, _: Option<&Path>, _: Console) -> Result<LocatedModel> {
+    Err(super::absent::option("a DFloat11 directory as the source", "dfloat11"))
 }
 
 /// Decodes a DFloat11 directory to a BF16 model, in a directory next to `destination` or in the temporary one.

@@ -50,6 +50,7 @@ impl Verify {
         let dir = hub::bundle(&self.bundle, console)?;
         let against =
             self.against.as_ref().map(|source| source::find(std::slice::from_ref(source), console)).transpose()?;
+        against.as_ref().map_or(Ok(()), source::refuse_dfloat11)?;
         let selection = Selection::default().skip(self.skip.clone());
         let bar = Bar::new(console, "verifying")?;
         let options = VerifyOptions::default()

@@ -17,6 +17,8 @@ fn dfloat11_round_trip() {
     assert!(stderr(&output).contains("a DFloat11 model: 16 weights of 4 units"), "{}", stderr(&output));
     run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
     same(&home.path().join("plain"), &home.path().join("restored"));
+    let refused = fails(home.path(), &["verify", "bundle", "--against", "df11"], 2, "usage");
+    assert!(refused.contains("--against takes no DFloat11 directory"), "{refused}");
     let left: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(left.len(), 4, "nothing is left beside the outputs: {left:?}");
     assert!(stdout(&run(home.path(), &["plan", "df11"], 0)).contains("lm_head.weight"));

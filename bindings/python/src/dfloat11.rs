@@ -88,6 +88,16 @@ pub fn not_a_bundle(py: Python<'_>, folder: &Path) -> Option<PyErr> {
     is_model.then(|| plain(py, "NotABundleError", &message()))
 }
 
+/// Returns an error if the directory that a bundle is compared with is a DFloat11 model.
+pub fn refuse_as_original(py: Python<'_>, folder: &Path) -> PyResult<()> {
+    if !py.detach(|| dfloat11::is_model(folder)).unwrap_or(false) {
+        return Ok(());
+    }
+    let folder = folder.display();
+    let message = format!("{folder}: a DFloat11 model; compare with the BF16 model that it was made from");
+    Err(plain(py, "ModelError", &message))
+}
+
 fn converting(py: Python<'_>, error: &ConvertError) -> PyErr {
     match error {
         ConvertError::Bundle(error) => raised(py, error),

@@ -10,7 +10,12 @@ use unweight_format::{
     bundle::{self, CompressOptions, DecompressOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions},
 };
 
-use crate::{dfloat11::Source, pool::processors, progress::run_with_progress, report::to_python};
+use crate::{
+    dfloat11::{Source, refuse_as_original},
+    pool::processors,
+    progress::run_with_progress,
+    report::to_python,
+};
 
 /// The options that `compress` and `plan` share.
 #[derive(FromPyObject)]
@@ -163,6 +168,9 @@ pub fn verify<'py>(
     more: Verify,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    if let Some(folder) = &more.against {
+        refuse_as_original(py, folder)?;
+    }
     let options = VerifyOptions::default()
         .against(more.against)
         .selection(Selection::default().skip(more.skip))

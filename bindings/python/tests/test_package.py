@@ -508,6 +508,8 @@ class Errors(Case):
         for name, (dtype, shape, data) in self.tensors.items():
             info = bundle.info(name)
             self.assertEqual((info.dtype, list(info.shape), bundle.read(name)), (dtype, shape, data), name)
+        with self.assertRaisesRegex(unweight.ModelError, "a DFloat11 model; compare with the BF16 model"):
+            unweight.verify(self.home / "bundle", against=dfloat11)
         planned = unweight.plan(dfloat11)["tensors"]
         self.assertEqual({row["name"] for row in planned}, set(self.tensors))
         # Nothing is left next to the output.
