@@ -149,7 +149,7 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
             for (u32 word = 0; word < Readers::kWords; ++word) readers[word] |= of[word];
     for (u32 thread = 0; thread < simulator().block_threads; ++thread) {
         if (!(readers[thread / 64] >> thread % 64 & 1)) continue;
-        Fiber* other = simulator().fibers[b.rank * simulator().block_threads + thread];
+        Fiber* other = simulator().fibers[fiber_of(b, thread)];
         if (other == &own) continue;
         // Most have met since: the barriers are asked last.
         u64 read = 0;
@@ -195,17 +195,20 @@ u32 Clock::count(u32 thread, u64 threads) {
 
 void Clock::merge(const Clock& from) {
     if (!from.stores || stores == from.stores) return;
+    bool has_less = !stores, has_more = false;
     const std::vector<u32>& others = from.stores->of;
-    std::vector<u32> both(others);
-    bool has_less = false, has_more = false;
-    for (size_t i = 0; stores && i < both.size(); ++i) {
-        const u32 own = stores->of[i];
-        has_less |= own < others[i];
-        has_more |= own > others[i];
-        both[i] = own < others[i] ? others[i] : own;
+    for (size_t i = 0; stores && i < others.size(); ++i) {
+        has_less |= stores->of[i] < others[i];
+        has_more |= stores->of[i] > others[i];
     }
-    if (stores && !has_less) return;
-    *this = has_more ? Clock(new Stores{std::move(both)}) : from;
+    if (!has_less) return;
+    if (!has_more) {
+        *this = from;
+        return;
+    }
+    std::vector<u32> both(others);
+    for (size_t i = 0; i < both.size(); ++i) both[i] = std::max(both[i], stores->of[i]);
+    *this = Clock(new Stores{std::move(both)});
 }
 
 bool is_partial(const void* p) {
@@ -269,7 +272,7 @@ void named_barrier(u32 id, u32 threads, bool wait) {
     if (++b.arrived == threads) {
         b.arrived = 0;
         ++b.generation;
-        b.handed = std::move(b.coming);
+        b.handed = b.coming;
         b.coming = {};
     }
     self().met_barrier[id] = self().loads;
@@ -623,7 +626,6 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
                     f->first.uc_stack.ss_size = kStackBytes - t % 64 * 64;
                     f->first.uc_link = nullptr;
                     makecontext(&f->first, fiber_main, 0);
-                    f->index = static_cast<u32>(m.fibers.size());
                     m.fibers.push_back(f);
                     m.watches.push_back({});
                 }

@@ -16,6 +16,7 @@
 // What it cannot find: wgmma.fence left out, other weak memory ordering, register budgets, speed.
 #pragma once
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdint>
@@ -89,37 +90,18 @@ struct Watch {
     bool is_unchanged() const { return word != nullptr && *word == value; }
 };
 
-// Of each 16-byte granule of shared memory the number of a thread's last load of it; 0: none. Pages come with the first
-// load: most threads read little of what a block has.
-class LastReads {
+// Words for each 16-byte granule of shared memory. Pages come with the first use: most threads read little of what a
+// block has.
+template <u32 kWords>
+class Granules {
 public:
-    u64 of(u32 granule) const {
-        const u32 page = granule / kPage;
-        return page < pages.size() && pages[page] ? pages[page][granule % kPage] : 0;
-    }
-    void set(u32 granule, u64 load) {
-        const u32 page = granule / kPage;
-        if (page >= pages.size()) pages.resize(page + 1);
-        if (!pages[page]) pages[page].reset(new u64[kPage]());
-        pages[page][granule % kPage] = load;
-    }
-
-private:
-    static constexpr u32 kPage = 64;
-    std::vector<std::unique_ptr<u64[]>> pages;
-};
-
-// Of each 16-byte granule of a block's shared memory, which of its threads have ever loaded it.
-class Readers {
-public:
-    static constexpr u32 kWords = 1024 / 64;
-    void add(u32 granule, u32 thread) {
+    u64* at(u32 granule) {
         const u32 page = granule / kPage;
         if (page >= pages.size()) pages.resize(page + 1);
         if (!pages[page]) pages[page].reset(new u64[kPage * kWords]());
-        pages[page][granule % kPage * kWords + thread / 64] |= u64(1) << thread % 64;
+        return &pages[page][granule % kPage * kWords];
     }
-    // One bit per thread; nothing: nobody.
+    // Nothing: all are 0.
     const u64* of(u32 granule) const {
         const u32 page = granule / kPage;
         return page < pages.size() && pages[page] ? &pages[page][granule % kPage * kWords] : nullptr;
@@ -130,6 +112,30 @@ private:
     std::vector<std::unique_ptr<u64[]>> pages;
 };
 
+// Of each granule the number of a thread's last load of it; 0: none.
+class LastReads {
+public:
+    u64 of(u32 granule) const {
+        const u64* load = granules.of(granule);
+        return load ? *load : 0;
+    }
+    void set(u32 granule, u64 load) { *granules.at(granule) = load; }
+
+private:
+    Granules<1> granules;
+};
+
+// Of each granule, which threads of the block have ever loaded it: one bit per thread.
+class Readers {
+public:
+    static constexpr u32 kWords = 1024 / 64;
+    void add(u32 granule, u32 thread) { granules.at(granule)[thread / 64] |= u64(1) << thread % 64; }
+    const u64* of(u32 granule) const { return granules.of(granule); }
+
+private:
+    Granules<kWords> granules;
+};
+
 struct Fiber {
     jmp_buf context;
     ucontext_t first;
@@ -137,7 +143,6 @@ struct Fiber {
     bool started = false;
     bool done = false;
     u32 thread = 0;
-    u32 index = 0;  // among all fibers
     Block* block = nullptr;
     Warp* warp = nullptr;
     // Why it waits, asked before it runs again; nothing: it can run.
@@ -262,6 +267,8 @@ struct Simulator {
 extern Simulator instance;
 inline Simulator& simulator() { return instance; }
 inline Fiber& self() { return *simulator().current; }
+// The position of a thread among all fibers.
+inline u32 fiber_of(const Block& block, u32 thread) { return block.rank * simulator().block_threads + thread; }
 
 // Ends the launch with an error. Fibers are dropped where they stand.
 [[noreturn]] void fail(const char* format, ...);
@@ -295,7 +302,7 @@ void wait_until(Ready ready, const char* format, Words... words) {
 // Waits until a word has another value.
 template <class... Words>
 void wait_for_change(const u64& word, u64 value, const char* format, Words... words) {
-    Watch& watch = simulator().watches[self().index];
+    Watch& watch = simulator().watches[fiber_of(*self().block, self().thread)];
     watch = {&word, value};
     wait_until([&word, value] { return word != value; }, format, words...);
     watch = {};
