@@ -282,24 +282,18 @@ fn check_threads_per_block(shards: &[Shard<'_>], config: &Config, path: &Path) -
 
 /// Checks that each layer that `config.json` counts has tensors: no file lists the others.
 fn check_layers(shards: &[Shard<'_>], path: &Path, text: &[u8]) -> Result<(), ConvertError> {
-    let Ok(config) = serde_json::from_slice::<serde_json::Value>(text) else { return Ok(()) };
-    let layers_of = |config: &serde_json::Value| config.get("num_hidden_layers")?.as_u64();
-    let Some(layers) = layers_of(&config).or_else(|| layers_of(config.get("text_config")?)) else { return Ok(()) };
+    let Some(layers) = config::number(text, &["num_hidden_layers"]) else { return Ok(()) };
     let layer_of = |name: &str| {
         let mut parts = name.split('.').skip_while(|part| *part != "layers");
         parts.nth(1)?.parse::<u64>().ok()
     };
     let present: HashSet<u64> =
         shards.iter().flat_map(Shard::tensors).filter_map(|tensor| layer_of(tensor.0)).collect();
-    match (0..layers).find(|layer| !present.contains(layer)) {
-        // Their names are others.
-        _ if present.is_empty() => Ok(()),
-        None => Ok(()),
-        Some(layer) => Err(ConvertError::Config {
-            path: path.into(),
-            reason: format!("has {layers} layers, but no file has a tensor of layer {layer}; fetch all *.safetensors"),
-        }),
-    }
+    let missing = (0..layers).find(|layer| !present.contains(layer));
+    // Without any, their names are others.
+    let Some(layer) = missing.filter(|_| !present.is_empty()) else { return Ok(()) };
+    let reason = format!("has {layers} layers, but no file has a tensor of layer {layer}; fetch all *.safetensors");
+    Err(ConvertError::Config { path: path.into(), reason })
 }
 
 fn unit<'a>(
