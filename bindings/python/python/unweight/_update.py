@@ -22,8 +22,10 @@ def _pack_into(
     """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
     or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
 
-    `keep` stores the object. On the CPU, it is called before the arena changes, so that an exception at any point
-    leaves the old weights or the new ones. On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
+    `keep` stores the object, if it is another one. On the CPU, it is called before the arena changes, so that an
+    exception at any point leaves the old weights or the new ones.
+
+    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
     have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
     """
     weight = _with_memory(weight.detach()).resolve_neg().contiguous()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from vllm.platforms import current_platform
 from .. import _native
 from .._embedding import _prepare_lookups
 from .._update import _pack_into
-from ..ops import Escapes, Placed, _pack, _pack_experts, _prepare, unpack_experts, why_not
+from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
 from . import _cpu  # noqa: F401 (defines an operator)
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 from ._sparse import RunningWeight
@@ -244,10 +244,7 @@ class UnweightMethod(LinearMethodBase):
         or uses torch.compile, which cannot use it. With CUDA graphs, also for one with another exponent window.
         """
         packed, prefix = layer.unweight_packed, arrivals_of[layer].prefix
-
-        def keep(escapes: Union[Escapes, Placed]) -> None:
-            layer.unweight_packed = packed._replace(escapes=escapes)
-
+        keep = RunningWeight(layer, self._has_graphs).keep
         holder = _pack_into(packed.arena, packed.escapes, weight, keep, self._has_graphs)
         if isinstance(holder, str) and (self._has_graphs or self._is_compiled):
             raise ValueError(

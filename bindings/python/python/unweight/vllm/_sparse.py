@@ -47,7 +47,7 @@ class RunningWeight:
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
         """Unpacks the weight, replaces elements at checked positions and packs it again, at the same address."""
         weight = _with_elements(unpack(self.weight_packed), index, values)
-        holder = _pack_into(*self._registered(), weight, self._keep, self._keep_graphs)
+        holder = _pack_into(*self._registered(), weight, self.keep, self._keep_graphs)
         if isinstance(holder, str):
             raise ValueError(
                 f"the new weight of {self._describe()} cannot be packed into the old one's place: {holder}; the layer "
@@ -55,7 +55,8 @@ class RunningWeight:
             )
         return True
 
-    def _keep(self, holder: Union[Escapes, Placed]) -> None:
+    def keep(self, holder: Union[Escapes, Placed]) -> None:
+        """Stores the object to keep with the arena."""
         self._layer.unweight_packed = self._layer.unweight_packed._replace(escapes=holder)
 
 
