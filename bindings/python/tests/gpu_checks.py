@@ -48,6 +48,7 @@ CHECKS = {
     "adapter": Check("vllm_gpu.py --quick", 1, 170),
     # Their times are estimates.
     "modules": Check("pack_gpu.py", 1, 240),
+    "offload": Check("offload_gpu.py", 1, 180),
     "update": Check("update_gpu.py", 1, 60),
     "live": Check("vllm_live_gpu.py", 1, 300),
     "quantized": Check("vllm_quantized_gpu.py", 1, 480),

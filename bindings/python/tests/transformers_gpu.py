@@ -116,6 +116,19 @@ def differing(packed: nn.Module, model: nn.Module) -> tuple[int, list[str]]:
     return layers, wrong
 
 
+def dfloat11_model(folder: pathlib.Path, converted: pathlib.Path, device: torch.device, **more: Any) -> nn.Module:
+    """Converts a model directory to DFloat11 and loads that with the package dfloat11."""
+    import dfloat11
+
+    command = [sys.executable, "-m", "unweight", "convert", str(folder), "-o", str(converted), "--to", "dfloat11"]
+    subprocess.run(command, check=True)
+    # The package's own model construction uses a function that transformers has moved, so it gets a model to fill.
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return dfloat11.DFloat11Model.from_pretrained(str(converted), device=str(device), bfloat16_model=model, **more)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("transformers.json"))
@@ -184,21 +197,9 @@ def main() -> None:
         report["faults"] += [f"{name}: its weight is not the model's" for name in wrong]
 
     def theirs(folder: pathlib.Path) -> None:
-        import dfloat11
-
-        converted = folder.with_name("dfloat11")
         start = time.monotonic()
-        command = [sys.executable, "-m", "unweight", "convert", str(folder), "-o", str(converted), "--to", "dfloat11"]
-        subprocess.run(command, check=True)
-        report["dfloat11_convert_seconds"] = time.monotonic() - start
-        # The package's own model construction uses a function that transformers has moved, so it gets a model to fill.
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with no_init_weights():
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-        start = time.monotonic()
-        filled = dfloat11.DFloat11Model.from_pretrained(str(converted), device=str(device), bfloat16_model=model)
-        models["dfloat11"] = filled
-        report["models"]["dfloat11"] = {"load_seconds": time.monotonic() - start}
+        models["dfloat11"] = dfloat11_model(folder, folder.with_name("dfloat11"), device)
+        report["models"]["dfloat11"] = {"convert_and_load_seconds": time.monotonic() - start}
 
     def same_as_bf16() -> None:
         same = torch.equal(logits(models["dfloat11"], batch), logits(models["bf16"], batch))
