@@ -147,6 +147,7 @@ def engine(options: dict[str, Any]) -> None:
         found = {"tokens": tokens, "logprobs": chosen, "forced_logprobs": logprobs(forced_prompts, forced)[1]}
         if options.get("alone"):
             # The same prompts in batches of one, whose products are rounded differently.
+            found["tokens_alone"] = [logprobs([one], free)[0][0] for one in requests]
             found["forced_alone"] = [logprobs([one], [only])[1][0] for one, only in zip(forced_prompts, forced)]
         return found
 

@@ -8,8 +8,8 @@ Needs vLLM and this package. Weights are random, of Llama-3.1-8B's shapes; atten
 engine runs in its own process, the one without this package first. On a GPU, packed products round their sums
 differently, so the check compares logprobs of forced tokens, as `vllm_gpu.py` does. Quantized activations magnify
 rounding: the limit is at least twice the difference that the engine without this package has to itself, with the same
-prompts in other batches. The record has the number of equal greedy tokens. Exit status 1: a check failed. `--seconds`
-limits the whole run; the result names what was left out.
+prompts in other batches. The record has the number of equal greedy tokens of both. Exit status 1: a check failed.
+`--seconds` limits the whole run; the result names what was left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from models import GEOMETRIES, MIXTURES, of_geometry
 from records import provenance
-from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, apart, compared, faults, numbers, over_bf16, run
+from vllm_gpu import MEAN_DIFFERENCE, SECONDS_MIN, compared, faults, numbers, over_bf16, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,9 +228,10 @@ def measured(
             continue
         record[f"{name}_to_stock"] = {**compared(stock, result), **over_bf16(stock, result)}
         record["rest"] = rest(result, record["bytes"])
-        mean, largest = apart(stock, {"forced_logprobs": stock["forced_alone"]})
-        record["stock_in_other_batches"] = {"mean": mean, "largest": largest}
-        record["faults"] += faults(f"{kind}, {name}", result, stock, max(MEAN_DIFFERENCE, DIFFERENCE_RATIO * mean))
+        alone = {**stock, "tokens": stock["tokens_alone"], "forced_logprobs": stock["forced_alone"]}
+        record["stock_in_other_batches"] = itself = compared(stock, alone)
+        limit = max(MEAN_DIFFERENCE, DIFFERENCE_RATIO * itself["forced_logprob_difference"]["mean"])
+        record["faults"] += faults(f"{kind}, {name}", result, stock, limit)
         if not result["loading"].get("packed"):
             record["faults"].append(f"{kind}, {name}: no layer is packed")
         rates = record[f"{name}_to_stock"]["tokens_per_second"]
@@ -254,7 +255,8 @@ def say(kind: str, record: dict[str, Any]) -> None:
             ratios = {of: round(value, 3) for of, value in to_stock["tokens_per_second"].items()}
             print(f"    to stock {ratios}, KV tokens x {to_stock['kv_tokens']:.3f}, equal {to_stock['tokens_agreed']}")
             print(f"    forced logprobs differ by {to_stock['forced_logprob_difference']}")
-            print(f"    those of stock in other batches by {record['stock_in_other_batches']}")
+            itself = record["stock_in_other_batches"]
+            print(f"    stock in other batches: {itself['tokens_agreed']}, {itself['forced_logprob_difference']}")
     sys.stdout.flush()
 
 
