@@ -55,11 +55,13 @@ impl<T> Default for Registry<T> {
 }
 
 impl<T> Registry<T> {
-    /// Registers a value and returns the id for `forget`.
-    fn add(&self, address: u64, value: T) -> u64 {
+    /// Registers a value and returns the id for `forget`. The value becomes the active one, unless it `waits` behind
+    /// another.
+    fn add(&self, address: u64, value: T, waits: bool) -> u64 {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
-        entries.entry(address).or_default().push((id, Arc::new(value)));
+        let values = entries.entry(address).or_default();
+        values.insert(if waits { 0 } else { values.len() }, (id, Arc::new(value)));
         id
     }
 
@@ -86,6 +88,11 @@ impl<T> Registry<T> {
     fn get(&self, address: u64) -> Option<Arc<T>> {
         let entries = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
         Some(entries.get(&address)?.last()?.1.clone())
+    }
+
+    fn is_active(&self, address: u64, id: u64) -> bool {
+        let entries = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
+        entries.get(&address).and_then(|values| values.last()).is_some_and(|(value_id, _)| *value_id == id)
     }
 }
 
@@ -185,15 +192,40 @@ impl Runtime {
 
     /// Registers an arena, and compiles the kernels of its shape. Returns the id for `forget` and the digest of the
     /// escape lists. `room` is the number of bytes for lists at their address, so that others can replace them later.
-    #[pyo3(signature = (arena, escapes, room=0))]
-    fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory, room: usize) -> PyResult<(u64, String)> {
-        let PackedState { shape, window, at, digest } = self.stored(py, arena, escapes)?;
-        let at = PackedAt { escape_words: at.escape_words.max(room / 4), ..at };
+    /// With the address of another arena of this size in `coming`, registers what `replace` will copy from there.
+    #[pyo3(signature = (arena, escapes, room=0, coming=None))]
+    fn register(
+        &self,
+        py: Python<'_>,
+        arena: Memory,
+        escapes: Memory,
+        room: usize,
+        coming: Option<u64>,
+    ) -> PyResult<(u64, String)> {
+        let PackedState { shape, window, at, digest } =
+            self.stored(py, (coming.unwrap_or(arena.0), arena.1), escapes)?;
+        // The sections are at the same offsets in both arenas.
+        let moved = |address: u64| address - coming.unwrap_or(arena.0) + arena.0;
+        let at = PackedAt {
+            packed: moved(at.packed),
+            escape_heads: moved(at.escape_heads),
+            escape_words: at.escape_words.max(room / 4),
+            ..at
+        };
         // SAFETY: the caller holds its tensors until `forget` and until all work is done (`_native.pyi`). The 256
         // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
-        let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?);
+        let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?, coming.is_some());
         Ok((id, digest))
+    }
+
+    /// Copies a packed matrix into a registered arena, from (address of another arena, address of its escape lists,
+    /// their bytes), and makes launches use the registration `id`. `lists` is the address for the escape lists.
+    fn replace(&self, py: Python<'_>, arena: Memory, id: u64, lists: u64, from: (u64, u64, usize)) -> PyResult<()> {
+        let copies = [(arena.0, from.0, arena.1), (lists, from.1, from.2)];
+        // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
+        py.detach(|| unsafe { self.interop.copy(&copies) }).map_err(|error| raised(py, &error))?;
+        self.activate(arena.0, id)
     }
 
     /// Registers the experts of a mixture: one arena with its escapes for all gates and ups, one for all downs. Experts
@@ -211,7 +243,7 @@ impl Runtime {
         // SAFETY: as for `register`.
         let made = py.detach(|| unsafe { self.interop.experts(shape, operand(upper), operand(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
-        Ok(self.experts.add(gate_up.0.0, (experts, down.0.0)))
+        Ok(self.experts.add(gate_up.0.0, (experts, down.0.0), false))
     }
 
     /// Forgets the registration `id` of experts.
@@ -266,10 +298,16 @@ impl Runtime {
         self.linears.get(arena).is_some()
     }
 
-    /// Returns the digest of the escape lists, read from the head of an arena; it need not be registered.
-    fn digest(&self, py: Python<'_>, arena: Memory) -> PyResult<String> {
+    /// Returns the bytes of the escape lists and their digest, from the head of an arena; it need not be registered.
+    fn escapes(&self, py: Python<'_>, arena: Memory) -> PyResult<(usize, String)> {
         let bytes = self.head(py, arena)?;
-        Ok(Head::of_bytes(&bytes, arena.1)?.0.digest())
+        let head = Head::of_bytes(&bytes, arena.1)?.0;
+        Ok((head.escapes(), head.digest()))
+    }
+
+    /// Returns whether launches use the registration `id` of an arena.
+    fn is_active(&self, arena: u64, id: u64) -> bool {
+        self.linears.is_active(arena, id)
     }
 
     /// Makes launches use the registration `id` of an arena. Several arenas may take turns at one address; each is
@@ -377,6 +415,11 @@ impl Runtime {
             Failure::Bundle(error) => raised_by_bundle(py, &error),
             Failure::Device(error) => raised(py, &error),
         })
+    }
+
+    /// Compiles and loads the kernels of `update`.
+    fn prepare_update(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.interop.prepare_update()).map_err(|error| raised(py, &error))
     }
 
     /// Returns the scratch bytes that `update` needs for registered arenas.

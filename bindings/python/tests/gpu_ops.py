@@ -10,13 +10,15 @@ import threading
 import unittest
 import warnings
 
+import interrupts
 import torch
 import unweight
 import unweight._embedding
 import unweight.ops
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from unweight.ops import Experts, Linear, _runtime, linear, pack, pack_experts, place, unpack
+from unweight._gpu import _runtime
+from unweight.ops import Experts, Linear, linear, pack, pack_experts, place, unpack
 
 DEVICE = torch.device("cuda", 0)
 # The minimum shape, and some of real models. Some batches of the largest use stream-K.
@@ -628,17 +630,17 @@ class Expanded(Operator):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        cls.before = unweight.ops._runtimes
+        cls.before = unweight._gpu._runtimes
         # An arena is registered with the runtime that packed it, so these tests need new runtimes.
-        unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = {}, 64
+        unweight._gpu._runtimes, unweight._gpu._EXPAND_ABOVE = {}, 64
 
     @classmethod
     def tearDownClass(cls):
-        unweight.ops._runtimes, unweight.ops._EXPAND_ABOVE = cls.before, None
+        unweight._gpu._runtimes, unweight._gpu._EXPAND_ABOVE = cls.before, None
 
     def test_the_scratch_holds_the_weights(self):
         packed = pack(weights(4096, 4096))
-        runtime, at = unweight.ops._runtime(DEVICE), packed.arena.data_ptr()
+        runtime, at = _runtime(DEVICE), packed.arena.data_ptr()
         for m in (65, 5000):
             self.assertGreaterEqual(runtime.scratch_nbytes(at, m, (4096, 4096), False), 2 * 4096 * 4096 + (32 << 20))
         self.assertLess(runtime.scratch_nbytes(at, 64, (4096, 4096), False), 4096 * 4096)
@@ -791,6 +793,27 @@ class Modules(Gpu):
                     self.assertFalse(torch.equal(out, expected))
             copied = copy.deepcopy(layer)
             self.assertTrue(torch.equal(copied(x), layer(x)))
+
+    def test_an_interrupted_update_leaves_the_old_or_the_new_weights(self):
+        layer, x = nn.Linear(256, 128, bias=False).to(DEVICE, torch.bfloat16), inputs(5, 256)
+        layer.weight.data = old = weights(128, 256)
+        index = torch.arange(128 * 256, device=DEVICE)
+        unweight.pack_model(layer)
+        with torch.no_grad():
+            for is_same, new in ((True, weights(128, 256, seed=1)), (False, old * 2.0**30)):
+                products = [linear(x, pack(weight)) for weight in (old, new)]
+                for call in (lambda: layer.update_(new), lambda: layer.update_sparse_(index, new.view(-1))):
+                    seen = set()
+                    for done in interrupts.everywhere(call):
+                        with self.subTest(is_same_window=is_same, done=done):
+                            is_new = torch.equal(layer.unpacked(), new)
+                            self.assertTrue(is_new or torch.equal(layer.unpacked(), old))
+                            self.assertTrue(torch.equal(layer(x), products[is_new]))
+                            self.assertTrue(torch.equal(copy.deepcopy(layer)(x), products[is_new]))
+                            self.assertTrue(layer.update_(old) or not is_same)
+                            self.assertTrue(torch.equal(layer(x), products[0]))
+                        seen.add((is_new, done))
+                    self.assertEqual(seen, {(False, False), (True, False), (True, True)})
 
     def test_compiled_modules_use_new_weights(self):
         module, x = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)), inputs(4, 64)

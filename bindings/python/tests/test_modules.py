@@ -3,14 +3,13 @@
 import copy
 import gc
 import io
-import signal
-import time
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
+import interrupts
 import torch
 import unweight
 from torch import nn
@@ -646,38 +645,24 @@ class States(Case):
 
 class Interrupts(Case):
     def test_an_interrupted_update_leaves_the_old_or_the_new_weights(self):
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
         random = torch.Generator().manual_seed(1)
-        module = drawn(nn.Sequential(nn.Linear(512, 512, bias=False)))
+        module = drawn(nn.Sequential(nn.Linear(64, 64, bias=False)))
         unweight.pack_model(module)
-        layer = module[0]
-        before, interrupts = layer.unpacked(), 0
-        was = signal.signal(signal.SIGALRM, interrupt)
-        try:
-            start = time.perf_counter()
-            layer.update_(before)
-            seconds = time.perf_counter() - start
-            for _ in range(300):
-                after = torch.randn(512, 512, generator=random).bfloat16()
-                after[0, 0] = torch.nan  # an escape
-                at = float(torch.rand((), generator=random)) * seconds
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, max(at, 1e-6))
-                    layer.update_(after)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except KeyboardInterrupt:
-                    interrupts += 1
+        layer, seen = module[0], set()
+        old, new = (torch.randn(64, 64, generator=random).bfloat16() for _ in range(2))
+        new[0, 0] = torch.nan  # an escape
+        index = torch.arange(64 * 64)
+        for call in (lambda: layer.update_(new), lambda: layer.update_sparse_(index, new.view(-1))):
+            layer.update_(old)
+            for done in interrupts.everywhere(call):
                 bits = layer.unpacked().view(torch.int16)
-                is_new = torch.equal(bits, after.view(torch.int16))
-                self.assertTrue(is_new or torch.equal(bits, before.view(torch.int16)))
-                before = after if is_new else before
-                layer(torch.ones(1, 512, dtype=torch.bfloat16))
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, was)
-        self.assertGreater(interrupts, 20)
+                is_new = torch.equal(bits, new.view(torch.int16))
+                self.assertTrue(is_new or torch.equal(bits, old.view(torch.int16)))
+                copied = copy.deepcopy(layer)
+                self.assertTrue(torch.equal(copied.unpacked().view(torch.int16), bits))
+                seen.add((is_new, done))
+                layer.update_(old)
+        self.assertEqual(seen, {(False, False), (True, False), (True, True)})
 
 
 class LateCopies:

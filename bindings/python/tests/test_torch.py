@@ -296,7 +296,7 @@ class Pack(unittest.TestCase):
 
     def test_a_forked_child_packs_while_its_parent_holds_the_lock(self):
         weight = weights(64, 64)
-        with unweight.ops._lock:
+        with unweight._gpu._lock:
             status = forked(lambda: torch.equal(unpack(pack(weight).arena), weight), 30)
         self.assertEqual(status, 0)
 
@@ -669,7 +669,7 @@ class Tensors(unittest.TestCase):
                 with mock.patch.object(unweight.ops, "why_not", lambda _: "no kernels"):
                     self.assertEqual([bundle._torch_decoded_on(info, gpu) for info in infos], [None] * len(infos))
                 with mock.patch.object(unweight.ops, "why_not", lambda _: None), mock.patch.object(
-                    unweight.ops, "_runtime", runtime
+                    unweight._gpu, "_runtime", runtime
                 ):
                     for info in infos:
                         with warnings.catch_warnings(record=True) as caught:

@@ -245,16 +245,16 @@ class Bundle(_native.Bundle):
         if info.encoding not in _GPU_ENCODINGS or info.original_bytes == 0:
             return None
         torch = require("torch", "torch")
-        from . import ops
+        from . import _gpu, ops
 
         dtype = getattr(torch, _dtype(info, _TORCH, "torch"))
         if not torch.cuda.is_available() or ops.why_not(device) is not None:
             return None
         try:
-            runtime = ops._runtime(device)
+            runtime = _gpu._runtime(device)
             with torch.cuda.device(device):
                 # Decoders need 256 more bytes.
-                memory = torch.empty(info.original_bytes + ops._PAD, dtype=torch.uint8, device=device)
+                memory = torch.empty(info.original_bytes + _gpu._PAD, dtype=torch.uint8, device=device)
                 # Earlier users of this memory must be done: the decoder has its own stream.
                 torch.cuda.current_stream().synchronize()
                 place = (memory.data_ptr(), info.original_bytes)

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arena import _register_copy
 from ._dispatch import _refuse_derivatives
-from .ops import _check_devices, _library, _register_copy, _runtime, unpack
+from ._gpu import _runtime
+from .ops import _check_devices, _library, unpack
 
 _library.define(
     "embedding(Tensor ids, Tensor arena, int n, int k) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)

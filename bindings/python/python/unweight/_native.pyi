@@ -102,14 +102,24 @@ class Runtime:
         """Returns the used bytes of `escapes`, or why the matrix cannot be packed."""
     def prepare(self, rows: int, cols: int) -> None:
         """Compiles and loads the kernels that `register` needs for a shape."""
-    def register(self, arena: _Memory, escapes: _Memory, room: int = 0) -> tuple[int, str]:
+    def register(
+        self, arena: _Memory, escapes: _Memory, room: int = 0, coming: Optional[int] = None
+    ) -> tuple[int, str]:
         """Registers an arena; returns the id for `forget` and the digest of the escapes. The caller keeps both buffers
         until `forget` is called and all work with them is done. Between launches, it may write another matrix with the
-        same window to them, whose escapes have at most `room` bytes."""
+        same window to them, whose escapes have at most `room` bytes. `coming` is the address of another arena, which
+        `replace` will copy to this one; until then, launches use the registration before."""
+    def replace(self, arena: _Memory, id: int, lists: int, source: tuple[int, int, int]) -> None:
+        """Copies a packed matrix into a registered arena and its escape lists to address `lists`, then makes launches
+        use the registration `id`. `source` is the address of an arena of the same shape, the address of its lists,
+        and their bytes. No Python code runs in between."""
     def is_registered(self, arena: int) -> bool: ...
     def activate(self, arena: int, id: int) -> None:
         """Makes later launches use the registration `id`, if several arenas share this address one after another."""
-    def digest(self, arena: _Memory) -> str: ...
+    def escapes(self, arena: _Memory) -> tuple[int, str]:
+        """Returns the bytes of the escapes of an arena, and their digest."""
+    def is_active(self, arena: int, id: int) -> bool:
+        """Returns whether launches use the registration `id`."""
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
@@ -129,6 +139,8 @@ class Runtime:
         `[n]`, `y = bias +`; if it is 0, `y +=`. The caller keeps all buffers allocated until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
+    def prepare_update(self) -> None:
+        """Compiles and loads the kernels of `update`."""
     def update_scratch_nbytes(self, arenas: list[int]) -> int: ...
     def update(
         self, updates: list[tuple[int, int, int, int]], scratch: _Memory

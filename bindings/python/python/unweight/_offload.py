@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol,
 import torch
 from torch import Tensor, nn
 
-from .ops import Placed, _holder, _runtime, place, unpack
+from ._arena import _holder
+from ._gpu import _runtime
+from .ops import Placed, place, unpack
 
 if TYPE_CHECKING:
     from .modules import PackedLinear

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from ._dispatch import _with_memory
+from ._gpu import _memory, _runtime
 from .errors import UnweightError
-from .ops import Escapes, Placed, _escapes, _memory, _pack, _packed_cuda, _runtime, place, unpack
+from .ops import Escapes, Placed, _pack, _packed_cuda, unpack
 
 
 def _pack_into(
     arena: Tensor,
     holder: Union[Escapes, Placed],
     weight: Tensor,
-    keep: Callable[[Union[Escapes, Placed]], None],
+    keep: Callable[[Escapes], None],
     keep_graphs: bool = False,
-) -> Union[Escapes, Placed, str]:
-    """Packs other weights of the same shape, on the device of the arena, into it. Returns the object to keep with it,
-    or why they cannot be packed, which changes nothing. Compares the packed bits with the weights.
+) -> Union[bool, str]:
+    """Packs other weights of the same shape, on the device of the arena, into it. Returns whether CUDA graphs that have
+    captured the arena stay valid, or why they cannot be packed, which changes nothing. Compares the packed bits with
+    the weights.
 
-    `keep` stores the object, if it is another one. On the CPU, it is called before the arena changes, so that an
-    exception at any point leaves the old weights or the new ones.
-
-    On a GPU, the object stays the same if the window does and the escape lists fit in their room. Then CUDA graphs that
-    have captured the arena stay valid. With `keep_graphs`, other weights are not packed.
+    An exception at any point, such as `KeyboardInterrupt`, leaves the old weights or the new ones. On the CPU, `keep`
+    stores other escape lists before the arena changes. On a GPU, graphs stay valid if the window stays and the lists
+    fit in their room. With `keep_graphs`, other weights are not packed.
     """
     weight = _with_memory(weight.detach()).resolve_neg().contiguous()
     # Tensors that were made in inference mode may be changed only in it.
@@ -41,10 +41,10 @@ def _pack_into_unchecked(
     arena: Tensor,
     holder: Union[Escapes, Placed],
     weight: Tensor,
-    keep: Callable[[Union[Escapes, Placed]], None],
+    keep: Callable[[Escapes], None],
     keep_graphs: bool,
-) -> Union[Escapes, Placed, str]:
-    if arena.device.type != "cuda":
+) -> Union[bool, str]:
+    if not isinstance(holder, Placed):
         packed = _pack(weight)
         if isinstance(packed, str):
             return packed
@@ -52,38 +52,19 @@ def _pack_into_unchecked(
         keep(packed.escapes)
         arena.copy_(packed.arena)
         packed.escapes.replaces.remove(holder)
-        return packed.escapes
+        return True
     packed = _packed_cuda(weight)
     if isinstance(packed, str):
         return packed
     made, lists = packed
     # Of the head, 64 bytes depend on shape and lists; the rest is the window.
     keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
-    is_in_room = isinstance(holder, Placed) and lists.nbytes <= holder.room
-    if keep_graphs and not (keeps_window and is_in_room):
+    in_place = keeps_window and holder.has_room(lists)
+    if keep_graphs and not in_place:
         what = "they have more escapes than there is room for" if keeps_window else "their exponent window is another"
         return f"{what}, so captured CUDA graphs cannot use them"
-    arena.copy_(made)
-    if not (keeps_window and is_in_room):
-        keep(placed := place(arena, lists))
-        return placed
-    _keep_shared_lists(holder)
-    (old,) = holder.lists
-    memory = old.as_strided((lists.nbytes,), (1,)).copy_(lists)
-    holder.lists = (memory,)
-    # `_register_copy` finds lists by the digest in the arena.
-    runtime = _runtime(arena.device)
-    with torch.cuda.device(arena.device):
-        torch.cuda.current_stream().synchronize()
-        holder._shared = _escapes(runtime.digest(_memory(arena)), memory)
-    return holder
-
-
-def _keep_shared_lists(holder: Placed) -> None:
-    """Copies escape lists that will be overwritten, if an arena with equal weights uses the same `Escapes`."""
-    shared = holder._shared
-    if shared is not None and shared.is_shared and shared.data.data_ptr() == holder.data.data_ptr():
-        shared.data = shared.data.clone()
+    holder.replace(made, lists, in_place)
+    return in_place
 
 
 def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,16 +103,14 @@ def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list
     jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
     with torch.cuda.device(device):
         for _, holder, _, _ in updates:
-            _keep_shared_lists(holder)
+            holder.begin_change()
         nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         torch.cuda.current_stream().synchronize()
         done = runtime.update(jobs, _memory(scratch))
     for (_, holder, _, _), (what, nbytes, digest) in zip(updates, done):
         if what == "updated":
-            (old,) = holder.lists
-            memory = old.as_strided((nbytes,), (1,))
-            holder.lists = (memory,)
-            # `_register_copy` finds lists by the digest in the arena.
-            holder._shared = _escapes(digest, memory)
+            holder.end_change(nbytes, digest)
+        else:
+            holder.cancel_change()
     return [what for what, _, _ in done]

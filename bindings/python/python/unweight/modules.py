@@ -23,21 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._arena import _holder, _holder_of_moved
 from ._devices import _as_device, why_not
 from ._dispatch import _with_memory
 from ._part import _Fixed
 from ._update import _ascending, _pack_into, _update_in_place, _with_elements
 from .errors import UnweightError
-from .ops import (
-    _SHAPE,
-    Escapes,
-    Placed,
-    _holder,
-    _holder_of_moved,
-    _linear,
-    _pack,
-    _PackedState,
-)
+from .ops import _SHAPE, Escapes, Placed, _linear, _pack, _PackedState
 
 if TYPE_CHECKING:
     from ._offload import Offload
@@ -254,17 +246,17 @@ class PackedLinear(_PackedState, nn.Linear):
                 f"the weight of {self._describe()} is bfloat16 {[self.out_features, self.in_features]}, got "
                 f"{weight.dtype} {list(weight.shape)}"
             )
-        arena, before = self._registered()
-        holder = _pack_into(arena, before, weight.to(arena.device), self._keep)
-        if isinstance(holder, str):
+        arena, holder = self._registered()
+        packed = _pack_into(arena, holder, weight.to(arena.device), self._keep)
+        if isinstance(packed, str):
             raise ValueError(
-                f"the new weight of {self._describe()} cannot be packed: {holder}; the layer keeps its old weight; to "
+                f"the new weight of {self._describe()} cannot be packed: {packed}; the layer keeps its old weight; to "
                 "replace it by a BF16 layer, load the module in BF16 and pack it again"
             )
-        return holder is before or arena.device.type == "cpu"
+        return packed
 
-    def _keep(self, holder: Union[Escapes, Placed]) -> None:
-        self._held.holder = holder
+    def _keep(self, escapes: Escapes) -> None:
+        self._held.holder = escapes
 
     def update_sparse_(self, index: Tensor, values: Tensor) -> bool:
         """Replaces some elements of the weight; the others keep their bits. Returns and raises the same as `update_`.

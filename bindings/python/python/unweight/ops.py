@@ -8,13 +8,7 @@ On NVIDIA GPUs from Ampere on, its kernels multiply by the packed weights, on an
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.util
-import os
-import pathlib
-import threading
-import warnings
 import weakref
 from typing import Any, Callable, NamedTuple, Optional, Union
 
@@ -27,8 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _native
+from ._arena import (
+    Escapes,
+    Placed,
+    _check_arena,
+    _escapes,
+    _escapes_by_digest,
+    _holder,
+    _holder_of_moved,
+    _padded_copy,
+    _register_copy,
+    place,
+)
 from ._devices import why_not
 from ._dispatch import _is_watched, _refuse_derivatives, _with_memory
+from ._gpu import _PAD, _memory, _runtime
 from .errors import UnweightError
 
 __all__ = [
@@ -57,206 +64,6 @@ _library.define(
 )
 
 
-class Escapes:
-    """The escape lists of an arena: the few weights outside of its exponent window.
-
-    The size of an arena depends on its shape alone, so layers of one shape share a compiled graph. The lists vary in
-    size; the operator finds them by the digest in the arena. Keep this object as long as the arena. It is immutable,
-    so copying returns the same object.
-    """
-
-    __slots__ = ("__weakref__", "digest", "data", "is_shared", "replaces")
-
-    def __init__(self, digest: str, data: Tensor) -> None:
-        self.digest, self.data, self.is_shared = digest, data, False
-        # `is_shared`: arenas with equal weights may use it. `replaces`: an interrupt may leave those in the arena.
-        self.replaces: list[Any] = []
-
-    def __copy__(self) -> Escapes:
-        return self
-
-    def __deepcopy__(self, _: dict[int, Any]) -> Escapes:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _escapes, (self.digest, self.data)
-
-
-_escapes_by_digest: weakref.WeakValueDictionary[tuple[torch.device, str], Escapes] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def _unlock() -> None:
-    """Replaces the lock in a forked child: a thread that held it in the parent does not exist in the child."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock)
-
-
-def _escapes(digest: str, data: Tensor) -> Escapes:
-    """Returns the `Escapes` with this digest on the device of `data`; makes it if there is none."""
-    with _lock:
-        escapes = _escapes_by_digest.setdefault((data.device, digest), made := Escapes(digest, data))
-        escapes.is_shared |= escapes is not made
-        return escapes
-
-
-# Kernels may read so many bytes after the end of a section.
-_PAD = 256
-# The maximum batch of a launch; larger batches need several.
-_MAX_BATCH = 16384
-# Batches above this expand weights to BF16 for cuBLAS; `None` does so where it is predicted to be faster. For tests.
-_EXPAND_ABOVE: Optional[int] = None
-_runtimes: dict[int, _native.Runtime] = {}
-
-
-def _runtime(device: torch.device) -> _native.Runtime:
-    index = torch.cuda.current_device() if device.index is None else device.index
-    runtime = _runtimes.get(index)
-    if runtime is None:
-        with _lock, torch.cuda.device(index):
-            runtime = _runtimes.get(index)
-            if runtime is None:
-                _name_libraries()
-                runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH, _EXPAND_ABOVE)
-    return runtime
-
-
-def _prepare(device: torch.device, n: int, k: int) -> None:
-    """Compiles the kernels that `place` needs for weights `[n, k]`, before the weights are loaded."""
-    if _native.Runtime.buffer_nbytes(n, k) is not None:
-        _runtime(device).prepare(n, k)
-
-
-def _name_libraries() -> None:
-    """Sets the environment variables for NVRTC and cuBLAS to the libraries installed with torch, unless they are set.
-    Only this Python knows those directories."""
-    spec = importlib.util.find_spec("nvidia")
-    homes = (spec.submodule_search_locations if spec else None) or ()
-    for variable, library, parts in (
-        ("UNWEIGHT_NVRTC", "libnvrtc.so.*", ("cu13", "cuda_nvrtc")),
-        ("UNWEIGHT_CUBLAS", "libcublas.so.*", ("cu13", "cublas")),
-    ):
-        folders = (pathlib.Path(home, part, "lib") for home in homes for part in parts)
-        found = next((folder for folder in folders if any(folder.glob(library))), None)
-        if found is not None and not os.environ.get(variable):
-            os.environ[variable] = str(found)
-
-
-class Placed:
-    """A registered arena on a GPU with its escape lists, or the two arenas of a mixture of experts.
-
-    The operators find a registered arena by its address. Keep this object as long as the arena: it unregisters the
-    arena when it is freed. It references the arena, so that the address is not reused. `copy.deepcopy` copies the
-    arena and registers the copy.
-    """
-
-    __slots__ = ("__weakref__", "arenas", "lists", "registration", "room", "_place", "_shared")
-
-    def __init__(
-        self,
-        place: Callable[..., Placed],
-        arenas: tuple[Tensor, ...],
-        lists: tuple[Tensor, ...],
-        shared: Optional[Escapes] = None,
-    ) -> None:
-        self.arenas, self.lists, self._place, self._shared = arenas, lists, place, shared
-        self.registration = 0
-        """The id of the arena's registration, for `Runtime.activate`; 0 for experts."""
-        self.room = 0
-        """The bytes of memory for the escape lists of the arena; 0 if it has none, and for experts."""
-
-    @property
-    def arena(self) -> Tensor:
-        """The arena, uint8 `[bytes]`; `ValueError` if there are two."""
-        (arena,) = self.arenas
-        return arena
-
-    @property
-    def data(self) -> Tensor:
-        """The escape lists of the arena, uint8 `[bytes]`; `ValueError` if there are two arenas."""
-        (lists,) = self.lists
-        return lists
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
-        return self._place(*(copy.deepcopy(arena, memo) for arena in self.arenas), *self.lists)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._place, (*self.arenas, *self.lists)
-
-
-def _padded_copy(lists: Tensor, device: torch.device, room: int = 0) -> Tensor:
-    """Copies escape lists to their own memory on a device, with the padding that kernels may read after them."""
-    return torch.empty(max(lists.nbytes, room) + _PAD, dtype=torch.uint8, device=device)[: lists.nbytes].copy_(lists)
-
-
-def place(arena: Tensor, escapes: Tensor) -> Placed:
-    """Registers an arena on a GPU with its escape lists; returns a `Placed` to keep as long as the arena.
-
-    `arena` is uint8 `[bytes]` on the GPU. `escapes` is uint8 `[bytes]`, the `data` of its `Escapes` or `Placed`, and is
-    copied. Compiles the kernels of the shape, or loads them from the cache; do not call it during the capture of a
-    CUDA graph. Raises `ValueError` if they do not belong together or are not such tensors, and `DeviceError` if the
-    GPU or NVRTC fails.
-    """
-    _check_arena(arena)
-    if not isinstance(escapes, Tensor) or escapes.dtype != torch.uint8 or escapes.dim() != 1:
-        given = f"{escapes.dtype} {list(escapes.shape)}" if isinstance(escapes, Tensor) else type(escapes).__name__
-        raise ValueError(f"escape lists are a uint8 vector, the `data` of an `Escapes` or `Placed`, got {given}")
-    if arena.device.type != "cuda":
-        raise ValueError(f"place registers an arena on a GPU, got one on {arena.device}; move it there first")
-    # The lists of new weights may be longer (`_pack_into`).
-    room = escapes.nbytes and escapes.nbytes * 5 // 4 // 4 * 4 + 4096
-    data, runtime, memory = _padded_copy(escapes, arena.device, room), _runtime(arena.device), _memory(arena)
-    with torch.cuda.device(arena.device):
-        torch.cuda.current_stream().synchronize()
-        registration, digest = runtime.register(memory, _memory(data), room)
-    # With the digest, `_register_copy` finds the lists for a copy of the arena.
-    placed = Placed(place, (arena,), (data,), _escapes(digest, data))
-    placed.registration, placed.room = registration, room
-    weakref.finalize(placed, runtime.forget, memory[0], registration)
-    return placed
-
-
-def _register_copy(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
-    """Registers a copy of an arena, if its escape lists are known and no capture is running; else returns `None`.
-
-    Torch copies operands when it tests operators. Each call copies the head of the arena to the CPU and waits for it.
-    """
-    if torch.cuda.is_current_stream_capturing() or not arena.is_contiguous():
-        return None
-    with torch.cuda.device(arena.device):
-        torch.cuda.current_stream().synchronize()
-        digest = runtime.digest(_memory(arena))
-    escapes = _escapes_by_digest.get((arena.device, digest))
-    if escapes is None:
-        return None
-    warnings.warn(
-        "unweight::linear registers a copy of an arena in each call; register it once with unweight.ops.place",
-        stacklevel=3,
-    )
-    return place(arena, escapes.data)
-
-
-def _holder_of_moved(arena: Tensor, holder: Union[Escapes, Placed]) -> Union[Escapes, Placed]:
-    """Returns the object to keep with an arena that may have been moved; `holder` is the object of the original."""
-    if arena.device.type == "cuda":
-        is_held = isinstance(holder, Placed) and holder.arena.data_ptr() == arena.data_ptr()
-    else:
-        is_held = arena.device.type != "cpu" or isinstance(holder, Escapes)
-    return holder if is_held else _holder(arena, holder.data)
-
-
-def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
-    """Returns the object to keep with an arena: `Placed` on a GPU, `Escapes` on the CPU."""
-    if arena.device.type == "cuda":
-        # The tensor of a parameter is replaced when it moves, so it would not keep the memory at this address.
-        return place(arena.data if isinstance(arena, nn.Parameter) else arena, data)
-    _, _, _, digest = _native.arena_head(*_memory(arena))
-    return _escapes(digest, data.cpu())
-
-
 class Packed(NamedTuple):
     """A packed matrix `[n, k]`."""
 
@@ -278,8 +85,7 @@ class Packed(NamedTuple):
         return self.n * self.k * 2
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    return (tensor.data_ptr(), tensor.nbytes)
+
 
 
 def pack(weight: Tensor) -> Optional[Packed]:
@@ -435,11 +241,6 @@ def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor,
         raise ValueError(f"arenas of {list(upper.shape)} and {list(lower.shape)} do not hold {experts} experts")
     interleaved = upper.view(experts, rows // experts // 2 // _GATE_ROWS, 2, _GATE_ROWS, hidden).transpose(1, 2)
     return interleaved.reshape(experts, rows // experts, hidden), lower.view(experts, hidden, intermediate)
-
-
-def _check_arena(arena: Tensor) -> None:
-    if arena.dtype != torch.uint8 or arena.dim() != 1 or not arena.is_contiguous():
-        raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
 
 
 def unpack(arena: Tensor) -> Tensor:

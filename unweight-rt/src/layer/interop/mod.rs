@@ -38,7 +38,7 @@ use crate::{
     choose::route::{Route, RoutePolicy, Routes, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
-        buffer::{copy_to_device, length},
+        buffer::{copy_on_device, copy_to_device, length},
         context_size::CUBLAS_BYTES,
         module::LoadedKernel,
     },
@@ -247,7 +247,7 @@ impl Interop {
     }
 
     /// Replaces elements of layers in place, and leaves a layer unchanged where that is not possible ([`Updated`]). The
-    /// first call compiles kernels. Runs on a stream of its own and waits for it.
+    /// first call compiles kernels ([`Interop::prepare_update`]). Runs on a stream of its own and waits for it.
     ///
     /// # Safety
     /// Addresses of updates and scratch are on this device, and have the lengths that they state. No layer is listed
@@ -268,12 +268,24 @@ impl Interop {
         // SAFETY: the scratch has room for the words and their padding.
         let mut scratch = unsafe { DeviceBuffer::<u32>::borrow(self.device(), scratch.address, words) }?;
         let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
-        let updater = match &*guard {
-            Some(updater) => updater,
-            None => guard.insert(Updater::new(&self.stream, &self.kernels)?),
-        };
         // SAFETY: the caller's promises.
-        unsafe { updater.update(&jobs, &mut scratch) }
+        unsafe { self.updater_in(&mut guard)?.update(&jobs, &mut scratch) }
+    }
+
+    /// Compiles and loads the kernels of [`Interop::update_at`], which otherwise its first call does.
+    ///
+    /// # Errors
+    /// A kernel that cannot be compiled, or a driver error.
+    pub fn prepare_update(&self) -> Result<(), DeviceError> {
+        let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
+        self.updater_in(&mut guard).map(drop)
+    }
+
+    fn updater_in<'u>(&self, guard: &'u mut Option<Updater>) -> Result<&'u Updater, DeviceError> {
+        Ok(match guard {
+            Some(updater) => updater,
+            none => none.insert(Updater::new(&self.stream, &self.kernels)?),
+        })
     }
 
     /// Returns the bytes of scratch that [`Interop::enqueue`] needs for this batch. Often 0; if weights are expanded, 2
@@ -586,6 +598,21 @@ impl Interop {
     pub unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe { copy_to_device(&self.stream, address, bytes) }
+    }
+
+    /// Copies bytes between device addresses: pairs of (to, from, bytes). Waits for the copies.
+    ///
+    /// # Safety
+    /// As for [`Interop::read`], nothing else accesses them during the call, and none overlap.
+    ///
+    /// # Errors
+    /// A driver error.
+    pub unsafe fn copy(&self, copies: &[(u64, u64, usize)]) -> Result<(), DeviceError> {
+        for &(to, from, bytes) in copies {
+            // SAFETY: the caller's promise.
+            unsafe { copy_on_device(&self.stream, to, from, bytes) }?;
+        }
+        self.stream.synchronize()
     }
 
     fn packer(&self) -> MutexGuard<'_, Packer> {

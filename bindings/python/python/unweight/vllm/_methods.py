@@ -36,8 +36,9 @@ from vllm.platforms import current_platform
 
 from .. import _native
 from .._embedding import _prepare_lookups
+from .._gpu import _prepare
 from .._update import _pack_into
-from ..ops import _pack, _pack_experts, _prepare, unpack_experts, why_not
+from ..ops import _pack, _pack_experts, unpack_experts, why_not
 from . import _cpu  # noqa: F401 (defines an operator)
 from ._account import arrivals_of, leave_unpacked, logger, missing_tensors, refuse_missing, wrap_loaders
 from ._sparse import RunningWeight
@@ -245,14 +246,14 @@ class UnweightMethod(LinearMethodBase):
         """
         packed, prefix = layer.unweight_packed, arrivals_of[layer].prefix
         keep = RunningWeight(layer, self._has_graphs).keep
-        holder = _pack_into(packed.arena, packed.escapes, weight, keep, self._has_graphs)
-        if isinstance(holder, str) and (self._has_graphs or self._is_compiled):
+        reason = _pack_into(packed.arena, packed.escapes, weight, keep, self._has_graphs)
+        if isinstance(reason, str) and (self._has_graphs or self._is_compiled):
             raise ValueError(
-                f"unweight: the new weight of {prefix} cannot be packed into the old one's place: {holder}; other "
+                f"unweight: the new weight of {prefix} cannot be packed into the old one's place: {reason}; other "
                 "layers may have new weights already: start another engine, or use --enforce-eager for such updates"
             )
-        if isinstance(holder, str):
-            logger.warning("unweight: the new weight of %s cannot be packed and stays in BF16: %s", prefix, holder)
+        if isinstance(reason, str):
+            logger.warning("unweight: the new weight of %s cannot be packed and stays in BF16: %s", prefix, reason)
             # vLLM would put the arena back.
             get_layerwise_info(layer).kernel_tensors = None
             del layer.unweight_packed, layer.unweight_n

@@ -47,17 +47,17 @@ class RunningWeight:
     def _update_sparse_whole(self, index: Tensor, values: Tensor) -> bool:
         """Unpacks the weight, replaces elements at checked positions and packs it again, at the same address."""
         weight = _with_elements(unpack(self.weight_packed), index, values)
-        holder = _pack_into(*self._registered(), weight, self.keep, self._keep_graphs)
-        if isinstance(holder, str):
+        packed = _pack_into(*self._registered(), weight, self.keep, self._keep_graphs)
+        if isinstance(packed, str):
             raise ValueError(
-                f"the new weight of {self._describe()} cannot be packed into the old one's place: {holder}; the layer "
+                f"the new weight of {self._describe()} cannot be packed into the old one's place: {packed}; the layer "
                 "keeps its old weight"
             )
         return True
 
-    def keep(self, holder: Union[Escapes, Placed]) -> None:
-        """Stores the object to keep with the arena."""
-        self._layer.unweight_packed = self._layer.unweight_packed._replace(escapes=holder)
+    def keep(self, escapes: Escapes) -> None:
+        """Stores the escape lists of the arena."""
+        self._layer.unweight_packed = self._layer.unweight_packed._replace(escapes=escapes)
 
 
 def install() -> None:
