@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import unittest
 import warnings
 from unittest import mock
@@ -650,6 +649,25 @@ class Tensors(unittest.TestCase):
                         self.assertEqual(got.dtype, expected.dtype)
                         self.assertTrue(torch.equal(got, expected), name)
                 self.assertEqual(bundle.torch("scale", device="meta").device.type, "meta")
+
+    def test_tensors_of_every_small_float(self):
+        from safetensors.torch import save_file
+
+        names = ("e4m3fn", "e5m2", "e8m0fnu", "e4m3fnuz", "e5m2fnuz")
+        dtypes = [*(getattr(torch, f"float8_{name}") for name in names), torch.float4_e2m1fn_x2]
+        with tempfile.TemporaryDirectory() as home:
+            home = pathlib.Path(home)
+            (home / "model").mkdir()
+            tensors = {str(dtype): torch.arange(256, dtype=torch.uint8).view(8, 32).view(dtype) for dtype in dtypes}
+            save_file(tensors, home / "model" / "model.safetensors")
+            unweight.compress(home / "model", home / "bundle")
+            bundle = unweight.Bundle(home / "bundle")
+            for name, expected in tensors.items():
+                got = bundle.torch(name)
+                self.assertEqual((got.dtype, got.shape), (expected.dtype, expected.shape))
+                self.assertTrue(torch.equal(got.view(torch.uint8), expected.view(torch.uint8)), name)
+            with self.assertRaisesRegex(TypeError, "is F4, of which torch has no single elements; read the whole"):
+                bundle.torch(str(torch.float4_e2m1fn_x2), rows=(0, 1))
 
     @unittest.skipIf(torch.cuda.is_available(), "this machine has a GPU: gpu_ops.py is for that")
     def test_tensors_are_decoded_on_the_cpu_if_the_gpu_cannot(self):

@@ -39,6 +39,9 @@ _TORCH = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
     "C64": "complex64",
 }
 # The encodings that `Bundle.torch` decodes on a GPU.
@@ -220,7 +223,8 @@ class Bundle(_native.Bundle):
         Other tensors are decoded on the CPU.
 
         Raises:
-            TypeError: torch lacks the tensor's dtype, or `rows` or `cols` is not a pair of integers.
+            TypeError: torch lacks the tensor's dtype, or for a part, its single elements (F4); or `rows` or `cols` is
+                not a pair of integers.
             ValueError: the range is out of bounds or empty, or the tensor with `rows` or `cols` is not a matrix.
             ModuleNotFoundError: torch is not installed.
         """
@@ -269,7 +273,11 @@ class Bundle(_native.Bundle):
         """Returns a tensor on the CPU; with `pin`, in pinned memory if possible, which a GPU reads without a copy."""
         torch = require("torch", "torch")
 
-        empty = partial(torch.empty, info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
+        shape = info.shape
+        if info.dtype == "F4":
+            # Torch's elements are pairs.
+            shape = (*shape[:-1], shape[-1] // 2)
+        empty = partial(torch.empty, shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         try:
             tensor = empty(pin_memory=pin)
         except RuntimeError:
@@ -288,6 +296,8 @@ class Bundle(_native.Bundle):
 
         # Checked before memory is allocated.
         rows, cols = _part(info, rows, cols)
+        if info.dtype == "F4":
+            raise TypeError(f"tensor '{info.name}' is F4, of which torch has no single elements; read the whole tensor")
         shape = tuple(end - start for start, end in (rows, cols))
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         read = self.decode_part_into(info.name, rows, cols, (tensor.data_ptr(), tensor.nbytes), file=info.file)
