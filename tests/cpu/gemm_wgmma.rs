@@ -39,6 +39,17 @@ fn batch_tile_256_one_warpgroup() {
 }
 
 #[test]
+fn late_weights() {
+    check(&[
+        // A ring that wraps within a tile, and between tiles.
+        ("gemm_wgmma_b256_g2p3_esc_pdl_store", &[(250, 128, 320, 1), (257, 192, 256, 1)]),
+        ("gemm_wgmma_b256_g2p4_esc_pdl_silu_mul", &[(130, 128, 64, 1)]),
+        ("gemm_wgmma_b256_g2p4_streamk_esc_store_add", &[(225, 320, 256, 4), (33, 128, 448, 3)]),
+        ("gemm_wgmma_b256_g2p3c2_esc_pdl_store", &[(129, 128, 576, 1)]),
+    ]);
+}
+
+#[test]
 fn batch_tile_of_three_boxes() {
     check(&[("gemm_wgmma_b192_g3p3_esc_pdl_store", &[(191, 192, 128, 4), (193, 256, 64, 4)])]);
 }
@@ -118,6 +129,7 @@ fn planted_bugs_are_caught() {
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
     let adding = "gemm_wgmma_b64_g2p3_streamk_esc_pdl_store_add";
+    let late = "gemm_wgmma_b256_g2p3_esc_pdl_store";
     for (file, name, from, to) in [
         // The bias of another row block, of the other half of a fragment.
         ("epilogue", adding, "p.warp * packed::kBlockRows + p.lane / 4;", "p.lane / 4;"),
@@ -126,11 +138,36 @@ fn planted_bugs_are_caught() {
         // a box left out, another warp's weights.
         ("mainloop", streaming, "p.lane == 0 && exists", "p.lane == 0"),
         ("mainloop", streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
-        ("mainloop", streaming, "f = fetch(p, has_landed);", "f = fetch(p, true);"),
-        ("load", streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
+        ("mainloop", streaming, "            f = fetch(p, has_landed);", "            f = fetch(p, true);"),
+        ("load", streaming, "x_bytes + S::kWBytes);", "x_bytes);"),
         ("load", streaming, "from.row + i * S::kXBoxRows", "from.row"),
         ("load", streaming, "args.m - from.row + S::kXBoxRows - 1", "args.m - from.row - 1"),
         ("mainloop", streaming, "p.warp * packed::kBlockBytes", "0 * packed::kBlockBytes"),
+        // Late weights: released before they are loaded, released by X's barrier, not waited for; X not waited
+        // for, waited for in the phase before or by the weights' barrier; X copied when W is released, W before it is.
+        (
+            "mainloop",
+            late,
+            "f = fetch(p, has_landed);
+        decode(following, f);
+        patch(following, f, s, step + 1, p);
+        if constexpr (kLateWeights<Config>) {
+            release_weights(slots, p);
+        }",
+            "release_weights(slots, p), f = fetch(p, has_landed);
+        decode(following, f);
+        patch(following, f, s, step + 1, p);
+        if constexpr (kLateWeights<Config>) {
+        }",
+        ),
+        ("mainloop", late, "w_ring.release(slots.multiply);", "x_ring.release(slots.multiply);"),
+        ("mainloop", late, "kLateWeights<Config>) f = fetch(p, has_landed);", "true) f = fetch(p, true);"),
+        ("mainloop", late, "if constexpr (kLateWeights<Config>) x_ring", "if constexpr (false) x_ring"),
+        ("mainloop", late, "cursor.parity ^ (cursor.slot == 0)", "cursor.parity"),
+        ("mainloop", late, "cursor.parity ^ (cursor.slot == 0)", "cursor.parity ^ (cursor.slot != 0)"),
+        ("mainloop", late, "x_ring.wait_full(", "w_ring.wait_full("),
+        ("load", late, "x_ring.wait_empty(cursor);", "w_ring.wait_empty(cursor);"),
+        ("load", late, "w_ring.wait_empty(cursor);", "w_ring.wait_empty({cursor.slot, cursor.parity ^ 1});"),
         // Another row block's escapes.
         ("mainloop", streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
         // Stream-K: a peer left out, a counter not reset.

@@ -1,9 +1,10 @@
 //! Packed matmul for large batches, from packed weights: `templates/include/unweight/kernels/gemm_wgmma.cuh`.
 //!
 //! ```text
-//! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16)
-//!           + warpgroups * (buffers * store_rows * 128 + 8)
-//! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 or 3
+//! bytes    = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + barriers)
+//!            + warpgroups * (buffers * store_rows * 128 + 8)
+//! barriers = 32 with late weights (batch tile 256, two warpgroups), else 16
+//! buffers  = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 or 3
 //! ```
 
 use super::{
@@ -140,12 +141,17 @@ const TILE_RECORD_BYTES: u32 = 256;
 const SWIZZLE_ALIGN: u32 = 1024;
 const BULK_ALIGN: u32 = 128;
 const MBARRIER_BYTES: u32 = 8;
-/// A full and an empty barrier.
-const RING_SLOT_BARRIER_BYTES: u32 = 2 * MBARRIER_BYTES;
 /// One warpgroup, of which at most four warps work: `setmaxnreg` applies to whole warpgroups.
 const PRODUCER_WARPS: u32 = 4;
 /// One block uses all registers of an SM.
 const BLOCKS_PER_SM: u32 = 1;
+
+/// Bytes of the barriers of one stage: a full and an empty one; with late weights (`kLateWeights` of the template), two
+/// of each, for X and for W.
+const fn barrier_bytes(spec: &GemmWgmmaSpec) -> u32 {
+    let late_weights = spec.batch_tile.get() == 256 && spec.warpgroups.get() == 2;
+    2 * MBARRIER_BYTES * if late_weights { 2 } else { 1 }
+}
 
 /// Batch rows of a piece of Y.
 const fn store_rows(spec: &GemmWgmmaSpec) -> u32 {
@@ -181,7 +187,7 @@ const fn smem(spec: &GemmWgmmaSpec) -> SmemPlan {
         .section("w", stages, warpgroups * TILE_BYTES, BULK_ALIGN)
         .section("staging", warpgroups * store_buffers(spec), store_rows(spec) * ROW_BYTES, SWIZZLE_ALIGN)
         .section("records", stages, record_bytes(spec), MBARRIER_BYTES)
-        .section("barriers", stages, RING_SLOT_BARRIER_BYTES, MBARRIER_BYTES)
+        .section("barriers", stages, barrier_bytes(spec), MBARRIER_BYTES)
         .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
@@ -232,7 +238,7 @@ impl GemmWgmmaSpec {
             });
         }
         if !fits(arch, self) {
-            let stage_bytes = stage_bytes(self) + RING_SLOT_BARRIER_BYTES;
+            let stage_bytes = stage_bytes(self) + barrier_bytes(self);
             return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
@@ -260,7 +266,8 @@ impl GemmWgmmaSpec {
                 rings: 1,
                 stages,
                 stage_bytes: stage_bytes(self),
-                // From the lane that loads, and from the warps that write records.
+                // From the lane that loads, and from the warps that write records. With late weights, that is the full
+                // barrier of W; that of X takes one arrival.
                 full_arrivals: if self.escapes { 1 + self.warpgroups.get() } else { 1 },
                 empty_arrivals: consumer_warps,
             }),

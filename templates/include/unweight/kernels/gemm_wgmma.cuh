@@ -33,23 +33,27 @@
 //   args.x: box 64 x 32. args.y_map: bf16 [m, n], box 64 (n) x 32 (m), 128-byte swizzle; with kSiluMul
 //     bf16 [m, n / 2], box 32 (n / 2) x 32 (m), 64-byte swizzle.
 //
-// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + 16)
+// Shared memory = kStages * (kBatchTile * 128 + kWarpgroups * (6144 + E) + B)
 //   + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8)
-//   where E is 256 with kEscapes, else 0; kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no
-//   cluster, else 32; kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
+//   where E is 256 with kEscapes, else 0; B is 32 with kLateWeights, else 16; kStoreRows is 64 if kBatchTile is a
+//   multiple of 64 above 64 and there is no cluster, else 32;
+//   kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
 //   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. The sums that the blocks of a cluster exchange
 //   overlay kX and kW.
 //
 // Roles
 //   warp 0          load: per step of 64 k, an elected lane issues the boxes of X that contain rows of the batch and
 //                   one 6144-byte copy of W per warpgroup
-//   warps 1..3      escapes: one warp per consumer warpgroup copies its escape records next to W
+//   warps 1..3      escapes: one warp per consumer warpgroup copies its escape records next to W. With kLateWeights,
+//                   warp 3 copies W
 //   warpgroups 1..  consumers: decode and multiply. One step: wgmma on decoded operands | the next step's 3 x 16 bytes
-//                   per lane, decoded | its records, if any | the loads of the step after
+//                   per lane, decoded | its records, if any | the loads of the step after. With kLateWeights, the next
+//                   step is loaded just before it is decoded, and its W released just after
 //
 // Barriers
 //   full [kStages]      1 arrival and the bytes of X and W; with kEscapes 1 more arrival per warpgroup
-//   empty [kStages]     1 arrival per consumer warp
+//   empty [kStages]     1 arrival per consumer warp. With kLateWeights, W and records have a full and an empty of their
+//                       own, and full of X takes 1 arrival
 //   old [kWarpgroups]   1 arrival and the bytes of the old Y, for kStoreAdd without a bias
 //   NamedBarrier        one per warpgroup, and one for all consumers (kCluster)
 //   cluster             twice per tile: when the sums are in shared memory, and when they have been read
@@ -68,14 +72,17 @@ template <class Config>
 struct Kernel : Epilogue<Config> {
     using Base = Epilogue<Config>;
     using S = typename Base::S;
-    using Base::args, Base::shared, Base::ring, Base::schedule, Base::kAccumulators, Base::kBudgets,
+    using Base::args, Base::shared, Base::x_ring, Base::w_ring, Base::schedule, Base::kAccumulators, Base::kBudgets,
         Base::kProducerRegisters, Base::kConsumerRegisters;
-    using Base::load, Base::load_escapes, Base::multiply, Base::store_partial_tile, Base::fixup,
+    using Base::load, Base::load_weights, Base::load_escapes, Base::multiply, Base::store_partial_tile, Base::fixup,
         Base::reduce_in_cluster, Base::sync_cluster, Base::load_bias, Base::store;
     using Base::Base;
 
     UW_DEVICE void setup() const {
-        ring.init(Config::kEscapes ? 1 + Config::kWarpgroups : 1, Config::kWarpgroups * kWarpgroupWarps);
+        constexpr u32 kWArrivals = Config::kEscapes ? 1 + Config::kWarpgroups : 1;
+        constexpr u32 kReaders = Config::kWarpgroups * kWarpgroupWarps;
+        w_ring.init(kWArrivals, kReaders);
+        if constexpr (kLateWeights<Config>) x_ring.init(1, kReaders);
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) ptx::mbarrier_init(shared + S::kOldBarriers + g * 8, 1);
         ptx::fence_mbarrier_init();
@@ -128,6 +135,8 @@ struct Kernel : Epilogue<Config> {
                 if (ptx::elect_sync()) load();
             } else if (Config::kEscapes && warp <= Config::kWarpgroups) {
                 load_escapes(warp - 1);
+            } else if (kLateWeights<Config> && warp == kWarpgroupWarps - 1) {
+                if (ptx::elect_sync()) load_weights();
             }
             if constexpr (Config::kCluster > 1) {
                 ptx::bar_warp_sync();  // reconverges the warp for the cluster barrier

@@ -33,6 +33,12 @@ constexpr u32 kTileRecordBytes = packed::kTileBlocks * kBlockRecordBytes;
 template <class Config>
 constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
 
+// Weights are loaded into registers late, in the step before they are multiplied, and have barriers of their own, so
+// that they are refilled while X of their slot is multiplied. Slower for all other blocks
+// (docs/records/2026-11-28/gemm_wgmma-rings.csv).
+template <class Config>
+constexpr bool kLateWeights = Config::kBatchTile == 256 && Config::kWarpgroups == 2;
+
 // Offsets of the sections in dynamic shared memory, and their total.
 template <class Config>
 struct Smem {
@@ -60,8 +66,11 @@ struct Smem {
     static constexpr u32 kRecords = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
     static constexpr u32 kBarriers =
         kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
+    // Barriers of W and records: those of X, unless kLateWeights.
+    static constexpr u32 kWBarriers =
+        kBarriers + (kLateWeights<Config> ? pipeline::Ring<Config::kStages>::kBarrierBytes : 0);
     static constexpr u32 kOldBarriers =
-        kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one per warpgroup: the old Y has landed
+        kWBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one per warpgroup: the old Y has landed
     static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0,
@@ -111,7 +120,7 @@ struct Block {
 
     const GemmPackedArgs& args;
     const u32 shared;
-    const Ring ring;
+    const Ring x_ring, w_ring;  // the same barriers, unless kLateWeights
     const u32 batch_tiles;
     pipeline::Cursor<Config::kStages> cursor;
     Schedule<Config> schedule;
@@ -119,7 +128,8 @@ struct Block {
     UW_DEVICE Block(const GemmPackedArgs& a, u32 shared_address)
         : args(a),
           shared(shared_address),
-          ring{shared_address + S::kBarriers},
+          x_ring{shared_address + S::kBarriers},
+          w_ring{shared_address + S::kWBarriers},
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
           schedule(a, (a.n + kTileRows - 1) / kTileRows, batch_tiles) {}
 

@@ -10,7 +10,7 @@ namespace uw::gemm_wgmma {
 template <class Config>
 struct Escapes : Load<Config> {
     using Base = Load<Config>;
-    using Base::args, Base::ring, Base::cursor, Base::schedule, Base::tile_row, Base::record_slot;
+    using Base::args, Base::w_ring, Base::cursor, Base::schedule, Base::tile_row, Base::record_slot;
     using Base::Base;
 
     // Called by one warp per consumer warpgroup. Copies the escape records of its tiles next to the weights, ahead of
@@ -33,7 +33,7 @@ struct Escapes : Load<Config> {
                     prefetch_list(heads.z);
                     prefetch_list(heads.w);
                 }
-                ring.wait_empty(cursor);  // the records of this slot have been read
+                w_ring.wait_empty(cursor);  // the records of this slot have been read
                 const u32 to = record_slot(cursor.slot, warpgroup);
                 if (any >> holder & 1) {
                     const u32 mine[packed::kTileBlocks] = {
@@ -53,7 +53,7 @@ struct Escapes : Load<Config> {
                     ptx::st_shared(to + lane * kBlockRecordBytes, 0);
                 }
                 ptx::bar_warp_sync();  // orders the lanes' stores before the arrival that publishes them
-                if (lane == 0) ptx::mbarrier_arrive(ring.full(cursor.slot));
+                if (lane == 0) ptx::mbarrier_arrive(w_ring.full(cursor.slot));
                 cursor.advance();
             }
         }

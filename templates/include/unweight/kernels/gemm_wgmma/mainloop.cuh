@@ -12,8 +12,8 @@ namespace uw::gemm_wgmma {
 template <class Config>
 struct Mainloop : Escapes<Config> {
     using Base = Escapes<Config>;
-    using Base::args, Base::ring, Base::cursor, Base::kAccumulators, Base::tile_row, Base::x_slot, Base::w_slot,
-        Base::record_slot;
+    using Base::args, Base::x_ring, Base::w_ring, Base::cursor, Base::kAccumulators, Base::tile_row, Base::x_slot,
+        Base::w_slot, Base::record_slot;
     using Base::Base;
 
     // What a warp loads of a step before decoding it.
@@ -23,9 +23,10 @@ struct Mainloop : Escapes<Config> {
         u32 count, first;  // number of escapes, and the first record
     };
 
-    // Loads the next step from the ring into registers. Waits until it has landed unless the caller knows that.
+    // Loads W and the first record of the next step into registers. Waits until they, and without kLateWeights X, have
+    // landed unless the caller knows that.
     UW_DEVICE Fetched fetch(const Place& p, bool has_landed = false) {
-        if (!has_landed) ring.wait_full(cursor);
+        if (!has_landed) w_ring.wait_full(cursor);
         const u32 block = w_slot(cursor.slot) + p.warpgroup * packed::kTileBytes + p.warp * packed::kBlockBytes;
         const u32 records = record_slot(cursor.slot, p.warpgroup) + p.warp * kBlockRecordBytes;
         cursor.advance();
@@ -70,6 +71,19 @@ struct Mainloop : Escapes<Config> {
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
 
+    // Slots in the order of steps: the one to multiply, and the one to release.
+    struct Slots {
+        u32 multiply, release;
+        UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
+    };
+
+    // Returns the descriptor of X of the step to multiply. With kLateWeights, waits until X has landed: fetch waited
+    // for W only, and left the cursor one step further.
+    UW_DEVICE u64 x_descriptor(const Slots& slots) const {
+        if constexpr (kLateWeights<Config>) x_ring.wait_full({slots.multiply, cursor.parity ^ (cursor.slot == 0)});
+        return mma::k_major_descriptor(x_slot(slots.multiply));
+    }
+
     // Issues the wgmma of a step as one group, which is in flight on return.
     UW_DEVICE static void issue(float (&sums)[kAccumulators], const packed::Operands& operands, u64 x) {
         ptx::wgmma_fence();
@@ -81,36 +95,43 @@ struct Mainloop : Escapes<Config> {
         ptx::wgmma_commit_group();
     }
 
-    // Slots of X in the order of steps: the one to multiply, and the one to release.
-    struct Slots {
-        u32 multiply, release;
-        UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
-    };
-    // Called after the wait for the wgmma that read X of the slot, and after W and records were decoded, so their loads
-    // have returned. The warp's arrival on `empty` orders both before the copies that refill the slot. `exists` is a
-    // predicate of the arrival: a branch would lengthen every step.
+    // Called after the wait for the wgmma that read X of the slot and, without kLateWeights, after the slot's W and
+    // records were loaded. The warp's arrival on `empty` of x_ring orders all of them before the copies that refill the
+    // slot, also the load of the record past the last, which nothing waits for. `exists` is a predicate of the arrival:
+    // a branch would lengthen every step.
     UW_DEVICE void release(Slots& slots, bool exists, const Place& p) const {
         ptx::bar_warp_sync();  // orders every lane's loads before the arrival
-        if (p.lane == 0 && exists) ring.release(slots.release);
+        if (p.lane == 0 && exists) x_ring.release(slots.release);
         Slots::next(slots.release);
     }
+    // With kLateWeights: called after W and records of the step to multiply next were loaded. The warp's arrival on
+    // `empty` of w_ring orders these loads before the copies that refill them.
+    UW_DEVICE void release_weights(const Slots& slots, const Place& p) const {
+        ptx::bar_warp_sync();  // orders every lane's loads before the arrival
+        if (p.lane == 0) w_ring.release(slots.multiply);
+    }
 
-    // Multiplies a step, and meanwhile decodes the next and loads the one after.
+    // Multiplies a step, and meanwhile decodes the next. Loads the one after or, with kLateWeights, the next.
     UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following,
                            Fetched& f, Slots& slots, const Segment& s, u32 step, const Place& p) {
-        issue(sums, operands, mma::k_major_descriptor(x_slot(slots.multiply)));
+        issue(sums, operands, x_descriptor(slots));
         Slots::next(slots.multiply);
-        const bool has_landed = ring.is_full(cursor);
+        const bool has_landed = w_ring.is_full(cursor);
         ptx::wgmma_wait_group<1>();  // the previous step, whose registers and slot are free now
         release(slots, step != s.first, p);
+        if constexpr (kLateWeights<Config>) f = fetch(p, has_landed);
         decode(following, f);
         patch(following, f, s, step + 1, p);
-        if (step + 2 < s.last) f = fetch(p, has_landed);
+        if constexpr (kLateWeights<Config>) {
+            release_weights(slots, p);
+        } else if (step + 2 < s.last) {
+            f = fetch(p, has_landed);
+        }
     }
 
     UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const packed::Operands& operands, Slots& slots,
                                  const Segment& s, const Place& p) {
-        issue(sums, operands, mma::k_major_descriptor(x_slot(slots.multiply)));
+        issue(sums, operands, x_descriptor(slots));
         ptx::wgmma_wait_group<0>();
         release(slots, s.last - s.first > 1, p);
         release(slots, true, p);
@@ -124,7 +145,11 @@ struct Mainloop : Escapes<Config> {
         Fetched f = fetch(p);
         even = packed::Operands(f.packed);
         patch(even, f, s, step, p);
-        if (step + 1 < s.last) f = fetch(p);
+        if constexpr (kLateWeights<Config>) {
+            release_weights(slots, p);
+        } else if (step + 1 < s.last) {
+            f = fetch(p);
+        }
         for (;;) {
             if (step + 1 == s.last) return multiply_last(sums, even, slots, s, p);
             overlap(sums, even, odd, f, slots, s, step, p);
