@@ -30,7 +30,6 @@ import transformers
 import unweight
 import unweight.transformers
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
 from unweight.ops import Linear
 from models import GEOMETRIES, of_geometry
 from records import provenance
@@ -119,6 +118,9 @@ def differing(packed: nn.Module, model: nn.Module) -> tuple[int, list[str]]:
 def dfloat11_model(folder: pathlib.Path, converted: pathlib.Path, device: torch.device, **more: Any) -> nn.Module:
     """Converts a model directory to DFloat11 and loads that with the package dfloat11."""
     import dfloat11
+
+    # Transformers 5 only.
+    from transformers.initialization import no_init_weights
 
     command = [sys.executable, "-m", "unweight", "convert", str(folder), "-o", str(converted), "--to", "dfloat11"]
     subprocess.run(command, check=True)

@@ -7,9 +7,13 @@ import re
 from importlib import metadata
 from typing import Any
 
-# The first and the last minor version of each package that the tests have passed with. Modules that replace or call
-# private parts of a package refuse all others.
-_TESTED = {"torch": ((2, 9), (2, 11)), "transformers": ((5, 3), (5, 17)), "vllm": ((0, 24), (0, 26))}
+# The first and the last minor version of each package that the tests have passed with, of one major version after
+# another. Modules that replace or call private parts of a package refuse all others.
+_TESTED = {
+    "torch": [((2, 9), (2, 11))],
+    "transformers": [((4, 57), (4, 57)), ((5, 3), (5, 17))],
+    "vllm": [((0, 24), (0, 26))],
+}
 
 
 def _install(extra: str) -> str:
@@ -44,18 +48,28 @@ def require(extra: str, *modules: str) -> Any:
 
 
 def supported(package: str) -> str:
-    """Returns the package with the range of versions that the tests have passed with."""
-    first, last = _TESTED[package]
-    return f"{package} {first[0]}.{first[1]} to {last[0]}.{last[1]}"
+    """Returns the package with the ranges of versions that the tests have passed with."""
+    ranges = [
+        f"{first[0]}.{first[1]}" + ("" if first == last else f" to {last[0]}.{last[1]}")
+        for first, last in _TESTED[package]
+    ]
+    return f"{package} {' and '.join(ranges)}"
+
+
+def requirement(package: str) -> str:
+    """Returns pip's requirement for the versions of `supported`."""
+    (first, _), *later = _TESTED[package]
+    _, last = _TESTED[package][-1]
+    untested = [f"!={major}.{minor}.*" for (major, start), _ in later for minor in range(start)]
+    return package + ",".join([f">={first[0]}.{first[1]}", *untested, f"<{last[0]}.{last[1] + 1}"])
 
 
 def refuse_untested(package: str, version: str) -> None:
-    """Raises `ImportError` unless this version of a package is in the range of `supported`."""
-    first, last = _TESTED[package]
+    """Raises `ImportError` unless this version of a package is in one of the ranges of `supported`."""
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not first <= tuple(map(int, found.groups())) <= last:
-        requirement = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    minor = tuple(map(int, found.groups())) if found else ()
+    if not any(first <= minor <= last for first, last in _TESTED[package]):
         raise ImportError(
-            f"unweight supports {supported(package)}, but {version} is installed: pip install '{requirement}'",
+            f"unweight supports {supported(package)}, but {version} is installed: pip install '{requirement(package)}'",
             name=package,
         )
