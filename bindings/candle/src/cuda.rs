@@ -106,7 +106,7 @@ impl GpuWeight {
         let device = storage.device();
         let (n, k) = (self.linear.n() as usize, self.linear.k() as usize);
         let stream = device.cuda_stream();
-        if stream.context().ordinal() != self.interop.device().ordinal() {
+        if stream.context().ordinal() != self.interop.kernels().device().ordinal() {
             bail!("unweight: the weight is on another GPU than the input");
         }
         if device.id() != self.device.id() {

@@ -185,7 +185,7 @@ impl Runtime {
         .map_err(|error| raised(py, &error))
     }
 
-    /// Compiles and loads the kernels that `register` needs for a shape.
+    /// Compiles and loads the kernels that `register` needs for a shape, and those of `update`.
     fn prepare(&self, py: Python<'_>, rows: u32, cols: u32) -> PyResult<()> {
         py.detach(|| self.interop.prepare((rows, cols))).map_err(|error| raised(py, &error))
     }
@@ -415,11 +415,6 @@ impl Runtime {
             Failure::Bundle(error) => raised_by_bundle(py, &error),
             Failure::Device(error) => raised(py, &error),
         })
-    }
-
-    /// Compiles and loads the kernels of `update`.
-    fn prepare_update(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.interop.prepare_update()).map_err(|error| raised(py, &error))
     }
 
     /// Returns the scratch bytes that `update` needs for registered arenas.

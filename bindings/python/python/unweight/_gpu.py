@@ -47,7 +47,7 @@ def _runtime(device: torch.device) -> _native.Runtime:
 
 
 def _prepare(device: torch.device, n: int, k: int) -> None:
-    """Compiles the kernels that `place` needs for weights `[n, k]`, before the weights are loaded."""
+    """Compiles the kernels that `place` and updates need for weights `[n, k]`, before the weights are loaded."""
     if _native.Runtime.buffer_nbytes(n, k) is not None:
         _runtime(device).prepare(n, k)
 
@@ -65,11 +65,6 @@ def _name_libraries() -> None:
         found = next((folder for folder in folders if any(folder.glob(library))), None)
         if found is not None and not os.environ.get(variable):
             os.environ[variable] = str(found)
-
-
-def _prepare_updates(device: torch.device) -> None:
-    """Compiles the kernels that replace elements of packed weights, which otherwise the first update does."""
-    _runtime(device).prepare_update()
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -101,7 +101,7 @@ class Runtime:
     ) -> tuple[Optional[int], Optional[str]]:
         """Returns the used bytes of `escapes`, or why the matrix cannot be packed."""
     def prepare(self, rows: int, cols: int) -> None:
-        """Compiles and loads the kernels that `register` needs for a shape."""
+        """Compiles and loads the kernels that `register` needs for a shape, and those of `update`."""
     def register(
         self, arena: _Memory, escapes: _Memory, room: int = 0, coming: Optional[int] = None
     ) -> tuple[int, str]:
@@ -139,8 +139,6 @@ class Runtime:
         `[n]`, `y = bias +`; if it is 0, `y +=`. The caller keeps all buffers allocated until the work is done.
         """
     def unpack(self, arena: int, out: _Memory) -> None: ...
-    def prepare_update(self) -> None:
-        """Compiles and loads the kernels of `update`."""
     def update_scratch_nbytes(self, arenas: list[int]) -> int: ...
     def update(
         self, updates: list[tuple[int, int, int, int]], scratch: _Memory

@@ -149,7 +149,7 @@ impl Interop {
     }
 
     /// Returns the device of the kernels.
-    pub fn device(&self) -> &Device {
+    fn device(&self) -> &Device {
         self.kernels.device()
     }
 
@@ -195,13 +195,15 @@ impl Interop {
         Ok(Linear::Packed(PackedLinear::new((n, k), packed, routes)?))
     }
 
-    /// Compiles and loads the kernels that [`Interop::layer`] needs for a shape with escapes. This is the slow part of
-    /// a first layer and does not need its weights.
+    /// Compiles and loads the kernels that [`Interop::layer`] needs for a shape with escapes, and those of
+    /// [`Interop::update_at`]. This is the slow part of a first layer and does not need its weights.
     ///
     /// # Errors
     /// A kernel that cannot be compiled, or a driver error.
     pub fn prepare(&self, shape: (u32, u32)) -> Result<(), DeviceError> {
-        self.routes(shape, true).map(drop)
+        self.routes(shape, true)?;
+        let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
+        self.updater_in(&mut guard).map(drop)
     }
 
     /// Loads every kernel that any batch needs for a shape.
@@ -247,7 +249,7 @@ impl Interop {
     }
 
     /// Replaces elements of layers in place, and leaves a layer unchanged where that is not possible ([`Updated`]). The
-    /// first call compiles kernels ([`Interop::prepare_update`]). Runs on a stream of its own and waits for it.
+    /// first call compiles kernels ([`Interop::prepare`]). Runs on a stream of its own and waits for it.
     ///
     /// # Safety
     /// Addresses of updates and scratch are on this device, and have the lengths that they state. No layer is listed
@@ -270,15 +272,6 @@ impl Interop {
         let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the caller's promises.
         unsafe { self.updater_in(&mut guard)?.update(&jobs, &mut scratch) }
-    }
-
-    /// Compiles and loads the kernels of [`Interop::update_at`], which otherwise its first call does.
-    ///
-    /// # Errors
-    /// A kernel that cannot be compiled, or a driver error.
-    pub fn prepare_update(&self) -> Result<(), DeviceError> {
-        let mut guard = self.updater.lock().unwrap_or_else(PoisonError::into_inner);
-        self.updater_in(&mut guard).map(drop)
     }
 
     fn updater_in<'u>(&self, guard: &'u mut Option<Updater>) -> Result<&'u Updater, DeviceError> {

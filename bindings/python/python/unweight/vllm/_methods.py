@@ -36,7 +36,7 @@ from vllm.platforms import current_platform
 
 from .. import _native
 from .._embedding import _prepare_lookups
-from .._gpu import _prepare, _prepare_updates
+from .._gpu import _prepare
 from .._update import _pack_into
 from ..ops import _pack, _pack_experts, unpack_experts, why_not
 from . import _cpu  # noqa: F401 (defines an operator)
@@ -82,10 +82,7 @@ class _Kernels:
             return
         device = torch.device("cuda", torch.cuda.current_device())
         if why_not(device) is None:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="unweight")
-                # Not when the first update waits for it.
-                self._pool.submit(_prepare_updates, device)
+            self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="unweight")
             self._compiling[n, k] = self._pool.submit(_prepare, device, n, k)
 
     def finish(self) -> None:
