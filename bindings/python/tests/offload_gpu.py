@@ -10,6 +10,7 @@ of packed blocks on the GPU, or a method failed.
 import argparse
 import gc
 import json
+import math
 import pathlib
 import statistics
 import sys
@@ -48,13 +49,21 @@ def main() -> None:
     parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-8b")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="leave out later methods after this time")
     parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     given = parser.parse_args()
+    end = time.monotonic() + given.seconds
     if given.plan:
         print(f"{given.geometry}, a prompt of {given.prompt} tokens: packed, dfloat11, accelerate, all offloaded")
         return
     device, expected = torch.device("cuda", 0), {}
-    record: dict[str, Any] = {**provenance("transformers"), "prompt": given.prompt, "methods": {}, "faults": []}
+    record: dict[str, Any] = {
+        **provenance("transformers"),
+        "prompt": given.prompt,
+        "methods": {},
+        "left_out": [],
+        "faults": [],
+    }
 
     def packed(folder: pathlib.Path, _: pathlib.Path) -> nn.Module:
         model, _ = load(folder, device)
@@ -85,6 +94,9 @@ def main() -> None:
         home = pathlib.Path(scratch)
         of_geometry(home / "model", given.geometry, given.layers)
         for name, (make, same) in methods.items():
+            if time.monotonic() > end:
+                record["left_out"].append(name)
+                continue
             try:
                 model = make(home / "model", home / "dfloat11")
                 record["methods"][name] = found = timed(model, ids)
