@@ -80,6 +80,12 @@ class UnweightHfQuantizer(BaseQuantizer):
             module.weight = weight
         self._planned.clear()
         super().validate_environment(device_map=device_map, **arguments)
+        devices = {str(device) for device in device_map.values()} if isinstance(device_map, dict) else set()
+        if len(devices) > 1:
+            raise ValueError(
+                f"device_map uses several devices ({', '.join(sorted(devices))}), which transformers "
+                f"{transformers.__version__} cannot do with packed weights; pass one, such as device_map='cuda:0'"
+            )
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         super().update_dtype(model.dtype)
@@ -133,12 +139,6 @@ class UnweightHfQuantizer(BaseQuantizer):
             self._unpackable[param_name] = "" if self._unpackable else str(_pack(weight))
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
-        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
-        if self._packed and len(devices) > 1:
-            raise ValueError(
-                f"device_map uses several devices ({', '.join(sorted(devices))}), which transformers "
-                f"{transformers.__version__} cannot do with packed weights; pass one, such as device_map='cuda:0'"
-            )
         for name, layer in self._packed.items():
             # It may have been loaded or tied since the weight was packed.
             module = model.get_submodule(name)
