@@ -275,7 +275,11 @@ class Bundle(_native.Bundle):
 
         shape = info.shape
         if info.dtype == "F4":
-            # Torch's elements are pairs.
+            if not shape or shape[-1] % 2:
+                raise TypeError(
+                    f"tensor '{info.name}' of shape {list(shape)} is F4, of which torch has pairs only; read() returns "
+                    "its bytes"
+                )
             shape = (*shape[:-1], shape[-1] // 2)
         empty = partial(torch.empty, shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         try:
