@@ -21,6 +21,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<bundle::Bundle>()?;
     module.add_class::<packed::Packed>()?;
+    module.add_class::<runtime::Registration>()?;
     module.add_class::<runtime::Runtime>()?;
     module.add_function(wrap_pyfunction!(runtime::has_kernels, module)?)?;
     module.add_function(wrap_pyfunction!(work::compress, module)?)?;
@@ -29,5 +30,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(work::verify, module)?)?;
     module.add_function(wrap_pyfunction!(packed::pack, module)?)?;
     module.add_function(wrap_pyfunction!(packed::arena_head, module)?)?;
+    module.add_function(wrap_pyfunction!(packed::escapes_digest, module)?)?;
     module.add_function(wrap_pyfunction!(packed::unpack, module)?)
 }

@@ -212,6 +212,14 @@ pub fn arena_head(address: usize, nbytes: usize) -> PyResult<(usize, usize, usiz
     Ok((grid.rows(), grid.cols(), head.escapes(), head.digest()))
 }
 
+/// Returns the digest of escape lists.
+#[pyfunction]
+pub fn escapes_digest(address: usize, nbytes: usize) -> PyResult<String> {
+    check_addresses(&[(address, nbytes)])?;
+    // SAFETY: the caller's tensor has this size and lives during the call (contract in `_native.pyi`).
+    Ok(Digest::of(unsafe { at(address, nbytes) }).to_string())
+}
+
 /// Unpacks an arena bit for bit into BF16 `[rows, cols]`. Checks all sizes before it reads or writes. The packed
 /// weights have no digest, so damage to them is not found.
 #[pyfunction]

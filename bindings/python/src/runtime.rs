@@ -55,13 +55,12 @@ impl<T> Default for Registry<T> {
 }
 
 impl<T> Registry<T> {
-    /// Registers a value and returns the id for `forget`. The value becomes the active one, unless it `waits` behind
-    /// another.
-    fn add(&self, address: u64, value: T, waits: bool) -> u64 {
+    /// Registers a value and returns the id for `forget`. The value becomes the active one, unless it is `pending`.
+    fn add(&self, address: u64, value: T, pending: bool) -> u64 {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let mut entries = self.by_address.write().unwrap_or_else(PoisonError::into_inner);
         let values = entries.entry(address).or_default();
-        values.insert(if waits { 0 } else { values.len() }, (id, Arc::new(value)));
+        values.insert(if pending { 0 } else { values.len() }, (id, Arc::new(value)));
         id
     }
 
@@ -90,6 +89,12 @@ impl<T> Registry<T> {
         Some(entries.get(&address)?.last()?.1.clone())
     }
 
+    /// Returns the value with this id, active or not.
+    fn find(&self, address: u64, id: u64) -> Option<Arc<T>> {
+        let entries = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
+        Some(entries.get(&address)?.iter().find(|(value_id, _)| *value_id == id)?.1.clone())
+    }
+
     fn is_active(&self, address: u64, id: u64) -> bool {
         let entries = self.by_address.read().unwrap_or_else(PoisonError::into_inner);
         entries.get(&address).and_then(|values| values.last()).is_some_and(|(value_id, _)| *value_id == id)
@@ -102,13 +107,40 @@ pub fn has_kernels(major: i32, minor: i32) -> bool {
     Arch::of_capability(major, minor).is_some()
 }
 
+/// A registration. Dropping it forgets the arena, also where an interrupt comes before Python has stored it.
+#[pyclass(frozen, module = "unweight._native")]
+pub struct Registration {
+    /// For `activate`, `is_active` and `replace`.
+    #[pyo3(get)]
+    id: u64,
+    /// The digest of the escape lists; empty for experts.
+    #[pyo3(get)]
+    digest: String,
+    address: u64,
+    registry: AnyRegistry,
+}
+
+enum AnyRegistry {
+    Linears(Arc<Registry<Linear>>),
+    Experts(Arc<Registry<(Experts, u64)>>),
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        match &self.registry {
+            AnyRegistry::Linears(registry) => registry.forget(self.address, self.id),
+            AnyRegistry::Experts(registry) => registry.forget(self.address, self.id),
+        }
+    }
+}
+
 /// The kernels and registered arenas of one GPU.
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Runtime {
     interop: Interop,
-    linears: Registry<Linear>,
+    linears: Arc<Registry<Linear>>,
     /// Keyed by the address of the gate-up arena; the value includes the address of the down arena.
-    experts: Registry<(Experts, u64)>,
+    experts: Arc<Registry<(Experts, u64)>>,
 }
 
 #[pymethods]
@@ -130,7 +162,7 @@ impl Runtime {
                 CString::new(format!("unweight: kernel measurements are ignored: {error}")).map_err(value_error)?;
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
         }
-        Ok(Self { interop, linears: Registry::default(), experts: Registry::default() })
+        Ok(Self { interop, linears: Arc::default(), experts: Arc::default() })
     }
 
     /// Returns the bytes of an arena of this shape and the bytes of `escapes` that `pack` needs; `None` if the shape
@@ -190,22 +222,22 @@ impl Runtime {
         py.detach(|| self.interop.prepare((rows, cols))).map_err(|error| raised(py, &error))
     }
 
-    /// Registers an arena, and compiles the kernels of its shape. Returns the id for `forget` and the digest of the
-    /// escape lists. `room` is the number of bytes for lists at their address, so that others can replace them later.
-    /// With the address of another arena of this size in `coming`, registers what `replace` will copy from there.
-    #[pyo3(signature = (arena, escapes, room=0, coming=None))]
+    /// Registers an arena, and compiles the kernels of its shape. `room` is the number of bytes for lists at their
+    /// address, so that others can replace them later. With the address of another arena of this size in `pending`,
+    /// registers what `replace` will copy from there.
+    #[pyo3(signature = (arena, escapes, room=0, pending=None))]
     fn register(
         &self,
         py: Python<'_>,
         arena: Memory,
         escapes: Memory,
         room: usize,
-        coming: Option<u64>,
-    ) -> PyResult<(u64, String)> {
+        pending: Option<u64>,
+    ) -> PyResult<Registration> {
         let PackedState { shape, window, at, digest } =
-            self.stored(py, (coming.unwrap_or(arena.0), arena.1), escapes)?;
+            self.stored(py, (pending.unwrap_or(arena.0), arena.1), escapes)?;
         // The sections are at the same offsets in both arenas.
-        let moved = |address: u64| address - coming.unwrap_or(arena.0) + arena.0;
+        let moved = |address: u64| address - pending.unwrap_or(arena.0) + arena.0;
         let at = PackedAt {
             packed: moved(at.packed),
             escape_heads: moved(at.escape_heads),
@@ -215,40 +247,43 @@ impl Runtime {
         // SAFETY: the caller holds its tensors until `forget` and until all work is done (`_native.pyi`). The 256
         // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
-        let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?, coming.is_some());
-        Ok((id, digest))
+        let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?, pending.is_some());
+        Ok(Registration { id, digest, address: arena.0, registry: AnyRegistry::Linears(self.linears.clone()) })
     }
 
     /// Copies a packed matrix into a registered arena, from (address of another arena, address of its escape lists,
-    /// their bytes), and makes launches use the registration `id`. `lists` is the address for the escape lists.
-    fn replace(&self, py: Python<'_>, arena: Memory, id: u64, lists: u64, from: (u64, u64, usize)) -> PyResult<()> {
-        let copies = [(arena.0, from.0, arena.1), (lists, from.1, from.2)];
+    /// their bytes), and makes launches use the registration `id`. The lists go to the memory of that registration.
+    fn replace(&self, py: Python<'_>, arena: Memory, id: u64, from: (u64, u64, usize)) -> PyResult<()> {
+        let linear = self.linears.find(arena.0, id).ok_or_else(|| no_registration(arena.0, id))?;
+        let lists = linear.packed_weights().expect("registered layers are packed").escapes();
+        if from.2 > lists.len() * 4 {
+            let message = format!("the escape lists have {} bytes, but there is room for {}", from.2, lists.len() * 4);
+            return Err(PyValueError::new_err(message));
+        }
+        let copies = [(arena.0, from.0, arena.1), (lists.address(), from.1, from.2)];
         // SAFETY: the caller's tensors have these sizes, and nothing else uses them meanwhile (`_native.pyi`).
         py.detach(|| unsafe { self.interop.copy(&copies) }).map_err(|error| raised(py, &error))?;
         self.activate(arena.0, id)
     }
 
     /// Registers the experts of a mixture: one arena with its escapes for all gates and ups, one for all downs. Experts
-    /// are stacked by rows; 8 rows of a gate alternate with 8 of its up. Returns the id for `forget_experts`.
+    /// are stacked by rows; 8 rows of a gate alternate with 8 of its up.
     fn register_experts(
         &self,
         py: Python<'_>,
         gate_up: (Memory, Memory),
         down: (Memory, Memory),
         experts: u32,
-    ) -> PyResult<u64> {
+    ) -> PyResult<Registration> {
         let (upper, lower) = (self.stored(py, gate_up.0, gate_up.1)?, self.stored(py, down.0, down.1)?);
         let shape = ExpertsShape { experts, hidden: upper.shape.1, intermediate: lower.shape.1 };
         let operand = |stored: PackedState| (stored.window, stored.at);
         // SAFETY: as for `register`.
         let made = py.detach(|| unsafe { self.interop.experts(shape, operand(upper), operand(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
-        Ok(self.experts.add(gate_up.0.0, (experts, down.0.0), false))
-    }
-
-    /// Forgets the registration `id` of experts.
-    fn forget_experts(&self, gate_up: u64, id: u64) {
-        self.experts.forget(gate_up, id);
+        let (address, registry) = (gate_up.0.0, self.experts.clone());
+        let id = registry.add(address, (experts, down.0.0), false);
+        Ok(Registration { id, digest: String::new(), address, registry: AnyRegistry::Experts(registry) })
     }
 
     /// Returns the scratch bytes that registered experts need for `m` tokens `[m, hidden]` with `top_k` experts each.
@@ -310,18 +345,13 @@ impl Runtime {
         self.linears.is_active(arena, id)
     }
 
-    /// Makes launches use the registration `id` of an arena. Several arenas may take turns at one address; each is
-    /// registered while it is there.
+    /// Makes launches use the registration `id` of an arena. Several arenas may be at one address one after another;
+    /// each is registered while it is there.
     fn activate(&self, arena: u64, id: u64) -> PyResult<()> {
         match self.linears.activate(arena, id) {
             true => Ok(()),
-            false => Err(PyValueError::new_err(format!("no registration {id} of an arena at {arena:#x}"))),
+            false => Err(no_registration(arena, id)),
         }
-    }
-
-    /// Forgets the registration `id` of an arena.
-    fn forget(&self, arena: u64, id: u64) {
-        self.linears.forget(arena, id);
     }
 
     /// Returns the rows and columns of a registered arena.
@@ -564,6 +594,10 @@ impl Runtime {
         // SAFETY: the caller's tensor has this size (`_native.pyi`).
         py.detach(|| unsafe { self.interop.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
     }
+}
+
+fn no_registration(arena: u64, id: u64) -> PyErr {
+    PyValueError::new_err(format!("no registration {id} of an arena at {arena:#x}"))
 }
 
 fn packed_at(layout: &Layout, arena: u64, escapes: Memory) -> PackedAt {

@@ -800,8 +800,13 @@ class Modules(Gpu):
         index = torch.arange(128 * 256, device=DEVICE)
         unweight.pack_model(layer)
         with torch.no_grad():
-            for is_same, new in ((True, weights(128, 256, seed=1)), (False, old * 2.0**30)):
+            # The second has another window, and no escapes.
+            for is_same, new in ((True, weights(128, 256, seed=1)), (False, old.sign() * 2.0**30)):
                 products = [linear(x, pack(weight)) for weight in (old, new)]
+                # More escapes than the lists of `new` leave room for.
+                many = new.clone()
+                many.view(-1)[::300] *= 2.0**-60
+                of_many = linear(x, pack(many))
                 for call in (lambda: layer.update_(new), lambda: layer.update_sparse_(index, new.view(-1))):
                     seen = set()
                     for done in interrupts.everywhere(call):
@@ -810,6 +815,8 @@ class Modules(Gpu):
                             self.assertTrue(is_new or torch.equal(layer.unpacked(), old))
                             self.assertTrue(torch.equal(layer(x), products[is_new]))
                             self.assertTrue(torch.equal(copy.deepcopy(layer)(x), products[is_new]))
+                            layer.update_(many)
+                            self.assertTrue(torch.equal(layer(x), of_many))
                             self.assertTrue(layer.update_(old) or not is_same)
                             self.assertTrue(torch.equal(layer(x), products[0]))
                         seen.add((is_new, done))

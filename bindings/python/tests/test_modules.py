@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -650,7 +651,8 @@ class Interrupts(Case):
         unweight.pack_model(module)
         layer, seen = module[0], set()
         old, new = (torch.randn(64, 64, generator=random).bfloat16() for _ in range(2))
-        new[0, 0] = torch.nan  # an escape
+        # Escapes.
+        old[0, 0], new[0, 0], new[0, 1] = -(2.0**-60), 2.0**-60, torch.nan
         index = torch.arange(64 * 64)
         for call in (lambda: layer.update_(new), lambda: layer.update_sparse_(index, new.view(-1))):
             layer.update_(old)
@@ -658,8 +660,8 @@ class Interrupts(Case):
                 bits = layer.unpacked().view(torch.int16)
                 is_new = torch.equal(bits, new.view(torch.int16))
                 self.assertTrue(is_new or torch.equal(bits, old.view(torch.int16)))
-                copied = copy.deepcopy(layer)
-                self.assertTrue(torch.equal(copied.unpacked().view(torch.int16), bits))
+                for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+                    self.assertTrue(torch.equal(copied.unpacked().view(torch.int16), bits))
                 seen.add((is_new, done))
                 layer.update_(old)
         self.assertEqual(seen, {(False, False), (True, False), (True, True)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
 import warnings
 import weakref
 from typing import Any, Callable, Optional, Union
@@ -27,7 +29,19 @@ class Escapes:
     def __init__(self, digest: str, data: Tensor) -> None:
         self.digest, self.data, self.is_shared = digest, data, False
         # `is_shared`: arenas with equal weights may use it. `replaces`: an interrupt may leave those in the arena.
-        self.replaces: list[Any] = []
+        self.replaces: list[Escapes] = []
+
+    def named(self, digest: str) -> Optional[Escapes]:
+        """Returns these lists or those that they replace, whichever have this digest."""
+        found, seen = [self], set()
+        while found:
+            one = found.pop()
+            if one.digest == digest:
+                return one
+            # Lists that are replaced and then packed again replace each other.
+            seen.add(one)
+            found += [other for other in one.replaces if other not in seen]
+        return None
 
     def __copy__(self) -> Escapes:
         return self
@@ -51,21 +65,32 @@ def _escapes(digest: str, data: Tensor) -> Escapes:
 
 
 class _Registration:
-    """An arena as the runtime of its GPU knows it: an id, and the memory of its escape lists. Freeing it forgets it."""
+    """An arena as the runtime of its GPU knows it, and the memory of its escape lists."""
 
-    __slots__ = ("__weakref__", "id", "lists", "room", "digest")
+    __slots__ = ("native", "lists", "room")
 
-    def __init__(self, arena: Tensor, lists: Tensor, coming: Optional[Tensor] = None) -> None:
-        """Registers an arena; or the arena `coming`, which is going to be copied there."""
+    def __init__(self, arena: Tensor, lists: Tensor, pending: Optional[Tensor] = None) -> None:
+        """Registers an arena; or the arena `pending`, which is going to be copied there."""
         self.room = lists.nbytes and lists.nbytes * 5 // 4 // 4 * 4 + 4096
         """The bytes that the lists of other weights may have there."""
-        self.lists = _padded_copy(lists, arena.device, self.room)
-        runtime, memory = _runtime(arena.device), _memory(arena)
+        self.lists, runtime = _padded_copy(lists, arena.device, self.room), _runtime(arena.device)
         with torch.cuda.device(arena.device):
             torch.cuda.current_stream().synchronize()
-            address = None if coming is None else coming.data_ptr()
-            self.id, self.digest = runtime.register(memory, _memory(self.lists), self.room, address)
-        weakref.finalize(self, runtime.forget, memory[0], self.id)
+            address = None if pending is None else pending.data_ptr()
+            self.native = runtime.register(_memory(arena), _memory(self.lists), self.room, address)
+
+
+# Held while arenas change, and while `Placed` finds out how a change ended.
+_changes = threading.RLock()
+
+
+def _unlock() -> None:
+    """Replaces the lock in a forked child, as `_gpu._unlock`."""
+    global _changes
+    _changes = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 class Placed:
@@ -76,7 +101,17 @@ class Placed:
     arena and registers the copy.
     """
 
-    __slots__ = ("__weakref__", "arenas", "_coming", "_is_changing", "_lists", "_place", "_registered", "_shared")
+    __slots__ = (
+        "__weakref__",
+        "arenas",
+        "_is_changing",
+        "_lists",
+        "_mixture",
+        "_pending",
+        "_place",
+        "_registered",
+        "_shared",
+    )
 
     def __init__(
         self,
@@ -84,11 +119,13 @@ class Placed:
         arenas: tuple[Tensor, ...],
         lists: tuple[Tensor, ...],
         registered: Optional[_Registration] = None,
+        mixture: Optional[_native.Registration] = None,
     ) -> None:
-        self.arenas, self._lists, self._place, self._registered = arenas, lists, place, registered
+        self.arenas, self._lists, self._place = arenas, lists, place
+        self._registered, self._mixture = registered, mixture
         # With the digest, `_register_copy` finds the lists for a copy of the arena.
-        self._shared = None if registered is None else _escapes(registered.digest, registered.lists)
-        self._coming: Optional[_Registration] = None
+        self._shared = None if registered is None else _escapes(registered.native.digest, registered.lists)
+        self._pending: Optional[_Registration] = None
         self._is_changing = False
 
     @property
@@ -100,8 +137,7 @@ class Placed:
     @property
     def lists(self) -> tuple[Tensor, ...]:
         """The escape lists of each arena, uint8 `[bytes]`."""
-        if self._is_changing:
-            self._settle()
+        self._settle()
         return self._lists
 
     @property
@@ -113,10 +149,12 @@ class Placed:
     @property
     def registration(self) -> int:
         """The id of the arena's registration, for `Runtime.activate`; 0 for experts."""
-        return 0 if self._registered is None else self._registered.id
+        self._settle()
+        return 0 if self._registered is None else self._registered.native.id
 
     def has_room(self, lists: Tensor) -> bool:
         """Returns whether the memory of the escape lists has room for these; false for experts."""
+        self._settle()
         return self._registered is not None and lists.nbytes <= self._registered.room
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placed:
@@ -129,20 +167,21 @@ class Placed:
         """Copies another packed matrix into the arena. With `in_place`, it has the same window, and room for its lists;
         otherwise, the arena gets another registration, so captured CUDA graphs become invalid. An interrupt at any
         point leaves the old matrix or the new one."""
-        self.begin_change()
-        self._coming = None if in_place else _Registration(self.arena, lists, arena)
-        registered, runtime = self._coming or self._registered, _runtime(arena.device)
-        assert registered is not None
-        source = (arena.data_ptr(), lists.data_ptr(), lists.nbytes if in_place else 0)
-        with torch.cuda.device(arena.device):
-            torch.cuda.current_stream().synchronize()
-            runtime.replace(_memory(self.arena), registered.id, registered.lists.data_ptr(), source)
-        self._settle()
+        with _changes:
+            self.begin_change()
+            self._pending = None if in_place else _Registration(self.arena, lists, arena)
+            registered, runtime = self._pending or self._registered, _runtime(arena.device)
+            assert registered is not None
+            source = (arena.data_ptr(), lists.data_ptr(), lists.nbytes if in_place else 0)
+            with torch.cuda.device(arena.device):
+                torch.cuda.current_stream().synchronize()
+                runtime.replace(_memory(self.arena), registered.native.id, source)
+            self._settle()
 
     def begin_change(self) -> None:
-        """Called before the arena changes. Until `end_change`, its head says which lists it has."""
-        if self._is_changing:
-            self._settle()
+        """Called before the arena changes, with `_changes` held until `end_change`. In between, the head of the arena
+        says which lists it has."""
+        self._settle()
         shared = self._shared
         # Another arena with equal weights may use the same `Escapes`.
         if shared is not None and shared.is_shared and shared.data.data_ptr() == self.data.data_ptr():
@@ -154,20 +193,25 @@ class Placed:
         assert self._registered is not None
         lists = self._registered.lists.as_strided((nbytes,), (1,))
         self._shared, self._lists = _escapes(digest, lists), (lists,)
-        self._coming, self._is_changing = None, False
+        self._pending, self._is_changing = None, False
 
     def cancel_change(self) -> None:
         """Called instead of `end_change` if the arena did not change."""
         self._is_changing = False
 
     def _settle(self) -> None:
-        """Ends a change, which may have been interrupted."""
-        runtime, memory = _runtime(self.arena.device), _memory(self.arena)
-        if self._coming is not None and runtime.is_active(memory[0], self._coming.id):
-            self._registered = self._coming
-        with torch.cuda.device(self.arena.device):
-            torch.cuda.current_stream().synchronize()
-            self.end_change(*runtime.escapes(memory))
+        """Ends a change if one has begun; it may have been interrupted."""
+        if not self._is_changing:
+            return
+        with _changes:
+            if not self._is_changing:
+                return
+            runtime, memory = _runtime(self.arena.device), _memory(self.arena)
+            if self._pending is not None and runtime.is_active(memory[0], self._pending.native.id):
+                self._registered = self._pending
+            with torch.cuda.device(self.arena.device):
+                torch.cuda.current_stream().synchronize()
+                self.end_change(*runtime.escapes(memory))
 
 
 def _padded_copy(lists: Tensor, device: torch.device, room: int = 0) -> Tensor:
@@ -224,7 +268,19 @@ def _holder_of_moved(arena: Tensor, holder: Union[Escapes, Placed]) -> Union[Esc
         is_held = isinstance(holder, Placed) and holder.arena.data_ptr() == arena.data_ptr()
     else:
         is_held = arena.device.type != "cpu" or isinstance(holder, Escapes)
-    return holder if is_held else _holder(arena, holder.data)
+    return holder if is_held else _holder(arena, _lists_of(arena, holder))
+
+
+def _lists_of(arena: Tensor, holder: Union[Escapes, Placed]) -> Tensor:
+    """Returns the escape lists of an arena, uint8 `[bytes]`: those of `holder`, or after an interrupted update, those
+    that they were to replace. The arena may have been moved."""
+    if isinstance(holder, Escapes) and holder.replaces and arena.device.type in ("cpu", "cuda"):
+        if arena.device.type == "cuda":
+            _, digest = _runtime(arena.device).escapes(_memory(arena))
+        else:
+            _, _, _, digest = _native.arena_head(*_memory(arena))
+        holder = holder.named(digest) or holder
+    return holder.data
 
 
 def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
@@ -233,4 +289,7 @@ def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
         # The tensor of a parameter is replaced when it moves, so it would not keep the memory at this address.
         return place(arena.data if isinstance(arena, nn.Parameter) else arena, data)
     _, _, _, digest = _native.arena_head(*_memory(arena))
-    return _escapes(digest, data.cpu())
+    lists = data.cpu()
+    if _native.escapes_digest(*_memory(lists)) != digest:
+        raise ValueError("these escapes do not belong to this arena; pass those that were packed with it")
+    return _escapes(digest, lists)

@@ -82,6 +82,13 @@ class Packed:
 def has_kernels(major: int, minor: int) -> bool:
     """Returns whether there are kernels for GPUs of a compute capability."""
 
+class Registration:
+    """A registration of an arena, or of the arenas of a mixture. Dropping it forgets them."""
+
+    id: int
+    digest: str
+    """The digest of the escapes; empty for a mixture."""
+
 class Runtime:
     """The kernels and registered arenas of one GPU. Make one per process and GPU; `ordinal` is torch's device index.
 
@@ -103,24 +110,20 @@ class Runtime:
     def prepare(self, rows: int, cols: int) -> None:
         """Compiles and loads the kernels that `register` needs for a shape, and those of `update`."""
     def register(
-        self, arena: _Memory, escapes: _Memory, room: int = 0, coming: Optional[int] = None
-    ) -> tuple[int, str]:
-        """Registers an arena; returns the id for `forget` and the digest of the escapes. The caller keeps both buffers
-        until `forget` is called and all work with them is done. Between launches, it may write another matrix with the
-        same window to them, whose escapes have at most `room` bytes. `coming` is the address of another arena, which
-        `replace` will copy to this one; until then, launches use the registration before."""
-    def replace(self, arena: _Memory, id: int, lists: int, source: tuple[int, int, int]) -> None:
-        """Copies a packed matrix into a registered arena and its escape lists to address `lists`, then makes launches
-        use the registration `id`. `source` is the address of an arena of the same shape, the address of its lists,
-        and their bytes. No Python code runs in between."""
-    def is_registered(self, arena: int) -> bool: ...
-    def activate(self, arena: int, id: int) -> None:
-        """Makes later launches use the registration `id`, if several arenas share this address one after another."""
+        self, arena: _Memory, escapes: _Memory, room: int = 0, pending: Optional[int] = None
+    ) -> Registration:
+        """Registers an arena. The caller keeps both buffers until it has dropped the registration and all work with
+        them is done. Between launches, it may write another matrix with the same window to them, whose escapes have
+        at most `room` bytes. `pending` is the address of another arena, which `replace` will copy to this one; until
+        then, launches use the registration before."""
+    def replace(self, arena: _Memory, id: int, source: tuple[int, int, int]) -> None:
+        """Copies a packed matrix into a registered arena, and its escape lists to those of registration `id`, then
+        makes launches use that. `source` is the address of an arena of the same shape, the address of its lists, and
+        their bytes. No Python code runs in between. Raises `ValueError` if there is no room for the lists."""
     def escapes(self, arena: _Memory) -> tuple[int, str]:
         """Returns the bytes of the escapes of an arena, and their digest."""
     def is_active(self, arena: int, id: int) -> bool:
         """Returns whether launches use the registration `id`."""
-    def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
     def takes_bias(self, arena: int, m: int) -> bool:
@@ -166,9 +169,8 @@ class Runtime:
         """
     def register_experts(
         self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
-    ) -> int:
-        """Registers two arenas, each with its escapes, kept as for `register`; returns the id for `forget_experts`."""
-    def forget_experts(self, gate_up: int, id: int) -> None: ...
+    ) -> Registration:
+        """Registers two arenas, each with its escapes, kept as for `register`."""
     def experts_scratch_nbytes(
         self, arenas: tuple[int, int], m: int, hidden: int, top_k: int, experts: int
     ) -> int: ...
@@ -205,4 +207,5 @@ def pack(address: int, rows: int, cols: int) -> tuple[Optional[Packed], Optional
     """Returns the packed matrix, or why it cannot be packed."""
 
 def arena_head(address: int, nbytes: int) -> tuple[int, int, int, str]: ...
+def escapes_digest(address: int, nbytes: int) -> str: ...
 def unpack(arena: _Memory, escapes: _Memory, out: _Memory) -> None: ...

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple, Optional, Protocol,
 import torch
 from torch import Tensor, nn
 
-from ._arena import _holder
+from ._arena import _holder, _lists_of
 from ._gpu import _runtime
 from .ops import Placed, place, unpack
 
@@ -153,7 +153,7 @@ class Offload:
             # A layer that shares the weight and stays on the device keeps its own.
             layer._held.is_offloaded = True
             # The layer keeps its escape lists in CPU memory, to unpack the arena there.
-            layer._held, layer._offload = _Held(host, _holder(host, holder.data)), self
+            layer._held, layer._offload = _Held(host, _holder(host, _lists_of(host, holder))), self
             at += arena.nbytes
         placed: list[list[Placed]] = []
         if self.device.type == "cuda":

@@ -7,6 +7,7 @@ from typing import Callable, Union
 import torch
 from torch import Tensor
 
+from . import _arena
 from ._dispatch import _with_memory
 from ._gpu import _memory, _runtime
 from .errors import UnweightError
@@ -101,16 +102,16 @@ def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list
     device = updates[0][0].device
     runtime = _runtime(device)
     jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
-    with torch.cuda.device(device):
+    with _arena._changes, torch.cuda.device(device):
         for _, holder, _, _ in updates:
             holder.begin_change()
         nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         torch.cuda.current_stream().synchronize()
         done = runtime.update(jobs, _memory(scratch))
-    for (_, holder, _, _), (what, nbytes, digest) in zip(updates, done):
-        if what == "updated":
-            holder.end_change(nbytes, digest)
-        else:
-            holder.cancel_change()
+        for (_, holder, _, _), (what, nbytes, digest) in zip(updates, done):
+            if what == "updated":
+                holder.end_change(nbytes, digest)
+            else:
+                holder.cancel_change()
     return [what for what, _, _ in done]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._arena import _holder, _holder_of_moved
+from ._arena import _holder, _holder_of_moved, _lists_of
 from ._devices import _as_device, why_not
 from ._dispatch import _with_memory
 from ._part import _Fixed
@@ -140,7 +140,9 @@ class _Held:
         """Whether one of these layers was offloaded: it has a copy, which an update would not reach."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Held, (None, None, self.lists if self.holder is None else self.holder.data)
+        if self.holder is None or self.arena is None:
+            return _Held, (None, None, self.lists)
+        return _Held, (None, None, _lists_of(self.arena, self.holder))
 
     def use(self, arena: Tensor) -> Tensor:
         """Returns the arena to use for a layer that has `arena`, which may have been copied or moved."""
@@ -711,7 +713,7 @@ def _pack_weight(weight: Tensor, target: Optional[torch.device], to_cpu: bool) -
     arena, holder = packed.arena, packed.escapes
     if to_cpu and arena.device.type != "cpu":
         arena = arena.cpu()
-        holder = _holder(arena, holder.data)
+        holder = _holder(arena, _lists_of(arena, holder))
     return _Held(arena, holder)
 
 

@@ -9,7 +9,6 @@ On NVIDIA GPUs from Ampere on, its kernels multiply by the packed weights, on an
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 from ._extras import require
@@ -83,9 +82,6 @@ class Packed(NamedTuple):
     def bf16_nbytes(self) -> int:
         """Size of the BF16 matrix in bytes."""
         return self.n * self.k * 2
-
-
-
 
 
 def pack(weight: Tensor) -> Optional[Packed]:
@@ -226,10 +222,8 @@ def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, l
     with torch.cuda.device(gate_up.device):
         torch.cuda.current_stream().synchronize()
         operands = (_memory(gate_up), _memory(upper)), (_memory(down), _memory(lower))
-        registration = runtime.register_experts(*operands, experts)
-    placed = Placed(functools.partial(_place_experts, experts), (gate_up, down), (upper, lower))
-    weakref.finalize(placed, runtime.forget_experts, gate_up.data_ptr(), registration)
-    return placed
+        mixture = runtime.register_experts(*operands, experts)
+    return Placed(functools.partial(_place_experts, experts), (gate_up, down), (upper, lower), mixture=mixture)
 
 
 def unpack_experts(gate_up: Tensor, down: Tensor, experts: int) -> tuple[Tensor, Tensor]:

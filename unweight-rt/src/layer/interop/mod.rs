@@ -601,11 +601,13 @@ impl Interop {
     /// # Errors
     /// A driver error.
     pub unsafe fn copy(&self, copies: &[(u64, u64, usize)]) -> Result<(), DeviceError> {
-        for &(to, from, bytes) in copies {
+        let enqueue = |&(to, from, bytes): &(u64, u64, usize)| {
             // SAFETY: the caller's promise.
-            unsafe { copy_on_device(&self.stream, to, from, bytes) }?;
-        }
-        self.stream.synchronize()
+            unsafe { copy_on_device(&self.stream, to, from, bytes) }
+        };
+        let enqueued = copies.iter().try_for_each(enqueue);
+        // Also after an error: the caller may free what an earlier copy still reads.
+        self.stream.synchronize().and(enqueued)
     }
 
     fn packer(&self) -> MutexGuard<'_, Packer> {
