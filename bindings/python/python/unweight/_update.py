@@ -58,14 +58,18 @@ def _pack_into_unchecked(
     if isinstance(packed, str):
         return packed
     made, lists = packed
-    # Of the head, 64 bytes depend on shape and lists; the rest is the window.
-    keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
-    in_place = keeps_window and holder.has_room(lists)
-    if keep_graphs and not in_place:
-        what = "they have more escapes than there is room for" if keeps_window else "their exponent window is another"
-        return f"{what}, so captured CUDA graphs cannot use them"
-    holder.replace(made, lists, in_place)
-    return in_place
+    # Another update in between would make the decision wrong.
+    with _arena._changes:
+        # Of the head, 64 bytes depend on shape and lists; the rest is the window.
+        keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
+        in_place = keeps_window and holder.has_room(lists)
+        if keep_graphs and not in_place:
+            what = "their exponent window is another"
+            if keeps_window:
+                what = "they have more escapes than there is room for"
+            return f"{what}, so captured CUDA graphs cannot use them"
+        holder.replace(made, lists, in_place)
+        return in_place
 
 
 def _ascending(index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
