@@ -121,15 +121,15 @@ pub struct Registration {
 }
 
 enum AnyRegistry {
-    Linears(Arc<Registry<Linear>>),
-    Experts(Arc<Registry<(Experts, u64)>>),
+    Linear(Arc<Registry<Linear>>),
+    Mixture(Arc<Registry<(Experts, u64)>>),
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
         match &self.registry {
-            AnyRegistry::Linears(registry) => registry.forget(self.address, self.id),
-            AnyRegistry::Experts(registry) => registry.forget(self.address, self.id),
+            AnyRegistry::Linear(registry) => registry.forget(self.address, self.id),
+            AnyRegistry::Mixture(registry) => registry.forget(self.address, self.id),
         }
     }
 }
@@ -248,7 +248,7 @@ impl Runtime {
         // readable bytes after a section are the next section or the head; after the lists, the caller's padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
         let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?, pending.is_some());
-        Ok(Registration { id, digest, address: arena.0, registry: AnyRegistry::Linears(self.linears.clone()) })
+        Ok(Registration { id, digest, address: arena.0, registry: AnyRegistry::Linear(self.linears.clone()) })
     }
 
     /// Copies a packed matrix into a registered arena, from (address of another arena, address of its escape lists,
@@ -283,7 +283,7 @@ impl Runtime {
         let experts = made.map_err(|error| raised(py, &error))?;
         let (address, registry) = (gate_up.0.0, self.experts.clone());
         let id = registry.add(address, (experts, down.0.0), false);
-        Ok(Registration { id, digest: String::new(), address, registry: AnyRegistry::Experts(registry) })
+        Ok(Registration { id, digest: String::new(), address, registry: AnyRegistry::Mixture(registry) })
     }
 
     /// Returns the scratch bytes that registered experts need for `m` tokens `[m, hidden]` with `top_k` experts each.
