@@ -85,9 +85,11 @@ def has_kernels(major: int, minor: int) -> bool:
 class Registration:
     """A registration of an arena, or of the arenas of a mixture. Dropping it forgets them."""
 
-    id: int
-    digest: str
-    """The digest of the escapes; empty for a mixture."""
+    @property
+    def id(self) -> int: ...
+    @property
+    def digest(self) -> str:
+        """The digest of the escapes; empty for a mixture."""
 
 class Runtime:
     """The kernels and registered arenas of one GPU. Make one per process and GPU; `ordinal` is torch's device index.
@@ -120,6 +122,9 @@ class Runtime:
         """Copies a packed matrix into a registered arena, and its escape lists to those of registration `id`, then
         makes launches use that. `source` is the address of an arena of the same shape, the address of its lists, and
         their bytes. No Python code runs in between. Raises `ValueError` if there is no room for the lists."""
+    def is_registered(self, arena: int) -> bool: ...
+    def activate(self, arena: int, id: int) -> None:
+        """Makes later launches use the registration `id`, if several arenas share this address one after another."""
     def escapes(self, arena: _Memory) -> tuple[int, str]:
         """Returns the bytes of the escapes of an arena, and their digest."""
     def is_active(self, arena: int, id: int) -> bool:
