@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import threading
 import warnings
 import weakref
 from typing import Any, Callable, Optional, Union
@@ -78,19 +76,6 @@ class _Registration:
             torch.cuda.current_stream().synchronize()
             address = None if pending is None else pending.data_ptr()
             self.native = runtime.register(_memory(arena), _memory(self.lists), self.room, address)
-
-
-# Held while arenas change, and while `Placed` finds out how a change ended.
-_changes = threading.RLock()
-
-
-def _unlock() -> None:
-    """Replaces the lock in a forked child, as `_gpu._unlock`."""
-    global _changes
-    _changes = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_unlock)
 
 
 class Placed:
@@ -167,7 +152,7 @@ class Placed:
         """Copies another packed matrix into the arena. With `in_place`, it has the same window, and room for its lists;
         otherwise, the arena gets another registration, so captured CUDA graphs become invalid. An interrupt at any
         point leaves the old matrix or the new one."""
-        with _changes:
+        with _gpu._changes:
             self.begin_change()
             self._pending = None if in_place else _Registration(self.arena, lists, arena)
             registered, runtime = self._pending or self._registered, _runtime(arena.device)
@@ -179,8 +164,8 @@ class Placed:
             self._settle()
 
     def begin_change(self) -> None:
-        """Called before the arena changes, with `_changes` held until `end_change`. In between, the head of the arena
-        says which lists it has."""
+        """Called before the arena changes, with `_gpu._changes` held until `end_change`. In between, the head of the
+        arena says which lists it has."""
         self._settle()
         shared = self._shared
         # Another arena with equal weights may use the same `Escapes`.
@@ -203,7 +188,7 @@ class Placed:
         """Ends a change if one has begun; it may have been interrupted."""
         if not self._is_changing:
             return
-        with _changes:
+        with _gpu._changes:
             if not self._is_changing:
                 return
             runtime, memory = _runtime(self.arena.device), _memory(self.arena)
@@ -242,17 +227,26 @@ def _check_arena(arena: Tensor) -> None:
         raise ValueError(f"an arena is a contiguous uint8 vector, got {arena.dtype} {list(arena.shape)}")
 
 
-def _register_copy(arena: Tensor, runtime: _native.Runtime) -> Optional[Placed]:
+def _digest_in(arena: Tensor) -> str:
+    """Returns the digest of the escape lists that the head of an arena names, on the CPU or, after work on the current
+    stream, on a GPU."""
+    if arena.device.type != "cuda":
+        _, _, _, digest = _native.arena_head(*_memory(arena))
+        return digest
+    with torch.cuda.device(arena.device):
+        torch.cuda.current_stream().synchronize()
+        _, digest = _runtime(arena.device).escapes(_memory(arena))
+    return digest
+
+
+def _register_copy(arena: Tensor) -> Optional[Placed]:
     """Registers a copy of an arena, if its escape lists are known and no capture is running; else returns `None`.
 
     Torch copies operands when it tests operators. Each call copies the head of the arena to the CPU and waits for it.
     """
     if torch.cuda.is_current_stream_capturing() or not arena.is_contiguous():
         return None
-    with torch.cuda.device(arena.device):
-        torch.cuda.current_stream().synchronize()
-        _, digest = runtime.escapes(_memory(arena))
-    escapes = _escapes_by_digest.get((arena.device, digest))
+    escapes = _escapes_by_digest.get((arena.device, _digest_in(arena)))
     if escapes is None:
         return None
     warnings.warn(
@@ -275,11 +269,7 @@ def _lists_of(arena: Tensor, holder: Union[Escapes, Placed]) -> Tensor:
     """Returns the escape lists of an arena, uint8 `[bytes]`: those of `holder`, or after an interrupted update, those
     that they were to replace. The arena may have been moved."""
     if isinstance(holder, Escapes) and holder.replaces and arena.device.type in ("cpu", "cuda"):
-        if arena.device.type == "cuda":
-            _, digest = _runtime(arena.device).escapes(_memory(arena))
-        else:
-            _, _, _, digest = _native.arena_head(*_memory(arena))
-        holder = holder.named(digest) or holder
+        holder = holder.named(_digest_in(arena)) or holder
     return holder.data
 
 
@@ -288,8 +278,7 @@ def _holder(arena: Tensor, data: Tensor) -> Union[Escapes, Placed]:
     if arena.device.type == "cuda":
         # The tensor of a parameter is replaced when it moves, so it would not keep the memory at this address.
         return place(arena.data if isinstance(arena, nn.Parameter) else arena, data)
-    _, _, _, digest = _native.arena_head(*_memory(arena))
-    lists = data.cpu()
+    digest, lists = _digest_in(arena), data.cpu()
     if _native.escapes_digest(*_memory(lists)) != digest:
         raise ValueError("these escapes do not belong to this arena; pass those that were packed with it")
     return _escapes(digest, lists)

@@ -43,7 +43,7 @@ def _cuda(ids: Tensor, arena: Tensor, n: int, k: int) -> Tensor:
             return _cuda(ids, arena, n, k)
     runtime, at = _runtime(device), arena.data_ptr()
     # The name keeps the registration alive until the launch is enqueued.
-    registered = None if runtime.is_registered(at) else _register_copy(arena, runtime)
+    registered = None if runtime.is_registered(at) else _register_copy(arena)
     # What does not fit in 32 bits stays outside of the weight.
     ids32 = ids.clamp(-1, 2**31 - 1).to(torch.int32) if ids.dtype == torch.int64 else ids
     rows = ids32.reshape(-1).contiguous()

@@ -14,12 +14,14 @@ from torch import Tensor
 from . import _native
 
 _lock = threading.Lock()
+# Held while arenas change, and while `Placed` finds out how a change ended.
+_changes = threading.RLock()
 
 
 def _unlock() -> None:
-    """Replaces the lock in a forked child: a thread that held it in the parent does not exist in the child."""
-    global _lock
-    _lock = threading.Lock()
+    """Replaces the locks in a forked child: a thread that held one in the parent does not exist in the child."""
+    global _lock, _changes
+    _lock, _changes = threading.Lock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)

@@ -7,7 +7,7 @@ from typing import Callable, Union
 import torch
 from torch import Tensor
 
-from . import _arena
+from . import _gpu
 from ._dispatch import _with_memory
 from ._gpu import _memory, _runtime
 from .errors import UnweightError
@@ -59,7 +59,7 @@ def _pack_into_unchecked(
         return packed
     made, lists = packed
     # Another update in between would make the decision wrong.
-    with _arena._changes:
+    with _gpu._changes:
         # Of the head, 64 bytes depend on shape and lists; the rest is the window.
         keeps_window = torch.equal(made[-256 + 64 :], arena[-256 + 64 :])
         in_place = keeps_window and holder.has_room(lists)
@@ -106,7 +106,7 @@ def _update_sorted(updates: list[tuple[Tensor, Placed, Tensor, Tensor]]) -> list
     device = updates[0][0].device
     runtime = _runtime(device)
     jobs = [(arena.data_ptr(), index.data_ptr(), one.data_ptr(), len(index)) for arena, _, index, one in updates]
-    with _arena._changes, torch.cuda.device(device):
+    with _gpu._changes, torch.cuda.device(device):
         for _, holder, _, _ in updates:
             holder.begin_change()
         nbytes = runtime.update_scratch_nbytes([job[0] for job in jobs])

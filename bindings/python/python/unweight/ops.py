@@ -247,7 +247,7 @@ def unpack(arena: Tensor) -> Tensor:
     if arena.device.type == "cuda":
         runtime = _runtime(arena.device)
         # The name keeps the registration alive until the weights are unpacked.
-        registered = None if runtime.is_registered(arena.data_ptr()) else _register_copy(arena, runtime)
+        registered = None if runtime.is_registered(arena.data_ptr()) else _register_copy(arena)
         with torch.cuda.device(arena.device):
             weight = torch.empty(runtime.shape(arena.data_ptr()), dtype=torch.bfloat16, device=arena.device)
             torch.cuda.current_stream().synchronize()
@@ -316,7 +316,7 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
     except UnweightError:
         # The name keeps the registration alive until the launch is enqueued.
-        registered = None if runtime.is_registered(at) else _register_copy(arena, runtime)
+        registered = None if runtime.is_registered(at) else _register_copy(arena)
         if registered is None:
             raise
         scratch_nbytes = runtime.scratch_nbytes(at, m, (n, k), add)
