@@ -22,7 +22,7 @@ from transformers.utils import logging
 from . import _native
 from ._bundle import Bundle, TensorInfo
 from ._extras import supported
-from .ops import _bf16_experts, why_not
+from .ops import Experts, _bf16_experts, why_not
 
 if TYPE_CHECKING:
     from .transformers import UnweightConfig
@@ -101,6 +101,12 @@ class BaseQuantizer(HfQuantizer):
                 f"transformers {transformers.__version__} has read a bundle without unweight: it did not find its "
                 f"tensors, and the model's weights are random; unweight supports {supported('transformers')}"
             )
+        for name, module in model.named_modules():
+            if "Expert" in type(module).__name__ and not isinstance(module, Experts):
+                for part, parameter in module.named_parameters(recurse=False):
+                    if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
+                        reason = f"a layout of transformers {transformers.__version__} that is not packed"
+                        self._unpackable.setdefault(f"{name}.{part}", reason)
         if self._unpackable:
             logger.warning(_bf16_experts(self._unpackable))
         # The operator has no backward. Without gradients, a trace contains the operator itself.

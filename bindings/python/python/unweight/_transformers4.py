@@ -96,11 +96,6 @@ class UnweightHfQuantizer(BaseQuantizer):
         for name, module in model.named_modules():
             if type(module) is nn.Linear and uses[id(module.weight)] == 1:
                 self._names.add(f"{name}.weight")
-            elif "Experts" in type(module).__name__:
-                for part, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() == 3:
-                        reason = f"transformers {transformers.__version__} has the experts of a layer in one tensor"
-                        self._unpackable[f"{name}.{part}"] = reason
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
         """Changes nothing. Notes that the loader next makes weights that the checkpoint lacks."""
