@@ -27,6 +27,7 @@ mod kv_engine;
 mod linear;
 mod mixtures;
 mod moe;
+mod offload;
 mod pack;
 mod pipelines;
 mod registered;
