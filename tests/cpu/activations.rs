@@ -28,6 +28,7 @@ struct Norm {
     /// Indices of the rows of `x`; without a list, all rows.
     list: Option<Vec<u32>>,
     x: Vec<u16>,
+    /// Weights, followed by biases that some kinds do not read.
     gamma: Vec<u16>,
     /// The output before an addition; its gaps are poisoned.
     before: Vec<u16>,
@@ -46,7 +47,7 @@ impl Norm {
         }
         let mut before = random(m.max(list.map_or(0, <[u32]>::len)) * (d + GAP), seed + 2);
         before.chunks_exact_mut(d + GAP).for_each(|row| row[d..].fill(POISON));
-        Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(d, seed + 1), before }
+        Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(2 * d, seed + 1), before }
     }
 
     /// Rows far from zero, whose variance cannot be computed from their squares.
@@ -59,9 +60,10 @@ impl Norm {
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
         let (d, pitch) = (self.d, self.d + GAP);
         let m = self.list.as_ref().map_or(self.m, Vec::len);
-        let (x, gamma) = (Buffer::of(&bytes(&self.x)), Buffer::of(&bytes(&self.gamma)));
-        let list = self.list.as_deref().map(words);
         let Op::Norm(op) = spec.op else { unreachable!("a norm") };
+        let weights = &self.gamma[..op.gamma_elements(d as u32) as usize];
+        let (x, gamma) = (Buffer::of(&bytes(&self.x)), Buffer::of(&bytes(weights)));
+        let list = self.list.as_deref().map(words);
         let y = if op.add { Buffer::of(&bytes(&self.before[..m * pitch])) } else { Buffer::new(m * pitch * 2) };
         let fault = Buffer::zeroed(4);
         let args = NormArgs {
@@ -92,7 +94,7 @@ impl Norm {
                 continue;
             }
             let before = op.add.then(|| &self.before[row * pitch..][..d]);
-            let spans = oracle::norm_of(op.kind, &self.x[source * pitch..][..d], &self.gamma, EPS, before);
+            let spans = oracle::norm_of(op.kind, &self.x[source * pitch..][..d], weights, EPS, before);
             if let Some(wrong) = oracle::outside(y, &spans) {
                 return Err(format!("row {row} of [{m}, {d}], {wrong}"));
             }
@@ -120,7 +122,7 @@ fn norms() -> Vec<Norm> {
 #[test]
 fn norms_match_double_precision() {
     let mut specs: Vec<_> = catalog::of::<NormSpec>().collect();
-    specs.extend(["norm_t1024_pdl", "norm_t1024_layer_add_pdl"].map(spec));
+    specs.extend(["norm_t1024_pdl", "norm_t1024_layer_add_pdl", "norm_t1024_layer_bias_add_pdl"].map(spec));
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in specs {
         for case in norms() {
@@ -135,11 +137,12 @@ fn norms_in_place_match_those_apart() {
     let (m, d, pitch) = (3usize, 2056usize, 2056 + GAP);
     let mut x = random(m * pitch, 5);
     x.chunks_exact_mut(pitch).for_each(|row| row[d..].fill(POISON));
-    let gamma = random(d, 6);
-    for name in ["norm_t256_pdl", "norm_t256_rms_once_pdl", "norm_t512_layer"] {
+    let both = random(2 * d, 6);
+    for name in ["norm_t256_pdl", "norm_t256_rms_once_pdl", "norm_t512_layer", "norm_t256_layer_bias"] {
         let spec = spec(name);
         let Op::Norm(op) = spec.op else { unreachable!("a norm") };
-        let (y, gamma_at, fault) = (Buffer::of(&bytes(&x)), Buffer::of(&bytes(&gamma)), Buffer::zeroed(4));
+        let gamma = &both[..op.gamma_elements(d as u32) as usize];
+        let (y, gamma_at, fault) = (Buffer::of(&bytes(&x)), Buffer::of(&bytes(gamma)), Buffer::zeroed(4));
         let args = NormArgs {
             x: y.address(),
             gamma: gamma_at.address(),
@@ -155,7 +158,7 @@ fn norms_in_place_match_those_apart() {
         };
         let buffers = [("y", &y), ("gamma", &gamma_at), ("fault", &fault)];
         launch(&mut CpuKernel::of(&spec, &[]), &spec, GemmShape::rows(m as u32), &args, &buffers).unwrap();
-        let of = |row: &[u16]| oracle::norm_of(op.kind, &row[..d], &gamma, EPS, None);
+        let of = |row: &[u16]| oracle::norm_of(op.kind, &row[..d], gamma, EPS, None);
         let spans: Vec<_> = x.chunks_exact(pitch).flat_map(of).collect();
         assert_eq!(oracle::outside(&written_rows(&y, m, d, pitch).unwrap(), &spans), None, "{name}");
     }
@@ -170,6 +173,15 @@ fn planted_bugs_of_other_norms_are_caught() {
         ("norm_t256_layer_pdl", "block_sum<Config>(sum, Smem<Config>::kSquares)", "block_sum<Config>(sum, 0)"),
         ("norm_t256_layer_pdl", "high = ptx::add(high, -middle);", ""),
         ("norm_t256_layer_pdl", "static_cast<float>(args.d)", "static_cast<float>(chunks)"),
+        ("norm_t256_layer_bias_pdl", "args.gamma + args.d + chunk * kChunk", "args.gamma + chunk * kChunk"),
+        ("norm_t256_layer_bias_pdl", "high = ptx::add(high, high_of(beta));", ""),
+        ("norm_t256_layer_bias_add_pdl", "low = ptx::add(low, low_of(beta));", "low = low_of(beta);"),
+        (
+            "norm_t256_layer_bias_pdl",
+            "Config::kKind == NormKind::kLayer || kBiased<Config>",
+            "kBiased<Config> && false",
+        ),
+        ("norm_t256_layer_bias_pdl", "gamma[i].z, beta.z,", "gamma[i].z, beta.w,"),
         ("norm_t256_rms_once_pdl", "Config::kKind == NormKind::kRms)", "true)"),
         ("norm_t256_rms_plus_one_pdl", "ptx::add(1.0f, high_of(gamma))", "high_of(gamma)"),
         ("norm_t256_rms_once_pdl", "high = ptx::mul(high, high_of(gamma));", "high = ptx::mul(high, low_of(gamma));"),
@@ -178,8 +190,8 @@ fn planted_bugs_of_other_norms_are_caught() {
         ("norm_t256_add_pdl", "if constexpr (!Config::kAdd) {", "{"),
         (
             "norm_t256_rms_once_add_pdl",
-            "normed<Config>(x[i].y, gamma[i].y, before.y,",
-            "normed<Config>(x[i].y, gamma[i].y, 0,",
+            "normed<Config>(x[i].y, gamma[i].y, beta.y, before.y,",
+            "normed<Config>(x[i].y, gamma[i].y, beta.y, 0,",
         ),
     ] {
         let spec = spec(name);

@@ -535,6 +535,8 @@ struct Router {
     scale: f32,
     /// For scores by sigmoids: the correction bias of each expert, and the factor of the weights of chosen experts.
     sigmoid: Option<(Vec<f32>, f32)>,
+    /// For a SparseMixer: its cutoff.
+    cutoff: Option<f32>,
     logits: Vec<u16>,
 }
 
@@ -555,7 +557,27 @@ impl Router {
             logits[pitch] = 0x7fc0;
             logits[pitch + experts - 1] = 0xc000;
         }
-        Self { tokens, experts, top_k, normalized, rounded, shared: 0, gated: false, scale: 1.0, sigmoid: None, logits }
+        let (shared, gated, scale, sigmoid, cutoff) = (0, false, 1.0, None, None);
+        Self { tokens, experts, top_k, normalized, rounded, shared, gated, scale, sigmoid, cutoff, logits }
+    }
+
+    /// Chooses experts one after the other. Logits have few distinct quotients, none of which is the cutoff.
+    fn with_cutoff(self, cutoff: f32) -> Self {
+        Self { cutoff: Some(cutoff), ..self }
+    }
+
+    /// Adds a small number to every logit of the last row, so that many are near the largest.
+    fn with_near_logits(mut self) -> Self {
+        let row = (self.tokens - 1) * (self.experts + GAP);
+        self.logits[row..][..self.experts].iter_mut().enumerate().for_each(|(i, x)| *x = 0x4000 + (i * 5 % 37) as u16);
+        self
+    }
+
+    /// The sum of which the weight of the expert in `place` is a share, relative to its own addend.
+    fn near_sum(&self, order: &[usize], place: usize, value: impl Fn(usize) -> f64, cutoff: f32) -> f64 {
+        let largest = value(order[place]);
+        let is_near = |x: &f64| (largest - x) / x.abs().max(largest) <= f64::from(cutoff);
+        order[place..].iter().map(|expert| value(*expert)).filter(is_near).map(|x| (x - largest).exp()).sum()
     }
 
     /// Scores by sigmoids. Sums of scores and biases differ, or are those of equal logits and biases.
@@ -589,6 +611,14 @@ impl Router {
         };
         order.sort_by(|a, b| rank(*b).total_cmp(&rank(*a)).then(a.cmp(b)));
         let chosen = &order[..self.top_k];
+        if let Some(cutoff) = self.cutoff {
+            let logit = |expert: usize| value(logits[expert]);
+            let weight = |place: usize| match logit(order[place]) {
+                f64::NEG_INFINITY => 0.0,
+                _ => f64::from(self.scale) / self.near_sum(&order, place, logit, cutoff),
+            };
+            return chosen.iter().enumerate().map(|(place, expert)| (*expert as u32, weight(place))).collect();
+        }
         let of: f64 = match (self.normalized, &self.sigmoid) {
             (true, None) => chosen.iter().map(|expert| share(*expert)).sum(),
             (true, Some(_)) => chosen.iter().map(|expert| share(*expert)).sum::<f64>() + 1e-20,
@@ -610,7 +640,7 @@ impl Router {
         let args = RouteArgs {
             logits: logits.address(),
             products: bias.address(),
-            routed_scale,
+            routed_scale: self.cutoff.unwrap_or(routed_scale),
             ids: ids.address(),
             weights: weights.address(),
             logits_pitch: (self.experts + GAP) as u64,
@@ -699,6 +729,36 @@ fn sigmoid_routers() -> Vec<Router> {
 #[test]
 fn sigmoids_with_a_correction_choose_experts() {
     check_routers(["route_topk_sigmoid", "route_topk_sigmoid_pdl"], &sigmoid_routers());
+}
+
+fn sparse_mixers() -> Vec<Router> {
+    vec![
+        Router::new(1, 16, 2, (false, true)).with_cutoff(0.02),
+        Router::new(17, 16, 2, (false, false)).with_cutoff(0.0201).with_near_logits(),
+        Router::new(4, 2, 2, (false, false)).with_cutoff(0.3),
+        Router::new(9, 60, 2, (false, false)).with_cutoff(0.3),
+        Router::new(5, 512, 4, (false, true)).with_cutoff(0.0).with_near_logits(),
+        Router { scale: 0.5, ..Router::new(3, 33, 2, (false, false)).with_cutoff(1.9).with_near_logits() },
+    ]
+}
+
+#[test]
+fn sparse_mixers_choose_experts_in_turn() {
+    check_routers(["route_topk_sparse_mixer", "route_topk_sparse_mixer_pdl"], &sparse_mixers());
+}
+
+#[test]
+fn planted_bugs_of_sparse_mixers_are_caught() {
+    let bugs = [
+        ("const u32 rest = left;", "const u32 rest = ~0u;"),
+        ("if ((rest >> i & 1) != 0 && !far)", "if ((rest >> i & 1) != 0)"),
+        ("ptx::add(logit, -x), scale) > cutoff;", "ptx::add(logit, -x), scale) >= cutoff;"),
+        ("ptx::add(logit, -x), scale) > cutoff;", "ptx::add(logit, -x), logit) > cutoff;"),
+        ("ptx::bits_from_float(x) & 0x7fffffffu)", "ptx::bits_from_float(x))"),
+        ("ptx::ex2_approx((x - logit) * 1.44269504f));", "ptx::ex2_approx(x * 1.44269504f));"),
+        ("best == none ? 0.0f : ptx::div", "ptx::div"),
+    ];
+    check_planted_bugs("route_topk_sparse_mixer_pdl", &bugs, &sparse_mixers());
 }
 
 #[test]

@@ -73,6 +73,36 @@ fn factors_match_double_precision() {
     }
 }
 
+/// A bias of every row: the kernel that adds, with a pitch of 0.
+#[test]
+fn one_row_is_added_to_all() {
+    for name in ["scale_add", "scale_add_pdl"] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (m, n) in SCALES {
+            let (row, before) = (random(n, 7), random(m * (n + GAP), 8));
+            let (source, y) = (Buffer::of(&bytes(&row)), Buffer::of(&bytes(&before)));
+            let args = ScaleArgs {
+                x: source.address(),
+                y: y.address(),
+                x_pitch: 0,
+                y_pitch: (n + GAP) as u64,
+                columns: n as u32,
+                row_blocks: (n as u32).div_ceil(ScaleSpec::BLOCK_COLUMNS),
+                factor: 1.0,
+                reserved: 0,
+            };
+            let problem = GemmShape { m: m as u32, n: n as u32, k: 0 };
+            launch(&mut kernel, &spec, problem, &args, &[("x", &source), ("y", &y)]).unwrap();
+            for (at, (got, before)) in y.u16s().into_iter().zip(before).enumerate() {
+                let added = row.get(at % (n + GAP)).map_or(0.0, |x| oracle::value(*x));
+                let exact = f64::from((oracle::value(before) + added) as f32);
+                assert!(oracle::Span::about(exact, 0.0).has(got), "{name} [{m}, {n}], element {at}");
+            }
+        }
+    }
+}
+
 #[test]
 fn planted_bugs_of_factors_are_caught() {
     let header = "unweight/kernels/scale.cuh";

@@ -37,8 +37,9 @@ fn norms_of_every_kind_apart_added_and_in_place() {
     for ((kind, add), threads) in all {
         let spec = VariantSpec::norm(Arch::Sm90a, NormSpec { threads, kind, add, pdl: true });
         let norm = Norm::new(kernels.get(&spec).unwrap()).unwrap();
+        let gamma = |d: usize| NormSpec { threads, kind, add, pdl: true }.gamma_elements(d as u32) as usize;
         for (m, d) in [(1usize, 4096usize), (3, 72), (40, 5120), (2, 16384)] {
-            let (x, gamma, before) = (random(m * d, d as u64), random(d, 1), random(m * d, 2));
+            let (x, gamma, before) = (random(m * d, d as u64), random(gamma(d), 1), random(m * d, 2));
             let of =
                 |(row, x): (usize, &[u16])| oracle::norm_of(kind, x, &gamma, EPS, add.then(|| &before[row * d..][..d]));
             let spans: Vec<_> = x.chunks_exact(d).enumerate().flat_map(of).collect();
@@ -96,13 +97,27 @@ fn factors_are_rounded_once() {
             ctx.synchronize().unwrap();
             let in_place_view = source.to_host(&stream).unwrap();
             assert!(in_place_view == if form == ScaleForm::Add { x } else { apart }, "{spec} [{m}, {n}] in place");
+            // A bias of every row.
+            let row = random(n as usize, 5);
+            let bias = DeviceBuffer::from_host(&stream, &row).unwrap();
+            let mut y = DeviceBuffer::from_host(&stream, &before).unwrap();
+            let added = scale.enqueue_row(&mut ctx, &bias, FACTOR, MatrixMut::new(&mut y, m, n, n.into()).unwrap());
+            assert_eq!(added.is_ok(), form == ScaleForm::Add, "{spec} of one row");
+            ctx.synchronize().unwrap();
+            let of = |(at, before): (usize, &u16)| {
+                let product = f64::from(FACTOR) * oracle::value(row[at % n as usize]);
+                let sum = if form == ScaleForm::Add { product } else { 0.0 } + oracle::value(*before);
+                oracle::Span::about(f64::from(sum as f32), 0.0)
+            };
+            let expected: Vec<_> = before.iter().enumerate().map(of).collect();
+            assert_eq!(oracle::outside(&y.to_host(&stream).unwrap(), &expected), None, "{spec} [{m}, {n}] of one row");
         }
     }
 }
 
 /// A tiny model, the longest context with its LongRoPE factors, and the relative RMS error of transformers' BF16
 /// forward pass compared with its f32 forward pass.
-pub(crate) const MODELS: [(&str, u32, f64); 13] = [
+pub(crate) const MODELS: [(&str, u32, f64); 15] = [
     ("llama", 64, 0.0210),
     ("mistral", 64, 0.0199),
     ("qwen2", 64, 0.0173),
@@ -116,6 +131,8 @@ pub(crate) const MODELS: [(&str, u32, f64); 13] = [
     ("cohere", 64, 0.0092),
     ("gemma2", 64, 0.0058),
     ("gemma3", 64, 0.0040),
+    ("llama-bias", 64, 0.0113),
+    ("olmo2-bias", 64, 0.0052),
 ];
 
 /// Relative to the repository's root, where cargo runs the tests, or to a pack (`cargo xtask gpu-pack`).

@@ -78,34 +78,37 @@ pub fn norm(x: &[u16], gamma: &[u16], eps: f32) -> Vec<Span> {
     x.iter().zip(gamma).map(apply).collect()
 }
 
-/// Returns the norm, of any kind, of a row, added to the row `before` if given.
+/// Returns the norm, of any kind, of a row, added to the row `before` if given. A bias follows the weights in `gamma`.
 pub fn norm_of(kind: NormKind, x: &[u16], gamma: &[u16], eps: f32, before: Option<&[u16]>) -> Vec<Span> {
     let count = x.len() as f64;
     let middle = match kind {
-        NormKind::Layer => x.iter().map(|x| value(*x)).sum::<f64>() / count,
+        NormKind::Layer | NormKind::LayerBias => x.iter().map(|x| value(*x)).sum::<f64>() / count,
         NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => 0.0,
     };
     let square = x.iter().map(|x| (value(*x) - middle).powi(2)).sum::<f64>() / count;
     let scale = (square + f64::from(eps)).sqrt().recip();
-    let apply = |(i, (x, gamma)): (usize, (&u16, &u16))| {
+    let apply = |(i, (of, weight)): (usize, (&u16, &u16))| {
         // The absolute error of the difference is relative to both operands, not to the difference.
         let lost = NORM_ERROR * scale * middle.abs();
-        let inner = (value(*x) - middle) * scale;
+        let inner = (value(*of) - middle) * scale;
         let (low, high) = match kind {
             NormKind::Rms => {
                 let inner = Span::about(inner, NORM_ERROR);
                 (inner.low, inner.high)
             }
-            NormKind::RmsOnce | NormKind::Layer | NormKind::RmsPlusOne => {
+            NormKind::RmsOnce | NormKind::Layer | NormKind::RmsPlusOne | NormKind::LayerBias => {
                 let error = inner.abs() * NORM_ERROR + lost;
                 (inner - error, inner + error)
             }
         };
         let before = before.map_or(0.0, |before| value(before[i]));
-        // The kernel adds in fp32, too.
+        let beta = if kind == NormKind::LayerBias { value(gamma[x.len() + i]) } else { 0.0 };
+        // The kernel adds in fp32, too; the bias first.
+        let error = if beta == 0.0 { 0.0 } else { 2e-7 * (beta.abs() + before.abs()) };
+        let more = Span { low: beta + before - error, high: beta + before + error };
         let added = if kind == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
-        let gamma = f64::from((added + value(*gamma)) as f32);
-        Span::sum(Span { low, high }, gamma, Span { low: before, high: before }, 1.0)
+        let factor = f64::from((added + value(*weight)) as f32);
+        Span::sum(Span { low, high }, factor, more, 1.0)
     };
     x.iter().zip(gamma).enumerate().map(apply).collect()
 }
@@ -225,6 +228,10 @@ mod tests {
         assert!(gated(GateFunction::Gelu, 0x3f80, 0x3f80).has(rounded(0.841192)));
         assert!(gated(GateFunction::Gelu, 0xc000, 0x3f80).has(rounded(-0.045402)));
         assert!(capped(0x4120, 10.0).has(rounded(7.615942)) && !capped(0x4120, 10.0).has(0x4120));
+        let biased = [0x3f80, 0x3f80, 0x4040, 0xbf80];
+        let biased = norm_of(NormKind::LayerBias, &[0x4040, 0x3f80], &biased, 1e-9, Some(&[0x4000; 2]));
+        // 1 and -1, with a bias of 3 and -1, added to 2.
+        assert!(biased[0].has(rounded(6.0)) && biased[1].has(0) && !biased[0].has(rounded(3.0)));
         let plus_one = norm_of(NormKind::RmsPlusOne, &[0x4000; 2], &[0x3f80; 2], 1e-9, None);
         assert_eq!(outside(&[0x4000; 2], &plus_one), None);
     }

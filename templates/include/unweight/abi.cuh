@@ -137,7 +137,7 @@ struct RouteArgs {
     u32 shared;                       // topk: experts that every token has in addition; top_k + shared is at most 32
     u32 gated;                        // topk: their weight is the sigmoid of logit `experts` instead of 1
     float scale;                      // topk: the factor of all weights
-    float routed_scale;               // topk_sigmoid: the factor of the weights of chosen experts
+    float routed_scale;               // topk_sigmoid: the factor of chosen experts; topk_sparse_mixer: the cutoff
 };
 
 // Encoding family (report section 4): the stages share one struct.

@@ -72,7 +72,7 @@ impl Run<'_> {
         spec: NormSpec,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, d) = (self.stream, weights.shape.1);
-        let gamma: Vec<u16> = halves(&weights.old)[..d as usize].to_vec();
+        let gamma: Vec<u16> = halves(&weights.old)[..spec.gamma_elements(d) as usize].to_vec();
         let x = weights.x.read(stream, 0, (m * d) as usize)?;
         let added = if spec.add { sums_before((m * d) as usize) } else { Vec::new() };
         let of = |(row, x): (usize, &[u16])| {

@@ -19,6 +19,8 @@ const FEATURES: u32 = 64;
 const TOKENS: [u32; 3] = [1, 7, 82];
 const TOP_K: u32 = 8;
 const ITEM_ROWS: u32 = 8;
+/// Not a quotient of logits.
+const CUTOFF: f32 = 0.3001;
 
 /// Chooses distinct experts for each token.
 fn choose(random: &mut Random, tokens: u32, experts: u32, top_k: u32) -> Vec<u32> {
@@ -122,7 +124,9 @@ impl Run<'_> {
         TOKENS
             .into_iter()
             .map(|tokens| match spec.stage {
-                RouteStage::Topk | RouteStage::TopkSigmoid => self.topk(kernel, spec.stage, weights, tokens),
+                RouteStage::Topk | RouteStage::TopkSigmoid | RouteStage::TopkSparseMixer => {
+                    self.topk(kernel, spec.stage, weights, tokens)
+                }
                 RouteStage::Sort => self.sort(kernel, tokens),
                 RouteStage::Combine => self.combine(kernel, weights, tokens),
             })
@@ -140,6 +144,7 @@ impl Run<'_> {
         let logits = weights.x.read(self.stream, 0, (tokens * pitch) as usize)?;
         let (of_launch, pairs) = (kernel.clone(), tokens * TOP_K);
         let has_sigmoids = stage == RouteStage::TopkSigmoid;
+        let is_sparse = stage == RouteStage::TopkSparseMixer;
         // Multiples of 1/64, so that hardly any two sums are equal up to rounding.
         let bias: Vec<f32> = (0..experts).map(|expert| (expert * 7 % 32) as f32 / 64.0).collect();
         let correction = DeviceBuffer::from_host(self.stream, &bias)?;
@@ -147,14 +152,14 @@ impl Run<'_> {
             let args = RouteArgs {
                 logits: weights.x.address(),
                 products: if has_sigmoids { correction.address() } else { 0 },
-                routed_scale: 1.0,
+                routed_scale: if is_sparse { CUTOFF } else { 1.0 },
                 ids: y,
                 weights: y + u64::from(pairs) * 4,
                 logits_pitch: pitch.into(),
                 tokens,
                 experts,
                 top_k: TOP_K,
-                normalized: 1,
+                normalized: (!is_sparse).into(),
                 scale: 1.0,
                 ..RouteArgs::default()
             };
@@ -179,11 +184,19 @@ impl Run<'_> {
                 order.truncate(TOP_K as usize);
                 let sum: f64 = order.iter().map(|expert| share(*expert)).sum();
                 let pairs = token * TOP_K as usize..(token + 1) * TOP_K as usize;
-                let near = |(got, expert): (&u32, &u32)| {
-                    let expected = share(*expert) / sum;
+                // Of a sparse mixer: the share among the experts that come later or are near.
+                let near_sum = |place: usize| {
+                    let rest = (0..experts).filter(|expert| !order[..place].contains(expert));
+                    let largest = value(row[order[place] as usize]);
+                    let is_near = |x: f64| (largest - x) / x.abs().max(largest) <= f64::from(CUTOFF);
+                    let near = rest.filter(|expert| is_near(value(row[*expert as usize])));
+                    near.map(share).sum::<f64>()
+                };
+                let near = |(place, (got, expert)): (usize, (&u32, &u32))| {
+                    let expected = share(*expert) / if is_sparse { near_sum(place) } else { sum };
                     (f64::from(f32::from_bits(*got)) - expected).abs() <= expected * 1e-5
                 };
-                let right = ids[pairs.clone()] == order && shares[pairs].iter().zip(&order).all(near);
+                let right = ids[pairs.clone()] == order && shares[pairs].iter().zip(&order).enumerate().all(near);
                 (!right).then(|| format!("wrong experts or weights for token {token} of {tokens}"))
             })
         };

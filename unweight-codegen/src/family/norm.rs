@@ -24,6 +24,8 @@ word_axis! {
         Layer = "layer",
         /// `(1 + gamma) * (x * r)`, rounded once.
         RmsPlusOne = "rms_plus_one",
+        /// As `layer`, plus a bias before the rounding.
+        LayerBias = "layer_bias",
     }
 }
 
@@ -46,7 +48,7 @@ args! {
     pub struct NormArgs {
         /// bf16 `[source_rows, d]`.
         pub x: u64,
-        /// bf16 `[d]`.
+        /// bf16 `[d]`, of `layer_bias` `[2, d]`: the bias follows.
         pub gamma: u64,
         /// u32 `[m]`: indices of rows of `x`; null: all rows, in order.
         pub rows: u64,
@@ -85,13 +87,21 @@ const fn blocks_per_sm(threads: u32) -> u32 {
 }
 
 impl NormSpec {
+    /// Returns the number of elements of `gamma` for rows of `d` columns: the weights, and the bias if there is one.
+    pub const fn gamma_elements(&self, d: u32) -> u64 {
+        if matches!(self.kind, NormKind::LayerBias) { 2 * d as u64 } else { d as u64 }
+    }
+
     pub(crate) const fn instructions(&self) -> Instructions {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
     const fn smem(&self, warps: u32) -> SmemPlan {
         let sums = SmemPlan::new().section("sums", warps, 4, 4);
-        if matches!(self.kind, NormKind::Layer) { sums.section("squares", warps, 4, 4) } else { sums }
+        match self.kind {
+            NormKind::Layer | NormKind::LayerBias => sums.section("squares", warps, 4, 4),
+            NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => sums,
+        }
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
@@ -120,6 +130,7 @@ impl Family for NormSpec {
             NormKind::RmsOnce => ("gamma", "X", ", rounded once"),
             NormKind::Layer => ("gamma", "(X - mean(X))", ", rounded once"),
             NormKind::RmsPlusOne => ("(1 + gamma)", "X", ", rounded once"),
+            NormKind::LayerBias => ("gamma", "(X - mean(X))", " + beta, rounded once"),
         };
         format!("Y[m,d] {sign} {gamma} * {x} * rsqrt(mean({x}^2) + eps){once}, a block a row{pdl}.")
     }

@@ -19,6 +19,8 @@ word_axis! {
         Combine = "combine",
         /// As `topk`, for routers that score by sigmoids and choose by scores with a correction bias.
         TopkSigmoid = "topk_sigmoid",
+        /// As `topk`, for routers that choose experts one after the other, each with its share of the near ones.
+        TopkSparseMixer = "topk_sparse_mixer",
     }
 }
 
@@ -34,7 +36,7 @@ axes! {
 
 args! {
     /// Arguments of routing: all stages share one struct. A pair is a token and one of its `top_k` experts: pair
-    /// `token * top_k + i`. For `topk`, and below for `topk_sigmoid`, too, `experts` and `top_k` are without shared
+    /// `token * top_k + i`. For `topk`, and below for its variants, too, `experts` and `top_k` are without shared
     /// experts, whose places follow.
     pub struct RouteArgs {
         /// bf16 `[tokens, experts]`, followed by the logit of the gate if `gated`; read by `topk`.
@@ -84,7 +86,8 @@ args! {
         pub gated: u32,
         /// `topk`: the factor of all weights, after rounding.
         pub scale: f32,
-        /// `topk_sigmoid`: the factor of the weights of chosen experts.
+        /// `topk_sigmoid`: the factor of the weights of chosen experts. `topk_sparse_mixer`: the cutoff, the relative
+        /// distance between logits from which on one is far from the other.
         pub routed_scale: f32,
     }
 }
@@ -103,11 +106,11 @@ const COMBINE_WARPS: u32 = 4;
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
-/// With 64 registers per thread, NVRTC 13.0 spills on all architectures but sm_90.
-const fn topk_blocks_per_sm(arch: Arch) -> u32 {
+/// With 64 registers per thread, NVRTC 13.0.88 spills `topk`, and its variants on all architectures but sm_90.
+const fn topk_blocks_per_sm(arch: Arch, stage: RouteStage) -> u32 {
     match arch {
-        Arch::Sm90a => BLOCKS_PER_SM,
-        Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm100a | Arch::Sm103a | Arch::Sm120a => 3,
+        Arch::Sm90a if !matches!(stage, RouteStage::Topk) => BLOCKS_PER_SM,
+        Arch::Sm90a | Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm100a | Arch::Sm103a | Arch::Sm120a => 3,
     }
 }
 
@@ -136,7 +139,7 @@ impl RouteSpec {
 
     const fn warps(&self) -> u32 {
         match self.stage {
-            RouteStage::Topk | RouteStage::TopkSigmoid => TOPK_WARPS,
+            RouteStage::Topk | RouteStage::TopkSigmoid | RouteStage::TopkSparseMixer => TOPK_WARPS,
             RouteStage::Sort => SORT_WARPS,
             RouteStage::Combine => COMBINE_WARPS,
         }
@@ -149,9 +152,9 @@ impl RouteSpec {
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let none = SmemPlan::new();
         let (smem, grid, blocks_per_sm) = match self.stage {
-            RouteStage::Topk | RouteStage::TopkSigmoid => {
+            RouteStage::Topk | RouteStage::TopkSigmoid | RouteStage::TopkSparseMixer => {
                 let grid = LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS };
-                (none, grid, topk_blocks_per_sm(arch))
+                (none, grid, topk_blocks_per_sm(arch, self.stage))
             }
             RouteStage::Sort => {
                 let smem = none
@@ -185,6 +188,7 @@ impl Family for RouteSpec {
         let summary = match self.stage {
             RouteStage::Topk => "logits[m,experts] -> ids and weights of each token's experts",
             RouteStage::TopkSigmoid => "logits[m,experts] -> ids and weights of each token's experts by sigmoids",
+            RouteStage::TopkSparseMixer => "logits[m,experts] -> ids and weights of experts chosen one by one",
             RouteStage::Sort => "ids -> pairs sorted by expert, and items of the products",
             RouteStage::Combine => "Y[m,n] = sum of weight * row over a token's pairs",
         };

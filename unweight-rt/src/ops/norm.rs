@@ -2,7 +2,12 @@
 
 use std::sync::Arc;
 
-use unweight_codegen::{abi::NormArgs, family::norm::COLUMNS_MAX, plan::GemmShape, spec::Op};
+use unweight_codegen::{
+    abi::NormArgs,
+    family::norm::COLUMNS_MAX,
+    plan::GemmShape,
+    spec::{NormSpec, Op},
+};
 
 use crate::{
     device::{
@@ -10,16 +15,14 @@ use crate::{
         module::LoadedKernel,
         view::{MatrixDesc, check_apart, check_device},
     },
-    exec::{
-        ExecContext,
-        operands::{check_activations, check_len},
-    },
+    exec::{ExecContext, operands::check_activations},
 };
 
 /// A kernel of family `norm`.
 #[derive(Clone, Debug)]
 pub struct Norm {
     kernel: Arc<LoadedKernel>,
+    spec: NormSpec,
 }
 
 impl Norm {
@@ -29,7 +32,7 @@ impl Norm {
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
-            Op::Norm(_) => Ok(Self { kernel }),
+            Op::Norm(spec) => Ok(Self { kernel, spec }),
             _ => kernel.refuse(LaunchError::Family { wanted: "a norm kernel" }),
         }
     }
@@ -40,9 +43,9 @@ impl Norm {
     }
 
     /// Enqueues the norm of all rows of `x` `[m, d]`, or of those in the list `rows`: `y` has one row per requested
-    /// row, and `rows` has at least that many entries. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. For an
-    /// entry of `rows` that is not a row of `x`, zeros are stored, or nothing is added; [`ExecContext::synchronize`]
-    /// reports it.
+    /// row, and `rows` has at least that many entries. `gamma` is `[d]`, or `[2 * d]` with the bias after the weights
+    /// if the norm has one; `d` is a multiple of 8, at most 16384. For an entry of `rows` that is not a row of `x`,
+    /// zeros are stored, or nothing is added; [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
@@ -93,7 +96,7 @@ impl Norm {
         let ordinal = self.kernel.device().ordinal();
         let check = || {
             check_shapes(x, rows.map(DeviceBuffer::len), y)?;
-            check_len("gamma", gamma.len(), x.cols)?;
+            check_gamma(self.spec, gamma.len(), x.cols)?;
             check_device("gamma", gamma.device().ordinal(), ordinal)?;
             x.check_device("x", ordinal)?;
             y.check_device("y", ordinal)?;
@@ -121,6 +124,12 @@ impl Norm {
     }
 }
 
+/// Checks the number of weights, and of biases if the norm has them.
+fn check_gamma(spec: NormSpec, got: usize, cols: u32) -> Result<(), LaunchError> {
+    let (got, expected) = (got as u64, spec.gamma_elements(cols));
+    if got == expected { Ok(()) } else { Err(LaunchError::Elements { buffer: "gamma", got, expected }) }
+}
+
 /// Checks the shapes of input, list and output of a norm.
 fn check_shapes(x: &MatrixDesc, rows: Option<usize>, y: &MatrixDesc) -> Result<(), LaunchError> {
     check_activations("x", x, COLUMNS_MAX)?;
@@ -144,6 +153,20 @@ mod tests {
 
     fn desc(rows: u32, cols: u32) -> MatrixDesc {
         MatrixDesc::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap()
+    }
+
+    #[test]
+    fn a_norm_with_a_bias_has_two_vectors() {
+        use unweight_codegen::spec::{NormKind, NormThreads};
+        for kind in NormKind::ALL.iter().copied() {
+            let spec = NormSpec { threads: NormThreads::ALL[0], kind, add: false, pdl: true };
+            let expected = if kind == NormKind::LayerBias { 144 } else { 72 };
+            assert_eq!(check_gamma(spec, expected, 72), Ok(()));
+            for got in [0, 71, 216 - expected] {
+                let wrong = LaunchError::Elements { buffer: "gamma", got: got as u64, expected: expected as u64 };
+                assert_eq!(check_gamma(spec, got, 72), Err(wrong), "{kind:?}");
+            }
+        }
     }
 
     #[test]

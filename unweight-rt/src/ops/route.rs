@@ -35,6 +35,10 @@ pub struct RouterConfig {
     pub scale: f32,
     /// The factor of the weights of chosen experts, before rounding; 1 unless the router has a correction bias.
     pub routed_scale: f32,
+    /// Makes the router a SparseMixer: experts are chosen one after the other, each with its share of the softmax over
+    /// itself and those later ones that are near. An expert with logit `x` is not near one with logit `y` if `(y - x) /
+    /// max(|x|, y)` is larger than this.
+    pub cutoff: Option<f32>,
 }
 
 impl RouterConfig {
@@ -47,7 +51,16 @@ impl RouterConfig {
 /// One expert per token, whose weight is its share of the softmax over all experts.
 impl Default for RouterConfig {
     fn default() -> Self {
-        Self { top_k: 1, normalized: false, rounded: false, shared: 0, gated: false, scale: 1.0, routed_scale: 1.0 }
+        Self {
+            top_k: 1,
+            normalized: false,
+            rounded: false,
+            shared: 0,
+            gated: false,
+            scale: 1.0,
+            routed_scale: 1.0,
+            cutoff: None,
+        }
     }
 }
 
@@ -56,6 +69,7 @@ impl Default for RouterConfig {
 pub struct Router {
     topk: Arc<LoadedKernel>,
     topk_sigmoid: Arc<LoadedKernel>,
+    topk_sparse_mixer: Arc<LoadedKernel>,
     sort: Arc<LoadedKernel>,
     combine: Arc<LoadedKernel>,
     /// The bias that is added to scores before experts are chosen.
@@ -84,6 +98,7 @@ impl Router {
         Ok(Self {
             topk: stage(RouteStage::Topk)?,
             topk_sigmoid: stage(RouteStage::TopkSigmoid)?,
+            topk_sparse_mixer: stage(RouteStage::TopkSparseMixer)?,
             sort: stage(RouteStage::Sort)?,
             combine: stage(RouteStage::Combine)?,
             correction: None,
@@ -109,7 +124,8 @@ impl Router {
     /// Enqueues the choice among `experts` experts, the last of which may be shared: the `top_k` largest of each row of
     /// `logits`, of equal logits the lower expert first, and then the shared ones. Logits are `[tokens, experts without
     /// shared ones]`, and one column more if these are gated. `ids` and `weights` have at least `tokens` times
-    /// [`RouterConfig::places`] elements. With a correction bias, scores decide instead of logits.
+    /// [`RouterConfig::places`] elements. With a correction bias, scores decide instead of logits; such a router cannot
+    /// be a SparseMixer.
     ///
     /// # Errors
     /// Operands of other sizes or on another device, or a driver error.
@@ -122,7 +138,11 @@ impl Router {
         (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
     ) -> Result<(), DeviceError> {
         let correction = self.correction.as_deref();
-        let kernel = if correction.is_some() { &self.topk_sigmoid } else { &self.topk };
+        let kernel = match (correction, choice.cutoff) {
+            (Some(_), _) => &self.topk_sigmoid,
+            (None, Some(_)) => &self.topk_sparse_mixer,
+            (None, None) => &self.topk,
+        };
         let (desc, routed) = (logits.desc(), experts.saturating_sub(choice.shared));
         let check = || {
             check(experts, choice.places())?;
@@ -131,6 +151,9 @@ impl Router {
                 return Err(LaunchError::Experts { experts: desc.cols, top_k: choice.top_k });
             }
             match correction {
+                Some(_) if choice.cutoff.is_some() => {
+                    return Err(LaunchError::Family { wanted: "a router without a correction bias" });
+                }
                 Some(bias) => {
                     check_device("the correction bias", bias.device().ordinal(), kernel.device().ordinal())?;
                     check_capacity("correction bias", bias.len(), routed as usize)?;
@@ -158,7 +181,7 @@ impl Router {
             normalized: choice.normalized.into(),
             rounded: choice.rounded.into(),
             products: correction.map_or(0, DeviceBuffer::address),
-            routed_scale: choice.routed_scale,
+            routed_scale: choice.cutoff.unwrap_or(choice.routed_scale),
             ..RouteArgs::default()
         };
         // SAFETY: sizes were checked above; dropping a buffer waits for the kernel.

@@ -10,11 +10,14 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceError, LaunchError, MatrixMut, MatrixRef,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
-        view::{MatrixDesc, check_apart},
+        view::{MatrixDesc, check_apart, check_device},
     },
-    exec::{ExecContext, operands::check_activations},
+    exec::{
+        ExecContext,
+        operands::{check_activations, check_len},
+    },
 };
 
 /// A kernel of family `scale`.
@@ -70,6 +73,34 @@ impl Scale {
         self.launch(ctx, y.desc(), factor, y.desc())
     }
 
+    /// Enqueues `y[m, n] += factor * row[n]`, such as a bias of every row, with a kernel that adds. `n` is a multiple
+    /// of 8.
+    ///
+    /// # Errors
+    /// As for [`Scale::enqueue`]; or the kernel does not add.
+    pub fn enqueue_row(
+        &self,
+        ctx: &mut ExecContext,
+        row: &DeviceBuffer<u16>,
+        factor: f32,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        if self.spec.form != ScaleForm::Add {
+            return self.kernel.refuse(LaunchError::Family { wanted: "a scale kernel that adds" });
+        }
+        let (y, ordinal) = (y.desc(), self.kernel.device().ordinal());
+        let check = || {
+            check_len("the row", row.len(), y.cols)?;
+            check_activations("y", y, u32::MAX)?;
+            check_device("the row", row.device().ordinal(), ordinal)?;
+            y.check_device("y", ordinal)?;
+            check_apart(("y", y.span()), [("the row", row.span())])
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        // SAFETY: checked above; with a pitch of 0, every row of x is the row.
+        unsafe { self.run(ctx, (row.address(), 0), factor, y) }
+    }
+
     fn launch(&self, ctx: &mut ExecContext, x: &MatrixDesc, factor: f32, y: &MatrixDesc) -> Result<(), DeviceError> {
         let ordinal = self.kernel.device().ordinal();
         let check = || {
@@ -78,10 +109,24 @@ impl Scale {
             y.check_device("y", ordinal)
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        // SAFETY: shapes, pitches and places were checked above.
+        unsafe { self.run(ctx, (x.address, x.pitch), factor, y) }
+    }
+
+    /// # Safety
+    /// At `x`, an address and a pitch, are as many rows and columns as `y` has, on the device of the kernel, and `y`
+    /// overlaps them not at all or element by element.
+    unsafe fn run(
+        &self,
+        ctx: &mut ExecContext,
+        (x, x_pitch): (u64, u64),
+        factor: f32,
+        y: &MatrixDesc,
+    ) -> Result<(), DeviceError> {
         let args = ScaleArgs {
-            x: x.address,
+            x,
             y: y.address,
-            x_pitch: x.pitch,
+            x_pitch,
             y_pitch: y.pitch,
             columns: y.cols,
             row_blocks: y.cols.div_ceil(ScaleSpec::BLOCK_COLUMNS),
@@ -89,8 +134,8 @@ impl Scale {
             reserved: 0,
         };
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
-        // SAFETY: shapes, pitches and places were checked above, views against their memory when they were created; a
-        // thread writes only what no other thread reads. Dropping a buffer waits for the kernel.
+        // SAFETY: the caller's promise; views were checked against their memory when they were created. A thread writes
+        // only what no other thread reads. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 }

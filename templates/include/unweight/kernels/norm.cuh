@@ -6,6 +6,7 @@
 //                   kRmsOnce  bf16(gamma * (x * rsqrt(mean(x^2) + eps)))
 //                   kRmsPlusOne  bf16((1 + gamma) * (x * rsqrt(mean(x^2) + eps)))
 //                   kLayer    bf16(gamma * (c * rsqrt(mean(c^2) + eps))), c = x - mean(x)
+//             kLayerBias  as kLayer, plus beta before the rounding; beta [d] follows gamma
 //   bool kAdd       y[r] += norm(x[s]), added before the last rounding
 //   bool kPdl       programmatic dependent launch: gamma is read before griddepcontrol.wait, everything else is
 //                   accessed after it
@@ -14,9 +15,10 @@
 // rows and gamma are 16-byte aligned.
 //
 // Roles: none. Thread t holds chunks of 8 columns t, t + kThreads, ... of x and gamma in registers, so x is read once.
+// beta is read last: a third row would not fit.
 // y may alias x: a thread writes only elements that no other thread reads.
-// Barriers: one block barrier between writing the sums of the warps and adding them; kLayer: two.
-// Shared memory = kThreads / 32 * 4: fp32 sums of the warps; kLayer: twice that, for x and for the squares.
+// Barriers: one block barrier between writing the sums of the warps and adding them; kLayer and kLayerBias: two.
+// Shared memory = kThreads / 32 * 4: fp32 sums of the warps; with a mean twice that, for x and for the squares.
 //
 // Sums     a thread's squares in order of columns, a warp's by butterfly, the warps' in order: a row's bits depend only
 //          on the row.
@@ -40,7 +42,10 @@ template <class Config>
 constexpr u32 kThreads = Config::kThreads;
 
 template <class Config>
-constexpr bool kCentred = Config::kKind == NormKind::kLayer;
+constexpr bool kBiased = Config::kKind == NormKind::kLayerBias;
+
+template <class Config>
+constexpr bool kCentred = Config::kKind == NormKind::kLayer || kBiased<Config>;
 
 template <class Config>
 struct Smem {
@@ -90,9 +95,9 @@ UW_DEVICE void add_centred(float& sum, u32 x, float middle) {
     sum = ptx::fma(high, high, ptx::fma(low, low, sum));
 }
 
-// One word of y, from words of x and gamma and from the old word of y (kAdd).
+// One word of y, from words of x, gamma and beta (kLayerBias) and from the old word of y (kAdd).
 template <class Config>
-UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
+UW_DEVICE u32 normed(u32 x, u32 gamma, [[maybe_unused]] u32 beta, u32 y, float middle, float factor) {
     using namespace activation;
     float low = low_of(x), high = high_of(x);
     if constexpr (kCentred<Config>) {
@@ -112,6 +117,10 @@ UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
     } else {
         low = ptx::mul(low, low_of(gamma));
         high = ptx::mul(high, high_of(gamma));
+    }
+    if constexpr (kBiased<Config>) {
+        low = ptx::add(low, low_of(beta));
+        high = ptx::add(high, high_of(beta));
     }
     if constexpr (Config::kAdd) {
         low = ptx::add(low_of(y), low);
@@ -189,12 +198,13 @@ UW_DEVICE void run(const NormArgs& args) {
         if constexpr (Config::kKind == NormKind::kRms && !Config::kAdd) {
             ptx::st_global_x4(y + chunk * kChunk, scale(x[i], gamma[i], factor));
         } else {
-            U32x4 before{0, 0, 0, 0};
+            U32x4 before{0, 0, 0, 0}, beta{0, 0, 0, 0};
+            if constexpr (kBiased<Config>) beta = ptx::ld_global_nc_x4(args.gamma + args.d + chunk * kChunk);
             if constexpr (Config::kAdd) before = ptx::ld_global_x4(y + chunk * kChunk);
-            const U32x4 after{normed<Config>(x[i].x, gamma[i].x, before.x, middle, factor),
-                              normed<Config>(x[i].y, gamma[i].y, before.y, middle, factor),
-                              normed<Config>(x[i].z, gamma[i].z, before.z, middle, factor),
-                              normed<Config>(x[i].w, gamma[i].w, before.w, middle, factor)};
+            const U32x4 after{normed<Config>(x[i].x, gamma[i].x, beta.x, before.x, middle, factor),
+                              normed<Config>(x[i].y, gamma[i].y, beta.y, before.y, middle, factor),
+                              normed<Config>(x[i].z, gamma[i].z, beta.z, before.z, middle, factor),
+                              normed<Config>(x[i].w, gamma[i].w, beta.w, before.w, middle, factor)};
             ptx::st_global_x4(y + chunk * kChunk, after);
         }
     }

@@ -3,10 +3,10 @@
 //
 // stage    threads  blocks/SM  grid                                  dynamic smem  what
 // topk     256      4*         ceil(tokens / 8)                      0             logits -> ids and weights of pairs
-// topk_sigmoid: as topk
+// topk_sigmoid, topk_sparse_mixer: as topk
 // sort     1024     1          1                                     67840         ids -> pairs by expert, items
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
-// * 3 from sm_100 on: with 64 registers it spills there.
+// * On sm_90 for topk_sigmoid and topk_sparse_mixer; otherwise 3, because it spills with 64 registers.
 //
 // Config: RouteStage kStage; bool kPdl, programmatic dependent launch: all global accesses follow griddepcontrol.wait
 //
@@ -18,6 +18,9 @@
 // topk_sigmoid
 //          As topk, but weight = 1 / (1 + e^-logit), and the largest sums of weight and correction bias are chosen.
 //          `normalized` divides by the sum of the chosen weights + 1e-20; `routed_scale` then multiplies them.
+// topk_sparse_mixer
+//          As topk, but weight = 1 / sum of e^(x - logit) over the logits x that are neither chosen before nor far:
+//          (logit - x) / max(|x|, logit) > cutoff, which is in `routed_scale`. An expert with logit -inf has weight 0.
 // sort     One block, without atomics, so the pairs of an expert keep their order. Each warp counts a range of pairs,
 //          32 at a time; thread e sums the counts of expert e over the warps; a scan over experts gives first entries
 //          and first items; each warp goes through its range again and places its pairs. An id that is not below
@@ -85,8 +88,26 @@ UW_DEVICE float score_of(const u16* logit) {
     return ptx::max(ptx::div(1.0f, ptx::add(1.0f, ptx::ex2_approx(x * -1.44269504f))), 0.0f);
 }
 
-template <bool kPdl, bool kSigmoid>
+// The sum of e^(x - logit) over those of the warp's values that `rest` has and that are not far from the logit.
+UW_DEVICE float near_sum(const float (&values)[kPerLane], u32 rest, float logit, float cutoff) {
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kPerLane; ++i) {
+        const float x = values[i], scale = ptx::max(ptx::float_from_bits(ptx::bits_from_float(x) & 0x7fffffffu), logit);
+        // 0 / 0 is not far.
+        const bool far = ptx::div(ptx::add(logit, -x), scale) > cutoff;
+        if ((rest >> i & 1) != 0 && !far) sum = ptx::add(sum, ptx::ex2_approx((x - logit) * 1.44269504f));
+    }
+#pragma unroll
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
+    }
+    return sum;
+}
+
+template <bool kPdl, RouteStage kStage>
 UW_DEVICE void topk(const RouteArgs& args) {
+    constexpr bool kSigmoid = kStage == RouteStage::kTopkSigmoid, kSparse = kStage == RouteStage::kTopkSparseMixer;
     start<kPdl>();
     const u32 lane = ptx::laneid(), token = ptx::ctaid() * (kTopkThreads / 32) + ptx::uniform_warp_index();
     if (token >= args.tokens) return;
@@ -113,7 +134,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
         largest = ptx::max(largest, values[i]);
     }
     float offset = 0.0f, sum = 0.0f;
-    if constexpr (!kSigmoid) {
+    if constexpr (!kSigmoid && !kSparse) {
 #pragma unroll
         for (u32 distance = 16; distance > 0; distance /= 2) {
             const u32 other = ptx::shfl_sync_bfly(ptx::bits_from_float(largest), distance);
@@ -152,10 +173,13 @@ UW_DEVICE void topk(const RouteArgs& args) {
                 expert = other_expert;
             }
         }
+        [[maybe_unused]] const u32 rest = left;
         if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);
         float share = 0.0f;
         if constexpr (kSigmoid) {
             share = score_of(logits + expert);
+        } else if constexpr (kSparse) {
+            share = best == none ? 0.0f : ptx::div(1.0f, near_sum(values, rest, best, args.routed_scale));
         } else {
             share = ptx::div(ptx::ex2_approx((best - offset) * 1.44269504f), sum);
         }
@@ -315,10 +339,8 @@ UW_DEVICE void combine(const RouteArgs& args) {
 // ---- entry
 template <class Config>
 UW_DEVICE void run(const RouteArgs& args) {
-    if constexpr (Config::kStage == RouteStage::kTopk) {
-        topk<Config::kPdl, false>(args);
-    } else if constexpr (Config::kStage == RouteStage::kTopkSigmoid) {
-        topk<Config::kPdl, true>(args);
+    if constexpr (kThreads<Config> == kTopkThreads) {
+        topk<Config::kPdl, Config::kStage>(args);
     } else if constexpr (Config::kStage == RouteStage::kSort) {
         sort<Config::kPdl>(args);
     } else {

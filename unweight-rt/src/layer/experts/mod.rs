@@ -92,7 +92,7 @@ pub struct Experts {
 /// # use unweight_rt::raw::layer::experts::variants;
 /// let names: Vec<String> = variants(Arch::Sm90a).iter().map(|spec| spec.to_string()).collect();
 /// assert!(names.contains(&"uw_sm90a_gemm_grouped_b8_r3w4p2_pdl_silu_mul".to_owned()));
-/// assert_eq!(names.len(), 4 + 2 * 2 * 4);
+/// assert_eq!(names.len(), 5 + 2 * 2 * 4);
 /// ```
 pub fn variants(arch: Arch) -> Vec<VariantSpec> {
     let routes = RouteStage::ALL.iter().map(|stage| route::variant(arch, *stage));
