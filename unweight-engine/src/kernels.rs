@@ -14,7 +14,7 @@ use unweight_codegen::{
 };
 use unweight_model::{Activation, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
 use unweight_rt::{
-    ContextSize, DeviceError, ExecContext, KernelSet, LaunchError, MatrixMut,
+    ContextSize, DeviceBuffer, DeviceError, ExecContext, KernelSet, LaunchError, MatrixMut,
     raw::{
         choose::cost::gpu_model::GpuModel,
         device::module::LoadedKernel,
@@ -51,7 +51,7 @@ pub struct Variants {
     norm_add: Option<VariantSpec>,
     /// Scales embeddings and logits, if the model does.
     scale: Option<VariantSpec>,
-    /// Scales what is added to the residual stream, if the model does.
+    /// Scales what is added to the residual stream, and adds biases, if the model does.
     scale_add: Option<VariantSpec>,
     /// Caps logits, if the model has a soft cap.
     cap: Option<VariantSpec>,
@@ -108,7 +108,10 @@ impl Variants {
             let is_needed = factors.iter().any(|factor| *factor != 1.0);
             is_needed.then(|| VariantSpec::scale(arch, ScaleSpec { form, pdl }))
         };
-        let scale_add = scale(ScaleForm::Add, &[factors.residual]);
+        let scale_add = match adds_biases(config) {
+            true => Some(VariantSpec::scale(arch, ScaleSpec { form: ScaleForm::Add, pdl })),
+            false => scale(ScaleForm::Add, &[factors.residual]),
+        };
         let scale = scale(ScaleForm::Mul, &[factors.embedding, factors.logits]);
         let cap = ScaleSpec { form: ScaleForm::Cap, pdl };
         let cap = config.soft_caps.logits.map(|_| VariantSpec::scale(arch, cap));
@@ -218,6 +221,7 @@ fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSp
         ModelNorm::RmsOnce => NormKind::RmsOnce,
         ModelNorm::RmsPlusOne => NormKind::RmsPlusOne,
         ModelNorm::Layer => NormKind::Layer,
+        ModelNorm::LayerBias => NormKind::LayerBias,
         _ => return None,
     };
     let threads_of = |spec: &VariantSpec| match spec.op {
@@ -229,6 +233,12 @@ fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSp
     catalog::on::<NormSpec>(arch)
         .filter(|spec| threads_of(spec).is_some())
         .min_by_key(|spec| threads_of(spec).map(rank))
+}
+
+/// Whether biases are added by a kernel of their own. Attention adds those of queries, keys and values, unless norms of
+/// all heads together follow them.
+fn adds_biases(config: &ModelConfig) -> bool {
+    config.bias.o || config.bias.head || config.bias.qkv && config.qk_norm == QkNorm::Whole
 }
 
 /// The kernels of a packed KV cache with heads of this size.
@@ -344,6 +354,24 @@ impl Kernels {
         }
     }
 
+    /// Adds a bias times a factor to every row, if there is one.
+    ///
+    /// # Errors
+    /// [`DeviceError`] if the driver fails.
+    pub fn add_bias(
+        &self,
+        ctx: &mut ExecContext,
+        bias: Option<&DeviceBuffer<u16>>,
+        factor: f32,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        match (bias, &self.scale_add) {
+            (None, _) => Ok(()),
+            (Some(bias), Some(kernel)) => kernel.enqueue_row(ctx, bias, factor, y),
+            (Some(_), None) => Err(LaunchError::Family { wanted: "a sum with a bias" }.into()),
+        }
+    }
+
     /// Caps logits in place, if they have a soft cap.
     ///
     /// # Errors
@@ -422,11 +450,11 @@ mod tests {
     /// A family has the kernels of its features, and no others.
     #[test]
     fn families_have_kernels_of_their_features() {
-        let names = |family: &str, arch: Arch| {
+        let with = |family: &str, more: &str, arch: Arch| {
             let json = format!(
                 r#"{{"model_type": "{family}", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024,
                 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
-                "embedding_multiplier": 12, "residual_multiplier": 0.22, "eos_token_id": 2, "bos_token_id": 1}}"#
+                "embedding_multiplier": 12, "residual_multiplier": 0.22, "eos_token_id": 2, "bos_token_id": 1{more}}}"#
             );
             let config = ModelConfig::parse(&json, None).unwrap();
             let variants = Variants::of(&config, &GpuModel::usual(arch), EmbedSource::Packed, &options(8)).unwrap();
@@ -434,6 +462,7 @@ mod tests {
             assert!(all.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{family}: {all:?}");
             all.iter().map(|spec| spec.to_string()).collect::<Vec<_>>().join(" ")
         };
+        let names = |family: &str, arch: Arch| with(family, "", arch);
         for arch in Arch::ALL.iter().copied() {
             let llama = names("llama", arch);
             for family in ["phi3", "smollm3", "qwen3"] {
@@ -448,6 +477,16 @@ mod tests {
                 }
             };
             has("llama", &[]);
+            has("phimoe", &["layer"]);
+            assert!(names("phimoe", arch).contains("layer_bias") && !names("cohere", arch).contains("layer_bias"));
+            for (family, more, adds) in [
+                ("llama", r#", "attention_bias": true"#, true),
+                ("phimoe", r#", "lm_head_bias": true"#, true),
+                ("olmo2", r#", "attention_bias": true"#, true),
+                ("glm4", r#", "attention_bias": true"#, false),
+            ] {
+                assert_eq!(with(family, more, arch).contains("scale_add"), adds, "{family}{more}");
+            }
             has("granite", &["scale_mul", "scale_add"]);
             has("olmo2", &["rms_once", "once_add"]);
             has("glm4", &["norm_t256_add", "adjacent"]);

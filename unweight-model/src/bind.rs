@@ -11,7 +11,7 @@ use unweight_format::{
     safetensors::{Dtype, TensorInfo},
 };
 
-use crate::config::{Family, ModelConfig, QkNorm, Scoring, families::SharedKeys};
+use crate::config::{Family, ModelConfig, NormKind, QkNorm, Scoring, families::SharedKeys};
 
 /// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,18 +46,29 @@ pub struct ModelWeights {
     pub embed: String,
     /// The layers, in the order in which they run.
     pub layers: Vec<LayerWeights>,
-    /// Norm before the head `[hidden]`.
-    pub final_norm: String,
+    /// Norm before the head.
+    pub final_norm: NormWeights,
     /// Head `[vocab, hidden]`; the same name as [`ModelWeights::embed`] if a tied model has one table only.
     pub lm_head: String,
+    /// Bias of the head `[vocab]`.
+    pub lm_head_bias: Option<String>,
+}
+
+/// The names of a norm's weights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NormWeights {
+    /// The factor of each column `[hidden]`.
+    pub weight: String,
+    /// What is added to each column `[hidden]`, if the norm has biases ([`NormKind::LayerBias`]).
+    pub bias: Option<String>,
 }
 
 /// The names of a layer's weights by role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LayerWeights {
-    /// Norm of what attention reads `[hidden]`.
-    pub input_norm: Option<String>,
+    /// Norm of what attention reads.
+    pub input_norm: Option<NormWeights>,
     /// Queries `[heads * head_dim, hidden]`. If queries, keys and values are one tensor, concatenated by rows, all
     /// three have its name.
     pub q: String,
@@ -67,12 +78,12 @@ pub struct LayerWeights {
     pub v: String,
     /// Output projection of attention `[hidden, heads * head_dim]`.
     pub o: String,
-    /// Norm of what attention adds to the residual stream `[hidden]`.
-    pub attention_norm: Option<String>,
-    /// Norm of what the MLP reads `[hidden]`.
-    pub post_norm: Option<String>,
-    /// Norm of what the MLP adds to the residual stream `[hidden]`.
-    pub mlp_norm: Option<String>,
+    /// Norm of what attention adds to the residual stream.
+    pub attention_norm: Option<NormWeights>,
+    /// Norm of what the MLP reads.
+    pub post_norm: Option<NormWeights>,
+    /// Norm of what the MLP adds to the residual stream.
+    pub mlp_norm: Option<NormWeights>,
     /// The MLP, or the experts that replace it.
     pub mlp: MlpWeights,
     /// Bias of the queries `[heads * head_dim]`.
@@ -81,6 +92,8 @@ pub struct LayerWeights {
     pub k_bias: Option<String>,
     /// Bias of the values `[kv_heads * head_dim]`.
     pub v_bias: Option<String>,
+    /// Bias of the output projection `[hidden]`.
+    pub o_bias: Option<String>,
     /// Norm of the queries: of each head `[head_dim]`, or of all together `[heads * head_dim]`.
     pub q_norm: Option<String>,
     /// Norm of the keys: of each head `[head_dim]`, or of all together `[kv_heads * head_dim]`.
@@ -270,14 +283,17 @@ pub fn bind<'a>(
     };
     let embed = binder.bind(embed, &[vocab, hidden])?;
     let lm_head = if lm_head == embed { lm_head } else { binder.bind(lm_head, &[vocab, hidden])? };
-    let final_norm = binder.bind(format!("{prefix}norm.weight"), &[hidden])?;
+    let lm_head_bias = config.bias.head.then(|| binder.bind(format!("{before_head}lm_head.bias"), &[vocab]));
+    let lm_head_bias = lm_head_bias.transpose()?;
+    let final_norm = norm_weights(config, &format!("{prefix}norm"));
+    binder.norm(&final_norm, hidden)?;
     let layers = (0..config.layers).map(|layer| binder.layer(config, layer, &format!("{prefix}layers.{layer}.")));
     let layers = layers.collect::<Result<_, _>>()?;
     if let Some(first) = binder.unbound.keys().next() {
         let (count, first) = (binder.unbound.len(), (*first).to_owned());
         return Err(BindError::LeftOver { count, first, family: config.family });
     }
-    Ok(ModelWeights { embed, layers, final_norm, lm_head })
+    Ok(ModelWeights { embed, layers, final_norm, lm_head, lm_head_bias })
 }
 
 impl ModelWeights {
@@ -288,7 +304,8 @@ impl ModelWeights {
         let embed = "model.embed_tokens.weight".to_owned();
         let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
         let layers = (0..config.layers).map(layer).collect();
-        Self { embed, layers, final_norm: "model.norm.weight".to_owned(), lm_head }
+        let lm_head_bias = config.bias.head.then(|| "lm_head.bias".to_owned());
+        Self { embed, layers, final_norm: norm_weights(config, "model.norm"), lm_head, lm_head_bias }
     }
 
     /// The weights of a bundle, as [`bind`] finds them.
@@ -322,7 +339,7 @@ fn layer_names(config: &ModelConfig, number: u32, prefix: &str, layout: ExpertLa
     let features = config.family.features();
     let name = |name: &str| format!("{prefix}{name}");
     let optional = |has: bool, of: &str| has.then(|| name(of));
-    let norm = |of: Option<&str>| of.map(|of| format!("{prefix}{of}.weight"));
+    let norm = |of: Option<&str>| of.map(|of| norm_weights(config, &format!("{prefix}{of}")));
     let [q, k, v] = match features.merged_qkv {
         true => ["qkv_proj"; 3],
         false => ["q_proj", "k_proj", "v_proj"],
@@ -339,6 +356,7 @@ fn layer_names(config: &ModelConfig, number: u32, prefix: &str, layout: ExpertLa
         k: k + ".weight",
         v: v + ".weight",
         o: name("self_attn.o_proj.weight"),
+        o_bias: optional(config.bias.o, "self_attn.o_proj.bias"),
         attention_norm: norm(features.norms.after_attention),
         post_norm: norm(features.norms.mlp),
         mlp_norm: norm(features.norms.after_mlp),
@@ -346,6 +364,12 @@ fn layer_names(config: &ModelConfig, number: u32, prefix: &str, layout: ExpertLa
         q_norm: optional(has_qk_norm, "self_attn.q_norm.weight"),
         k_norm: optional(has_qk_norm, "self_attn.k_norm.weight"),
     }
+}
+
+/// The names of the weights of the norm `name`.
+fn norm_weights(config: &ModelConfig, name: &str) -> NormWeights {
+    let has_bias = config.norm == NormKind::LayerBias;
+    NormWeights { weight: format!("{name}.weight"), bias: has_bias.then(|| format!("{name}.bias")) }
 }
 
 fn mlp_names(config: &ModelConfig, layer: u32, prefix: &str, layout: ExpertLayout) -> MlpWeights {
@@ -444,6 +468,11 @@ impl Binder<'_> {
         names.into_iter().zip(rows).try_for_each(|(name, rows)| self.check(name, &shape(rows)))
     }
 
+    fn norm(&mut self, names: &NormWeights, hidden: u32) -> Result<(), BindError> {
+        self.check(&names.weight, &[hidden])?;
+        names.bias.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))
+    }
+
     fn gated(&mut self, hidden: u32, intermediate: u32, names: &GatedWeights) -> Result<(), BindError> {
         self.check_rows([&names.gate, &names.up], [intermediate; 2], &[hidden])?;
         self.check(&names.down, &[hidden, intermediate])
@@ -483,10 +512,11 @@ impl Binder<'_> {
         let names = layer_names(config, number, prefix, expert_layout(config, stacked));
         self.mlp(config, &names.mlp)?;
         for norm in [&names.input_norm, &names.attention_norm, &names.post_norm, &names.mlp_norm] {
-            norm.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;
+            norm.as_ref().map_or(Ok(()), |norm| self.norm(norm, hidden))?;
         }
         self.check_rows([&names.q, &names.k, &names.v], [q, kv, kv], &[hidden])?;
         self.check(&names.o, &[hidden, q])?;
+        names.o_bias.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;
         if let (Some(of_q), Some(of_k), Some(of_v)) = (&names.q_bias, &names.k_bias, &names.v_bias) {
             self.check_rows([of_q, of_k, of_v], [q, kv, kv], &[])?;
         }
@@ -554,10 +584,13 @@ mod tests {
             let config = config(family, more);
             let weights = bound(&config, &listing(&config)).unwrap();
             assert_eq!(weights.lm_head == weights.embed, config.tied);
-            assert_eq!(weights.final_norm, "model.norm.weight");
+            assert_eq!(weights.final_norm, NormWeights { weight: "model.norm.weight".into(), bias: None });
             let last = &weights.layers[1];
-            assert_eq!(last.input_norm.as_deref(), Some("model.layers.1.input_layernorm.weight"));
-            assert_eq!(last.post_norm.as_deref(), Some("model.layers.1.post_attention_layernorm.weight"));
+            let norms = [&last.input_norm, &last.post_norm].map(|norm| norm.as_ref().unwrap().weight.as_str());
+            assert_eq!(
+                norms,
+                ["model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight"]
+            );
             assert_eq!(
                 (last.q.as_str(), last.o.as_str()),
                 ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight")
@@ -584,19 +617,22 @@ mod tests {
             let config = config(family, more);
             let names = ModelWeights::named(&config);
             let rows = |shape: &[usize]| shape.to_vec();
-            let mut all: Vec<(String, Vec<usize>)> = vec![
-                (names.embed.clone(), rows(&[96, 32])),
-                (names.lm_head.clone(), rows(&[96, 32])),
-                (names.final_norm.clone(), rows(&[32])),
-            ];
+            let mut all: Vec<(String, Vec<usize>)> =
+                vec![(names.embed.clone(), rows(&[96, 32])), (names.lm_head.clone(), rows(&[96, 32]))];
+            let norm = |norm: &NormWeights| -> Vec<_> {
+                let names = [Some(&norm.weight), norm.bias.as_ref()].into_iter().flatten();
+                names.map(|name| (name.clone(), rows(&[32]))).collect()
+            };
+            all.extend(norm(&names.final_norm));
             for layer in &names.layers {
                 let norms = [&layer.input_norm, &layer.attention_norm, &layer.post_norm, &layer.mlp_norm];
-                all.extend(norms.into_iter().flatten().map(|name| (name.clone(), rows(&[32]))));
+                all.extend(norms.into_iter().flatten().flat_map(norm));
+                all.extend(layer.o_bias.iter().map(|name| (name.clone(), rows(&[32]))));
                 all.push((layer.o.clone(), rows(&[32, 64])));
                 let whole = config.qk_norm == QkNorm::Whole;
-                let norm = |width| rows(&[if whole { width } else { 16 }]);
-                all.extend(layer.q_norm.iter().map(|name| (name.clone(), norm(64))));
-                all.extend(layer.k_norm.iter().map(|name| (name.clone(), norm(32))));
+                let width = |width| rows(&[if whole { width } else { 16 }]);
+                all.extend(layer.q_norm.iter().map(|name| (name.clone(), width(64))));
+                all.extend(layer.k_norm.iter().map(|name| (name.clone(), width(32))));
                 let mlp = layer.mlp.dense().unwrap();
                 all.push((mlp.down.clone(), rows(&[32, 48])));
                 if mlp.gate == mlp.up {
@@ -656,6 +692,12 @@ mod tests {
         );
         assert!(!differ("glm4", r#", "attention_bias": false"#).0.contains("bias"));
         assert_eq!(differ("cohere", ""), pair("", "post_attention_layernorm"));
+        for family in ["llama", "qwen3", "granite", "cohere"] {
+            let added = differ(family, r#", "attention_bias": true"#).0;
+            let has = |of| added.contains(&format!("self_attn.{of}_proj.bias"));
+            assert!(["q", "k", "v", "o"].into_iter().all(has), "{family}: {added}");
+            assert!(!differ(family, "").0.contains("bias"), "{family}");
+        }
         let norms = "post_feedforward_layernorm pre_feedforward_layernorm";
         let untied = r#", "tie_word_embeddings": false"#;
         assert_eq!(differ("gemma2", untied), pair(norms, ""));

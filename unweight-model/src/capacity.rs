@@ -2,7 +2,7 @@
 
 use unweight_format::{Placement, raw::layout};
 
-use crate::config::{Mixture, ModelConfig, QkNorm, families::NormNames};
+use crate::config::{Mixture, ModelConfig, NormKind, QkNorm, families::NormNames};
 
 /// Bytes of a BF16 value.
 const BF16_BYTES: u64 = 2;
@@ -56,7 +56,17 @@ impl ModelConfig {
     pub fn parameters(&self) -> u64 {
         let tables = if self.tied { 1 } else { 2 } * u64::from(self.vocab) * u64::from(self.hidden);
         let layers = self.all_layers(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs), |elements| elements);
-        layers.saturating_add(tables).saturating_add(u64::from(self.hidden))
+        layers.saturating_add(tables).saturating_add(self.final_vectors())
+    }
+
+    /// Elements of a norm: a weight and, if norms have biases, a bias of each column.
+    fn norm_elements(&self) -> u64 {
+        u64::from(self.hidden) * if self.norm == NormKind::LayerBias { 2 } else { 1 }
+    }
+
+    /// Elements of the last norm and of the bias of the head.
+    fn final_vectors(&self) -> u64 {
+        self.norm_elements() + if self.bias.head { u64::from(self.vocab) } else { 0 }
     }
 
     /// Elements of norms, biases and the router, if it has one, of one layer, which stay BF16. Correction biases, at
@@ -64,7 +74,7 @@ impl ModelConfig {
     fn vectors(&self, has_router: bool) -> u64 {
         let mixture = self.mixture.filter(|_| has_router);
         let router = mixture.map_or(0, |mixture| u64::from(mixture.router_rows()) * u64::from(self.hidden));
-        let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
+        let bias = if self.bias.qkv { self.qkv_rows() } else { 0 } + if self.bias.o { self.hidden } else { 0 };
         let qk_norm = match self.qk_norm {
             QkNorm::None => 0,
             QkNorm::Head => 2 * self.head_dim,
@@ -72,7 +82,7 @@ impl ModelConfig {
         };
         let NormNames { attention, after_attention, mlp, after_mlp } = self.family.features().norms;
         let norms = [attention, after_attention, mlp, after_mlp].into_iter().flatten().count() as u64;
-        norms * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm) + router
+        norms * self.norm_elements() + u64::from(bias) + u64::from(qk_norm) + router
     }
 
     /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; the head of a tied model is its
@@ -89,7 +99,7 @@ impl ModelConfig {
         let looked_up = of(placement.lookup(), [self.vocab, self.hidden]);
         let (head, embed) = if self.tied { (looked_up, 0) } else { (head, looked_up) };
         let layers = self.all_layers(linear, |elements| elements * BF16_BYTES);
-        layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
+        layers.saturating_add(head + embed + self.final_vectors() * BF16_BYTES)
     }
 
     /// Bytes that the keys and values of one token take in all layers, BF16.

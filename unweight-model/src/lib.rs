@@ -31,7 +31,8 @@ pub mod sampling;
 
 #[doc(inline)]
 pub use bind::{
-    BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, SharedWeights, TensorHeader, bind,
+    BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, NormWeights, SharedWeights,
+    TensorHeader, bind,
 };
 #[doc(inline)]
 pub use config::{

@@ -13,7 +13,7 @@ use unweight_format::{
 };
 
 use crate::{
-    bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, SharedWeights},
+    bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, NormWeights, SharedWeights},
     config::{Activation, Mixture, ModelConfig, NormKind, QkNorm, Scoring},
     rope::RopePairs,
 };
@@ -153,8 +153,9 @@ impl<'a> Reference<'a> {
 
     /// The logits of rows of the residual stream.
     fn logits_of(&self, stream: &[f32]) -> Result<Vec<f32>, ReferenceError> {
-        let normed = self.norm(stream, &self.weights.final_norm, self.config.hidden)?;
-        let mut logits = self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])?;
+        let normed = self.normed(stream, Some(&self.weights.final_norm))?;
+        let (head, bias) = (&self.weights.lm_head, self.weights.lm_head_bias.as_deref());
+        let mut logits = self.linear(&normed, head, bias, [self.config.vocab, self.config.hidden])?;
         scale(&mut logits, self.config.factors.logits);
         logits.iter_mut().for_each(|logit| *logit = capped(*logit, self.config.soft_caps.logits));
         Ok(logits)
@@ -179,10 +180,10 @@ impl<'a> Reference<'a> {
         }
         scale(&mut stream, self.config.factors.embedding);
         for (number, layer) in self.weights.layers.iter().enumerate() {
-            let x = self.normed(&stream, layer.input_norm.as_deref())?;
+            let x = self.normed(&stream, layer.input_norm.as_ref())?;
             let attended = self.attention(layer, &x, number)?;
-            self.add(&mut stream, attended, layer.attention_norm.as_deref())?;
-            let x = if self.config.parallel { x } else { self.normed(&stream, layer.post_norm.as_deref())? };
+            self.add(&mut stream, attended, layer.attention_norm.as_ref())?;
+            let x = if self.config.parallel { x } else { self.normed(&stream, layer.post_norm.as_ref())? };
             let mlp = match (&layer.mlp, self.config.mixture) {
                 (MlpWeights::Dense(weights), _) => self.mlp(weights, self.config.dense_intermediate(), &x)?,
                 (MlpWeights::Mixture { router, correction, experts, shared }, mixture) => {
@@ -194,20 +195,26 @@ impl<'a> Reference<'a> {
                     sums
                 }
             };
-            self.add(&mut stream, mlp, layer.mlp_norm.as_deref())?;
+            self.add(&mut stream, mlp, layer.mlp_norm.as_ref())?;
             each(number, &stream);
         }
         Ok(stream)
     }
 
     /// Norms rows of the residual stream, if there is a norm.
-    fn normed(&self, x: &[f32], weight: Option<&str>) -> Result<Vec<f32>, ReferenceError> {
-        weight.map_or_else(|| Ok(x.to_vec()), |weight| self.norm(x, weight, self.config.hidden))
+    fn normed(&self, x: &[f32], names: Option<&NormWeights>) -> Result<Vec<f32>, ReferenceError> {
+        let Some(NormWeights { weight, bias }) = names else { return Ok(x.to_vec()) };
+        let mut rows = self.norm(x, weight, self.config.hidden)?;
+        if let Some(bias) = bias {
+            let bias = self.values(bias, &[self.config.hidden])?;
+            rows.chunks_mut(bias.len()).for_each(|row| add(row, &bias));
+        }
+        Ok(rows)
     }
 
     /// Adds rows to the residual stream, normed first if there is a norm.
-    fn add(&self, stream: &mut [f32], mut what: Vec<f32>, weight: Option<&str>) -> Result<(), ReferenceError> {
-        what = self.normed(&what, weight)?;
+    fn add(&self, stream: &mut [f32], mut what: Vec<f32>, norm: Option<&NormWeights>) -> Result<(), ReferenceError> {
+        what = self.normed(&what, norm)?;
         scale(&mut what, self.config.factors.residual);
         add(stream, &what);
         Ok(())
@@ -256,7 +263,7 @@ impl<'a> Reference<'a> {
             (0..head_dim).map(element).collect::<Vec<_>>()
         };
         let attended: Vec<_> = q.par_chunks(head_dim).enumerate().map(one).collect();
-        self.linear(&attended.concat(), &layer.o, None, [hidden, q_rows])
+        self.linear(&attended.concat(), &layer.o, layer.o_bias.as_deref(), [hidden, q_rows])
     }
 
     /// Computes queries, keys and values of these numbers of rows, with their biases.
@@ -378,14 +385,15 @@ impl<'a> Reference<'a> {
         Ok(sums)
     }
 
-    /// Norms every row of `width` elements: `x / sqrt(mean(x^2) + eps) * weight`, or the configured norm.
+    /// Norms every row of `width` elements: `x / sqrt(mean(x^2) + eps) * weight`, or the configured norm, without a
+    /// bias.
     fn norm(&self, x: &[f32], weight: &str, width: u32) -> Result<Vec<f32>, ReferenceError> {
         let weight = self.values(weight, &[width])?;
         let added = if self.config.norm == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let rows = x.chunks(weight.len()).flat_map(|row| {
             let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / row.len() as f64;
             let center = match self.config.norm {
-                NormKind::Layer => mean(&mut row.iter().map(|&x| f64::from(x))) as f32,
+                NormKind::Layer | NormKind::LayerBias => mean(&mut row.iter().map(|&x| f64::from(x))) as f32,
                 NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => 0.0,
             };
             let square = mean(&mut row.iter().map(|&x| f64::from(x - center) * f64::from(x - center)));
@@ -432,6 +440,7 @@ const NO_EXPERTS: Mixture = Mixture {
     normalized: true,
     rounded: false,
     factor: 1.0,
+    cutoff: 0.0,
     dense_layers: 0,
     dense_intermediate: 0,
     shared: None,
@@ -440,15 +449,18 @@ const NO_EXPERTS: Mixture = Mixture {
 /// Returns the experts with the largest scores, lower indices first among equal ones, with their weights. `correction`
 /// has a bias for each expert, or none.
 fn choose(logits: &[f32], correction: &[f32], mixture: Mixture) -> Vec<(usize, f32)> {
+    if mixture.scoring == Scoring::SparseMixer {
+        return choose_in_turn(logits, mixture);
+    }
     let max_logit = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     // Without the factor that makes the sum of all of a softmax 1.
     let score = |expert: usize| match mixture.scoring {
-        Scoring::Softmax => (logits[expert] - max_logit).exp(),
+        Scoring::Softmax | Scoring::SparseMixer => (logits[expert] - max_logit).exp(),
         Scoring::Sigmoid => 1.0 / (1.0 + (-logits[expert]).exp()),
     };
     // A softmax has the order of its logits, which are more exact.
     let rank = |expert: usize| match mixture.scoring {
-        Scoring::Softmax => logits[expert],
+        Scoring::Softmax | Scoring::SparseMixer => logits[expert],
         Scoring::Sigmoid => score(expert) + correction.get(expert).copied().unwrap_or(0.0),
     };
     let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -457,10 +469,28 @@ fn choose(logits: &[f32], correction: &[f32], mixture: Mixture) -> Vec<(usize, f
     let sum_of = |experts: &[usize]| experts.iter().map(|&expert| f64::from(score(expert))).sum::<f64>() as f32;
     let sum = match (mixture.normalized, mixture.scoring) {
         (true, _) => sum_of(chosen),
-        (false, Scoring::Softmax) => sum_of(&order),
+        (false, Scoring::Softmax | Scoring::SparseMixer) => sum_of(&order),
         (false, Scoring::Sigmoid) => 1.0,
     };
     chosen.iter().map(|&expert| (expert, score(expert) / sum * mixture.factor)).collect()
+}
+
+/// Returns the experts that a SparseMixer chooses, one after the other, with their weights.
+fn choose_in_turn(logits: &[f32], mixture: Mixture) -> Vec<(usize, f32)> {
+    let mut rest: Vec<usize> = (0..logits.len()).collect();
+    let choose = |_| {
+        let larger = |a: usize, b: usize| if logits[b] > logits[a] { b } else { a };
+        let best = rest.iter().copied().reduce(larger)?;
+        let largest = logits[best];
+        // A NaN, of two zeros, is not far.
+        let is_far = |x: f32| (largest - x) / x.abs().max(largest) > mixture.cutoff;
+        let near = rest.iter().map(|&expert| logits[expert]).filter(|&x| !is_far(x));
+        let sum: f64 = near.map(|x| f64::from((x - largest).exp())).sum();
+        rest.retain(|&expert| expert != best);
+        let weight = if largest == f32::NEG_INFINITY { 0.0 } else { (1.0 / sum) as f32 };
+        Some((best, weight * mixture.factor))
+    };
+    (0..mixture.top_k).filter_map(choose).collect()
 }
 
 /// Outputs that are summed beside each other: the sum of one waits for each of its additions.
@@ -530,6 +560,34 @@ fn rotate(head: &mut [f32], pairs: RopePairs, cos: &[f32], sin: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What `sparsemixer` of transformers 5.17 returns for a noise of 0.01, in f32.
+    #[test]
+    fn sparse_mixer_chooses_as_in_transformers() {
+        let mixture = Mixture { top_k: 2, scoring: Scoring::SparseMixer, cutoff: 0.02, ..NO_EXPERTS };
+        for (logits, experts, weights) in [
+            ([1.0, 1.0, 1.0, 1.0], [0, 1], [0.25, 0.333_333_3]),
+            ([0.0, 0.0, 0.0, 0.0], [0, 1], [0.25, 0.333_333_3]),
+            ([-2.0, -2.0, -2.0, -2.0], [0, 1], [0.25, 0.333_333_3]),
+            ([0.5, 2.0, 2.0, 1.0], [1, 2], [0.5, 1.0]),
+            ([1.0, 0.99, 0.97, 0.985], [0, 1], [0.336_116_2, 0.50125]),
+            ([-1.0, -1.01, -1.03, -5.0], [0, 1], [0.5025, 0.504_999_9]),
+            ([0.0, -0.5, 0.0, -1e-30], [0, 2], [0.5, 1.0]),
+            ([3.0, 2.95, 2.9, -3.0], [0, 1], [0.512_497_4, 0.512_497_4]),
+            ([-0.0, 0.0, 1e-3, -1e-3], [2, 0], [1.0, 0.5]),
+            ([1e30, -1e30, 1e30, 0.99e30], [0, 2], [0.5, 1.0]),
+        ] {
+            let (got, of): (Vec<_>, Vec<_>) = choose(&logits, &[], mixture).into_iter().unzip();
+            assert_eq!(got, experts, "{logits:?}");
+            assert!(
+                of.iter().zip(weights).all(|(got, want): (&f32, f32)| (got - want).abs() < 1e-6),
+                "{logits:?}: {of:?}"
+            );
+        }
+        // Nothing is near an expert without a logit.
+        let none = choose(&[f32::NEG_INFINITY, 2.0, f32::NEG_INFINITY], &[], mixture);
+        assert_eq!(none, [(1, 1.0), (0, 0.0)]);
+    }
 
     #[test]
     fn outputs_beside_each_other_have_the_bits_of_one() {

@@ -68,13 +68,14 @@ pub enum RopeKind {
         truncate: bool,
     },
     /// LongRoPE: each frequency is divided by its own factor, and cos and sin are multiplied by a common one.
+    /// Both depend on the length of the context.
     Long {
         /// The `dim / 2` factors in contexts of up to `original` tokens.
         short: Arc<[f32]>,
         /// The `dim / 2` factors in longer contexts.
         long: Arc<[f32]>,
-        /// The factor of cos and sin.
-        attention_factor: f64,
+        /// The factors of cos and sin: in contexts of up to `original` tokens, and in longer ones.
+        attention_factors: [f64; 2],
         /// The context length of training in tokens.
         original: u32,
     },
@@ -92,11 +93,12 @@ pub struct RopeTable {
 }
 
 impl Rope {
-    /// The factor of cos and sin: 1 unless YaRN or LongRoPE set another.
-    pub fn attention_factor(&self) -> f32 {
+    /// The factor of cos and sin in a context of `context` tokens: 1 unless YaRN or LongRoPE set another.
+    pub fn attention_factor(&self, context: u32) -> f32 {
         match self.kind {
-            RopeKind::Yarn { attention_factor, .. } | RopeKind::Long { attention_factor, .. } => {
-                attention_factor as f32
+            RopeKind::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeKind::Long { attention_factors: [short, long], original, .. } => {
+                (if context > original { long } else { short }) as f32
             }
             _ => 1.0,
         }
@@ -162,24 +164,25 @@ impl Rope {
     ///
     /// The angle is an f32 product, as in transformers: at position 131,071 an exact one would differ by 0.008 radians.
     pub fn cos_sin(&self, position: u32, context: u32) -> (Vec<f32>, Vec<f32>) {
-        let frequencies = self.inv_freq(context);
-        frequencies.iter().map(|&frequency| self.scaled_cos_sin(frequency, position)).unzip()
-    }
-
-    fn scaled_cos_sin(&self, inv_freq: f32, position: u32) -> (f32, f32) {
-        let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
-        (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
+        let (frequencies, factor) = (self.inv_freq(context), self.attention_factor(context));
+        frequencies.iter().map(|&frequency| scaled_cos_sin(frequency, position, factor)).unzip()
     }
 
     /// Returns the tables of positions `0..positions` in a context of `positions` tokens, rounded to bf16 as in a bf16
     /// model. They take `2 * positions * dim` bytes.
     pub fn table(&self, positions: u32) -> RopeTable {
-        let frequencies = self.inv_freq(positions);
+        let (frequencies, factor) = (self.inv_freq(positions), self.attention_factor(positions));
         let rows = (0..positions).into_par_iter();
-        let pairs = rows.flat_map_iter(|position| frequencies.iter().map(move |&f| self.scaled_cos_sin(f, position)));
+        let pairs =
+            rows.flat_map_iter(|position| frequencies.iter().map(move |&f| scaled_cos_sin(f, position, factor)));
         let (cos, sin) = pairs.map(|(cos, sin)| (bf16::from_f32(cos), bf16::from_f32(sin))).unzip();
         RopeTable { cos, sin, dim: self.dim }
     }
+}
+
+fn scaled_cos_sin(inv_freq: f32, position: u32, factor: f32) -> (f32, f32) {
+    let (sin, cos) = f64::from(position as f32 * inv_freq).sin_cos();
+    (cos as f32 * factor, sin as f32 * factor)
 }
 
 #[cfg(test)]
@@ -219,9 +222,10 @@ mod tests {
         assert_eq!((scaled[0], scaled[63]), (1.0, (8.0 * plain[63].recip()).recip()));
         assert_eq!(of(yarn).cos_sin(0, 1).0[0], 1.2);
         let factors = |factor: f32| std::iter::repeat_n(factor, 64).collect::<Arc<[f32]>>();
-        let long = RopeKind::Long { short: factors(1.0), long: factors(4.0), attention_factor: 1.5, original: 8192 };
+        let attention_factors = [1.25, 1.5];
+        let long = RopeKind::Long { short: factors(1.0), long: factors(4.0), attention_factors, original: 8192 };
         assert_eq!(rope(long.clone()), plain, "a context of the training length");
         assert!(of(long.clone()).inv_freq(8193).iter().zip(&plain).all(|(a, b)| *a == b / 4.0));
-        assert_eq!(of(long).cos_sin(0, 8193).0[0], 1.5);
+        assert_eq!([8192, 8193].map(|context| of(long.clone()).cos_sin(0, context).0[0]), [1.25, 1.5]);
     }
 }

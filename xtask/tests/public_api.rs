@@ -53,9 +53,9 @@ struct Limits {
 const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [309, 520, 337]),
-    limits("unweight-rt", "unweight-rt", [300, 375, 785]),
+    limits("unweight-rt", "unweight-rt", [300, 376, 785]),
     limits("unweight-engine", "unweight-engine", [150, 170, 300]),
-    limits("unweight-model", "unweight-model", [115, 220, 0]),
+    limits("unweight-model", "unweight-model", [115, 225, 0]),
     limits("unweight-codegen", "unweight-codegen", [510, 1050, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),

@@ -24,6 +24,11 @@ impl Forward {
         if qk_norm == QkNorm::Head { [layer.q_norm.as_ref(), layer.k_norm.as_ref()] } else { [None; 2] }
     }
 
+    /// The bias of queries, keys and values, unless it was added before the norm of all heads together.
+    fn heads_bias(layer: &Layer, qk_norm: QkNorm) -> Option<&DeviceBuffer<u16>> {
+        layer.qkv_bias.as_ref().filter(|_| qk_norm != QkNorm::Whole)
+    }
+
     /// Enqueues the attention of a step in layer `index`.
     pub(crate) fn enqueue_attention(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv_cols, attended_cols, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } =
@@ -36,7 +41,7 @@ impl Forward {
             .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
             .window(windows.get(index).copied().flatten())
             .softcap(self.shape.soft_caps.attention)
-            .bias(layer.qkv_bias.as_ref())
+            .bias(Self::heads_bias(layer, qk_norm))
             .norms(q_norm, k_norm, eps)
             .parts(attention.splits);
         if let Some(factor) = self.shape.factors.attention {
@@ -75,7 +80,7 @@ impl Forward {
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
         let options = HeadOptions::new(heads, table)
             .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
-            .bias(layer.qkv_bias.as_ref())
+            .bias(Self::heads_bias(layer, qk_norm))
             .norms(q_norm, k_norm, eps);
         let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
         let mut whole = view_mut(&mut self.qkv, chunk.rows().end, qkv_cols)?;

@@ -7,7 +7,7 @@
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
 //! Families differ. Some norm what is added to the residual stream instead of what is read from it, or both. Some have
-//! one norm for attention and MLP, or factors of embeddings, of what is added and of logits.
+//! one norm for attention and MLP, factors of embeddings, of what is added and of logits, or biases.
 //!
 //! A step is one chain on one stream. Only copies of fetched experts
 //! ([`offload`](unweight_rt::raw::layer::experts::offload)) run elsewhere; the host waits for the router's choice of
@@ -24,7 +24,7 @@ mod prompt;
 use std::ops::Range;
 
 use unweight_codegen::spec::Epilogue;
-use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, SoftCaps};
+use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, Scoring, SoftCaps};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
     experts::{ExpertTraffic, Fetcher, OffloadedExperts, ReplaceRouting, Routed, RouterConfig},
@@ -43,7 +43,7 @@ use crate::{
     options::EngineOptions,
     pages::pages_for,
     sampling::{RowSampling, Sampling},
-    weights::{Layer, MixtureExperts, Weights},
+    weights::{LOGITS_MULTIPLE, Layer, MixtureExperts, Weights},
 };
 
 /// Sizes and constants of the model and of the buffers.
@@ -172,7 +172,8 @@ fn router_pitch(mixture: Mixture) -> u32 {
 fn router_config(mixture: Mixture, scale: f32) -> RouterConfig {
     let Mixture { top_k, normalized, rounded, shared, factor: routed_scale, .. } = mixture;
     let (shared, gated) = shared.map_or((0, false), |shared| (shared.parts, shared.gated));
-    RouterConfig { top_k, normalized, rounded, shared, gated, scale, routed_scale }
+    let cutoff = (mixture.scoring == Scoring::SparseMixer).then_some(mixture.cutoff);
+    RouterConfig { top_k, normalized, rounded, shared, gated, scale, routed_scale, cutoff }
 }
 
 impl Forward {
@@ -198,7 +199,7 @@ impl Forward {
             kv_cols: config.kv_heads * config.head_dim,
             heads: config.heads,
             vocab: config.vocab,
-            logit_pitch: config.vocab.next_multiple_of(8),
+            logit_pitch: config.vocab.next_multiple_of(LOGITS_MULTIPLE),
             logit_rows: memory::logit_rows(options),
             rows,
             chunk: options.chunk,
@@ -452,6 +453,7 @@ impl Forward {
         if qk_norm != QkNorm::Whole {
             return Ok(());
         }
+        self.kernels.add_bias(&mut self.ctx, layer.qkv_bias.as_ref(), 1.0, y.reborrow())?;
         let keys = attended_cols..attended_cols + kv_cols;
         for (gamma, columns) in [(&layer.q_norm, 0..attended_cols), (&layer.k_norm, keys)] {
             let Some(gamma) = gamma else { continue };
@@ -470,7 +472,8 @@ impl Forward {
     ) -> Result<(), DeviceError> {
         let Shape { hidden, intermediate, .. } = self.shape;
         if filter.has(StepPhase::Output) {
-            self.enqueue_residual_add(&layer.o, Added::Attention, layer.attention_norm.as_ref(), rows)?;
+            let output = (&layer.o, layer.o_bias.as_ref());
+            self.enqueue_residual_add(output, Added::Attention, layer.attention_norm.as_ref(), rows)?;
         }
         if filter.has(StepPhase::Norm) {
             self.enqueue_input_norm(&layer.post_norm, rows)?;
@@ -503,15 +506,16 @@ impl Forward {
             }
         }
         match layer.mlp.down().filter(|_| filter.has(StepPhase::Down)) {
-            Some(down) => self.enqueue_residual_add(down, Added::Mlp, layer.mlp_norm.as_ref(), rows),
+            Some(down) => self.enqueue_residual_add((down, None), Added::Mlp, layer.mlp_norm.as_ref(), rows),
             None => Ok(()),
         }
     }
 
-    /// Enqueues a product that is added to the residual stream, normed or scaled if the model requires it.
+    /// Enqueues a product that is added to the residual stream, normed or scaled if the model requires it. Its bias is
+    /// added before a norm, otherwise to the residual stream.
     fn enqueue_residual_add(
         &mut self,
-        linear: &Linear,
+        (linear, bias): (&Linear, Option<&DeviceBuffer<u16>>),
         of: Added,
         norm: Option<&DeviceBuffer<u16>>,
         rows: u32,
@@ -527,15 +531,18 @@ impl Forward {
         let (y, epilogue) =
             if is_plain { (&mut self.hidden, Epilogue::StoreAdd) } else { (&mut self.normed, Epilogue::Store) };
         linear.enqueue(&mut self.ctx, x, view_mut(y, rows, hidden)?, epilogue)?;
-        if is_plain {
-            return Ok(());
+        if norm.is_some() {
+            self.kernels.add_bias(&mut self.ctx, bias, 1.0, view_mut(&mut self.normed, rows, hidden)?)?;
         }
         let (x, y) = (view(&self.normed, rows, hidden)?, view_mut(&mut self.hidden, rows, hidden)?);
         match (norm, &self.kernels.norm_add, &self.kernels.scale_add) {
-            (Some(gamma), Some(kernel), _) => kernel.enqueue(&mut self.ctx, x, gamma, eps, None, y),
-            (None, _, Some(kernel)) => kernel.enqueue(&mut self.ctx, x, factors.residual, y),
-            _ => Err(LaunchError::Family { wanted: "a sum with the residual stream" }.into()),
+            _ if is_plain => {}
+            (Some(gamma), Some(kernel), _) => return kernel.enqueue(&mut self.ctx, x, gamma, eps, None, y),
+            (None, _, Some(kernel)) => kernel.enqueue(&mut self.ctx, x, factors.residual, y)?,
+            _ => return Err(LaunchError::Family { wanted: "a sum with the residual stream" }.into()),
         }
+        let y = view_mut(&mut self.hidden, rows, hidden)?;
+        self.kernels.add_bias(&mut self.ctx, bias, factors.residual, y)
     }
 
     /// Enqueues the experts that a router chooses; their output is added to the residual stream.
@@ -638,6 +645,8 @@ impl Forward {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
             weights.head.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
+            let whole = view_mut(&mut self.logits, rows, logit_pitch)?;
+            self.kernels.add_bias(&mut self.ctx, weights.head_bias.as_ref(), 1.0, whole)?;
             let whole = view_mut(&mut self.logits, rows, logit_pitch)?;
             self.kernels.scale(&mut self.ctx, whole, self.shape.factors.logits)?;
             let whole = view_mut(&mut self.logits, rows, logit_pitch)?;

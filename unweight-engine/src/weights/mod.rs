@@ -6,12 +6,12 @@ mod stored;
 
 use unweight_format::raw::{compact::Uncompact, packed::Unpackable};
 use unweight_model::{
-    Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
-    SharedWeights,
+    Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, NormWeights,
+    QkNorm, SharedWeights,
 };
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
-    Placement, Unsuitable,
+    Placement, Stream, Unsuitable,
     experts::{ExpertTensors, Experts, ExpertsShape, HostEncoding, OffloadedExperts, SharedTensors},
     raw::ops::embed::EmbedTable,
 };
@@ -30,8 +30,13 @@ pub struct Weights {
     pub layers: Vec<Layer>,
     pub final_norm: DeviceBuffer<u16>,
     pub head: Linear,
+    /// The bias of the head, padded to the columns of the logits buffer with zeros.
+    pub head_bias: Option<DeviceBuffer<u16>>,
     vocab: u32,
 }
+
+/// Rows of the logits buffer have a multiple of this many columns.
+pub(crate) const LOGITS_MULTIPLE: u32 = 8;
 
 /// The table that ids are looked up in.
 #[derive(Debug)]
@@ -42,7 +47,7 @@ pub enum Embedding {
     Bf16(DeviceMatrix),
 }
 
-/// The weights of a layer.
+/// The weights of a layer. The bias of a norm that has one follows its weights.
 #[derive(Debug)]
 pub struct Layer {
     pub input_norm: Option<DeviceBuffer<u16>>,
@@ -51,6 +56,7 @@ pub struct Layer {
     pub q_norm: Option<DeviceBuffer<u16>>,
     pub k_norm: Option<DeviceBuffer<u16>>,
     pub o: Linear,
+    pub o_bias: Option<DeviceBuffer<u16>>,
     /// Norms what attention adds to the residual stream.
     pub attention_norm: Option<DeviceBuffer<u16>>,
     pub post_norm: Option<DeviceBuffer<u16>>,
@@ -194,7 +200,9 @@ impl Weights {
         source.set_expand(expand);
         source.set_placement(placement);
         let embed = if tied { Embedding::Tied } else { source.embedding(&names.embed, [vocab, hidden])? };
-        let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
+        let head_bias = names.lm_head_bias.as_ref().map(|name| source.padded_vector(name, vocab, LOGITS_MULTIPLE));
+        let head_bias = head_bias.transpose()?;
+        let final_norm = norm(source, &names.final_norm, hidden)?;
         progress(0);
         let mut layers = Vec::with_capacity(names.layers.len());
         for names in &names.layers {
@@ -202,7 +210,7 @@ impl Weights {
             layers.push(Layer::load(source, config, names, mlp)?);
             progress(layers.len());
         }
-        Ok(Self { embed, layers, final_norm, head, vocab })
+        Ok(Self { embed, layers, final_norm, head, head_bias, vocab })
     }
 
     /// The table that ids are looked up in.
@@ -266,8 +274,8 @@ impl Weights {
         let optional = |buffer: &Option<DeviceBuffer<u16>>| buffer.as_ref().map_or(0, vector);
         let vectors = self.layers.iter().map(|layer| {
             let norms = [&layer.input_norm, &layer.attention_norm, &layer.post_norm, &layer.mlp_norm];
-            let heads = [&layer.qkv_bias, &layer.q_norm, &layer.k_norm];
-            norms.into_iter().chain(heads).map(optional).sum::<u64>()
+            let others = [&layer.qkv_bias, &layer.q_norm, &layer.k_norm, &layer.o_bias];
+            norms.into_iter().chain(others).map(optional).sum::<u64>()
         });
         let embed = match &self.embed {
             Embedding::Tied => 0,
@@ -276,7 +284,7 @@ impl Weights {
         };
         let linears = self.layers.iter().map(|layer| layer.qkv.bytes() + layer.o.bytes() + layer.mlp.bytes());
         let linears = linears.sum::<u64>() + self.head.bytes();
-        linears + vectors.sum::<u64>() + embed + vector(&self.final_norm)
+        linears + vectors.sum::<u64>() + embed + vector(&self.final_norm) + optional(&self.head_bias)
     }
 }
 
@@ -300,21 +308,35 @@ impl Layer {
             _ => None,
         };
         let [q_width, k_width] = if config.qk_norm == QkNorm::Whole { [q, kv] } else { [head_dim; 2] };
-        let mut norm = |name: &Option<String>, width| -> Result<_, LoadError> {
+        let mut norms = |names: &Option<NormWeights>| -> Result<_, LoadError> {
+            names.as_ref().map(|names| norm(source, names, hidden)).transpose()
+        };
+        let [input_norm, attention_norm] = [norms(&names.input_norm)?, norms(&names.attention_norm)?];
+        let [post_norm, mlp_norm] = [norms(&names.post_norm)?, norms(&names.mlp_norm)?];
+        let mut vector = |name: &Option<String>, width| -> Result<_, LoadError> {
             name.as_ref().map(|name| source.vector(&[(name, width)])).transpose()
         };
         Ok(Self {
-            input_norm: norm(&names.input_norm, hidden)?,
-            attention_norm: norm(&names.attention_norm, hidden)?,
-            post_norm: norm(&names.post_norm, hidden)?,
-            mlp_norm: norm(&names.mlp_norm, hidden)?,
-            q_norm: norm(&names.q_norm, q_width)?,
-            k_norm: norm(&names.k_norm, k_width)?,
+            input_norm,
+            attention_norm,
+            post_norm,
+            mlp_norm,
+            q_norm: vector(&names.q_norm, q_width)?,
+            k_norm: vector(&names.k_norm, k_width)?,
+            o_bias: vector(&names.o_bias, hidden)?,
             qkv: source.linear(qkv, Merge::Rows)?,
             qkv_bias: bias,
             o: source.linear(&[(&names.o, [hidden, q])], Merge::Rows)?,
             mlp,
         })
+    }
+}
+
+/// Loads the weights of a norm, followed by its bias if it has one.
+fn norm(source: &mut impl Source, names: &NormWeights, width: u32) -> Result<DeviceBuffer<u16>, LoadError> {
+    match &names.bias {
+        None => source.vector(&[(&names.weight, width)]),
+        Some(bias) => source.vector(&[(&names.weight, width), (bias, width)]),
     }
 }
 
@@ -448,6 +470,19 @@ pub trait Source {
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
     /// Loads vectors, concatenated.
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
+    /// Loads a vector, followed by zeros up to a multiple of `multiple` elements.
+    fn padded_vector(&mut self, name: &str, len: u32, multiple: u32) -> Result<DeviceBuffer<u16>, LoadError> {
+        let vector = self.vector(&[(name, len)])?;
+        if len.is_multiple_of(multiple) {
+            return Ok(vector);
+        }
+        let stream = self.stream();
+        let mut values = vector.to_host(&stream).map_err(in_tensor(name))?;
+        values.resize(len.next_multiple_of(multiple) as usize, 0);
+        DeviceBuffer::from_host(&stream, &values).map_err(in_tensor(name))
+    }
+    /// The stream that loads.
+    fn stream(&mut self) -> Stream;
     /// Loads a vector as f32.
     fn f32_vector(&mut self, name: &str, len: u32) -> Result<DeviceBuffer<f32>, LoadError>;
     /// Loads a weight as BF16.
@@ -526,6 +561,10 @@ impl Source for Loader<'_> {
         }
         let first = parts.first().map_or("", |(name, _)| name);
         DeviceBuffer::from_host(&stream, &whole).map_err(in_tensor(first))
+    }
+
+    fn stream(&mut self) -> Stream {
+        self.builder().stream().clone()
     }
 
     fn f32_vector(&mut self, name: &str, _: u32) -> Result<DeviceBuffer<f32>, LoadError> {

@@ -136,6 +136,10 @@ impl Source for Random<'_> {
         DeviceBuffer::from_host(self.builder.stream(), &ones).map_err(in_tensor(first))
     }
 
+    fn stream(&mut self) -> Stream {
+        self.builder.stream().clone()
+    }
+
     fn f32_vector(&mut self, name: &str, len: u32) -> Result<DeviceBuffer<f32>, LoadError> {
         DeviceBuffer::zeroed(self.builder.stream(), len as usize).map_err(in_tensor(name))
     }

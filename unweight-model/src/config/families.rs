@@ -19,6 +19,8 @@ pub(crate) struct Features {
     /// The key that decides if there is this norm, false by default; `None` if there always is.
     pub qk_norm_key: Option<&'static str>,
     pub bias: BiasKeys,
+    /// The key that decides if the head has a bias, false by default; `None` if it has none.
+    pub head_bias_key: Option<&'static str>,
     pub windows: Windows,
     pub rope: RopeKeys,
     /// Whether one tensor `qkv_proj` replaces three.
@@ -57,9 +59,9 @@ pub(crate) enum BiasKeys {
     Always,
     /// A key decides if queries, keys and values have a bias; the value is its default.
     Qkv(&'static str, bool),
-    /// `attention_bias`: the output projection has a bias, too. Not supported.
+    /// `attention_bias`, false by default: queries, keys, values and the output projection have a bias.
     WithOutput,
-    /// Like `WithOutput`; `mlp_bias`: the MLP has biases, too. Not supported.
+    /// Like `WithOutput`; `mlp_bias`: the MLP has biases, too, which is not supported.
     WithOutputAndMlp,
 }
 
@@ -86,12 +88,22 @@ pub(crate) struct RopeKeys {
     pub pairs: RopePairs,
     /// The default of `partial_rotary_factor`; `None` if all elements are rotated and the key is rejected.
     pub partial: Option<f64>,
-    /// The default of `original_max_position_embeddings` for `longrope`; `None` if that is not supported.
-    pub longrope: Option<u32>,
+    pub longrope: LongRopeKeys,
     /// Whether `no_rope_layers` may name layers without rotary embedding.
     pub no_rope_layers: bool,
     /// The default base of layers with a window, if these have another rotary embedding.
     pub local: Option<f64>,
+}
+
+/// The keys of `longrope`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LongRopeKeys {
+    /// Not supported.
+    Rejected,
+    /// `original_max_position_embeddings` is next to the object; the value is its default.
+    Original(u32),
+    /// `short_mscale` and `long_mscale` are the factors of cos and sin.
+    Mscales,
 }
 
 /// The keys of factors.
@@ -223,8 +235,13 @@ const ALL_NORMS: NormNames = NormNames {
     mlp: Some("pre_feedforward_layernorm"),
     after_mlp: Some("post_feedforward_layernorm"),
 };
-const ROPE: RopeKeys =
-    RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, no_rope_layers: false, local: None };
+const ROPE: RopeKeys = RopeKeys {
+    pairs: RopePairs::Halves,
+    partial: None,
+    longrope: LongRopeKeys::Rejected,
+    no_rope_layers: false,
+    local: None,
+};
 const LLAMA: Features = Features {
     family: Family::Llama,
     name: "llama",
@@ -234,6 +251,7 @@ const LLAMA: Features = Features {
     qk_norm: QkNorm::None,
     qk_norm_key: None,
     bias: BiasKeys::WithOutputAndMlp,
+    head_bias_key: None,
     windows: Windows::Never,
     rope: ROPE,
     merged_qkv: false,
@@ -360,7 +378,7 @@ const GEMMA2: Features = Features {
 };
 
 /// All families, in the order of [`Family::ALL`].
-pub(crate) const FAMILIES: [Features; 20] = [
+pub(crate) const FAMILIES: [Features; 21] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -402,7 +420,7 @@ pub(crate) const FAMILIES: [Features; 20] = [
         name: "phi3",
         bias: BiasKeys::None,
         windows: Windows::Every(None),
-        rope: RopeKeys { partial: Some(1.0), longrope: Some(4096), ..ROPE },
+        rope: RopeKeys { partial: Some(1.0), longrope: LongRopeKeys::Original(4096), ..ROPE },
         merged_qkv: true,
         merged_gate_up: true,
         defaults: Defaults {
@@ -611,6 +629,35 @@ pub(crate) const FAMILIES: [Features; 20] = [
         },
         ..LLAMA
     },
+    Features {
+        family: Family::Phimoe,
+        name: "phimoe",
+        norm: NormKind::LayerBias,
+        bias: BiasKeys::WithOutput,
+        head_bias_key: Some("lm_head_bias"),
+        windows: Windows::Every(None),
+        rope: RopeKeys { longrope: LongRopeKeys::Mscales, ..ROPE },
+        experts: Some(ExpertKeys {
+            experts: 16,
+            top_k: 2,
+            scoring: Scoring::SparseMixer,
+            intermediate: "intermediate_size",
+            block: "block_sparse_moe.",
+            names: ["w1", "w3", "w2"],
+            stacked: ["mlp.router.weight", STACKED[1], STACKED[2]],
+            ..QWEN3_EXPERTS
+        }),
+        defaults: Defaults {
+            vocab: 32_064,
+            intermediate: 6400,
+            kv_heads: Some(8),
+            max_positions: 131_072,
+            eps: 1e-5,
+            theta: 1e6,
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
 ];
 
 #[cfg(test)]
@@ -633,8 +680,6 @@ mod tests {
             assert!(!(adds_normed && adds_scaled), "{}: normed and scaled", features.name);
             let keeps_normed_rows = !adds_normed && !adds_scaled && attention.is_some() && mlp.is_none();
             assert!(!features.parallel || keeps_normed_rows, "{}: the normed rows are overwritten", features.name);
-            let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(..));
-            assert!(features.qk_norm != QkNorm::Whole || !has_bias, "{}: a bias comes before norms", features.name);
             let caps_scores = matches!(features.soft_caps, CapKeys::Both(..));
             assert!(!caps_scores || features.qk_norm == QkNorm::None, "{}: one argument serves both", features.name);
         }

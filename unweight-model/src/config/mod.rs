@@ -67,6 +67,8 @@ pub enum Family {
     Deepseek,
     /// GLM-4.5 and GLM-4.6 (`glm4_moe`): mixtures whose routers score by sigmoids; the first layers have no experts.
     Glm4Moe,
+    /// Phi-3.5-MoE (`phimoe`): a mixture with a SparseMixer as router, and biases of norms, attention and head.
+    Phimoe,
 }
 
 impl Family {
@@ -92,6 +94,7 @@ impl Family {
         Self::GraniteMoeShared,
         Self::Deepseek,
         Self::Glm4Moe,
+        Self::Phimoe,
     ];
 
     /// `model_type` in the configuration.
@@ -116,10 +119,12 @@ impl fmt::Display for Family {
 pub struct Bias {
     /// Queries, keys and values.
     pub qkv: bool,
-    /// The output projection of attention. Not supported yet: always false.
+    /// The output projection of attention.
     pub o: bool,
     /// The three projections of the MLP. Not supported yet: always false.
     pub mlp: bool,
+    /// The head of the model.
+    pub head: bool,
 }
 
 /// How rows are normed.
@@ -134,6 +139,8 @@ pub enum NormKind {
     RmsPlusOne,
     /// `(x - mean(x)) / sqrt(variance(x) + eps)` times the weight, rounded once.
     Layer,
+    /// Like [`NormKind::Layer`], plus a bias before the rounding.
+    LayerBias,
 }
 
 /// How queries and keys are normed before they are rotated.
@@ -194,6 +201,9 @@ pub enum Scoring {
     /// The sigmoid of each logit. Experts are chosen by the sum of score and a correction bias of each expert, which
     /// the weights do not contain.
     Sigmoid,
+    /// Two experts, one after the other: that with the largest logit, and the largest of the rest. The weight of each
+    /// is its share of the softmax over itself and those of the rest whose logits are near ([`Mixture::cutoff`]).
+    SparseMixer,
 }
 
 /// The experts of a mixture, the same in every layer that has some: each is a gated MLP of width
@@ -212,6 +222,9 @@ pub struct Mixture {
     pub rounded: bool,
     /// The factor of the weights, except that of a shared expert.
     pub factor: f32,
+    /// For [`Scoring::SparseMixer`]: an expert with logit `x` is not near one with logit `y` if `(y - x) / max(|x|, y)`
+    /// is larger. Otherwise 0.
+    pub cutoff: f32,
     /// The number of first layers without experts.
     pub dense_layers: u32,
     /// The width of the MLP of these layers; 0 if there are none.

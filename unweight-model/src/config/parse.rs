@@ -9,7 +9,8 @@ use super::{
     Activation, Bias, CONFIG_FILE, ConfigError, Factors, Family, GENERATION_FILE, GenerationDefaults, Mixture,
     ModelConfig, QkNorm, Scoring, SharedExpert, SoftCaps,
     families::{
-        BiasKeys, CapKeys, ExpertKeys, ExpertLayers, FAMILIES, FactorKeys, Features, RopeKeys, SharedKeys, Windows,
+        BiasKeys, CapKeys, ExpertKeys, ExpertLayers, FAMILIES, FactorKeys, Features, LongRopeKeys, RopeKeys,
+        SharedKeys, Windows,
     },
     fields::{EXTENT_MAX, Fields, excerpt},
 };
@@ -21,6 +22,10 @@ const LAYERS_MAX: u32 = 65_536;
 const WINDOW: u32 = 4096;
 /// The default of `max_window_layers` for Qwen: layers from this one on have the window.
 const WINDOW_FROM: u32 = 28;
+/// The number of experts that a SparseMixer chooses.
+const SPARSE_MIXER_TOP_K: u32 = 2;
+/// The default of `router_jitter_noise`.
+const ROUTER_JITTER_NOISE: f64 = 0.01;
 /// The maximum number of experts.
 const EXPERTS_MAX: u32 = 65_536;
 
@@ -106,7 +111,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         rotated,
         max_positions,
         tied: fields.flag("tie_word_embeddings", defaults.tied)?,
-        bias: bias(fields, features.bias)?,
+        bias: bias(fields, features)?,
         qk_norm: match features.qk_norm_key {
             Some(key) if !fields.flag(key, false)? => QkNorm::None,
             _ => features.qk_norm,
@@ -198,13 +203,38 @@ fn mixture(
     if top_k > experts {
         return Err(fields.out_of_range("num_experts_per_tok", format!("at most {key} ({experts})")));
     }
+    if keys.scoring == Scoring::SparseMixer && top_k != SPARSE_MIXER_TOP_K {
+        let reason = format!("the router of {} chooses {SPARSE_MIXER_TOP_K} experts", features.name);
+        return Err(fields.unsupported("num_experts_per_tok", reason));
+    }
     let dense_layers = dense_layers(fields, keys, layers)?;
     let dense_intermediate =
         if dense_layers > 0 { fields.extent("intermediate_size", features.defaults.intermediate)? } else { 0 };
-    let normalized = keys.normalized_key.map_or(Ok(true), |default| fields.flag("norm_topk_prob", default))?;
+    let (normalized, cutoff) = match (keys.scoring, keys.normalized_key) {
+        (Scoring::SparseMixer, _) => (false, cutoff(fields)?),
+        (_, None) => (true, 0.0),
+        (_, Some(default)) => (fields.flag("norm_topk_prob", default)?, 0.0),
+    };
     let factor = if keys.factor_key { fields.ratio("routed_scaling_factor")?.unwrap_or(1.0) as f32 } else { 1.0 };
     let (scoring, rounded) = (keys.scoring, keys.rounded);
-    Ok(Some(Mixture { experts, top_k, scoring, normalized, rounded, factor, dense_layers, dense_intermediate, shared }))
+    Ok(Some(Mixture {
+        experts,
+        top_k,
+        scoring,
+        normalized,
+        rounded,
+        factor,
+        cutoff,
+        dense_layers,
+        dense_intermediate,
+        shared,
+    }))
+}
+
+/// Returns the cutoff of a SparseMixer: twice the noise that its logits had in training.
+fn cutoff(fields: Fields) -> Result<f32, ConfigError> {
+    let noise = fields.number_where("router_jitter_noise", "from 0 to 1", |noise| (0.0..=1.0).contains(&noise))?;
+    Ok((2.0 * noise.unwrap_or(ROUTER_JITTER_NOISE)) as f32)
 }
 
 /// Returns the number of first layers without experts. Rejects other layers without, and groups of experts.
@@ -230,6 +260,7 @@ fn dense_layers(fields: Fields, keys: &ExpertKeys, layers: u32) -> Result<u32, C
     let scoring = match keys.scoring {
         Scoring::Softmax => "softmax",
         Scoring::Sigmoid => "sigmoid",
+        Scoring::SparseMixer => "sparsemixer",
     };
     if fields.text("scoring_func")?.is_some_and(|name| name != scoring) {
         return Err(fields.unsupported("scoring_func", format!("the only supported value is {scoring}")));
@@ -294,20 +325,21 @@ fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Re
     Ok(head_dim)
 }
 
-fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
-    let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias"));
-    if matches!(keys, BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp) && fields.flag("attention_bias", false)? {
-        return Err(unsupported("attention_bias", "the output projection"));
+fn bias(fields: Fields, features: &Features) -> Result<Bias, ConfigError> {
+    if features.bias == BiasKeys::WithOutputAndMlp && fields.flag("mlp_bias", false)? {
+        return Err(fields.unsupported("mlp_bias", "the MLP cannot have a bias"));
     }
-    if keys == BiasKeys::WithOutputAndMlp && fields.flag("mlp_bias", false)? {
-        return Err(unsupported("mlp_bias", "the MLP"));
-    }
-    let qkv = match keys {
-        BiasKeys::Always => true,
-        BiasKeys::Qkv(key, default) => fields.flag(key, default)?,
-        BiasKeys::None | BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp => false,
+    let (qkv, o) = match features.bias {
+        BiasKeys::None => (false, false),
+        BiasKeys::Always => (true, false),
+        BiasKeys::Qkv(key, default) => (fields.flag(key, default)?, false),
+        BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp => {
+            let all = fields.flag("attention_bias", false)?;
+            (all, all)
+        }
     };
-    Ok(Bias { qkv, ..Bias::default() })
+    let head = features.head_bias_key.map_or(Ok(false), |key| fields.flag(key, false))?;
+    Ok(Bias { qkv, o, mlp: false, head })
 }
 
 fn factors(fields: Fields, keys: FactorKeys, hidden: u32) -> Result<Factors, ConfigError> {
@@ -505,14 +537,18 @@ fn rope(
     // The model's own key takes precedence over the one inside the object (Phi's spelling, which transformers honours
     // for all families). Phi has a default for it.
     let original = || match (top.optional_extent("original_max_position_embeddings")?, longrope) {
-        (Some(original), _) | (None, Some(original)) => Ok(original),
-        (None, None) => fields.extent("original_max_position_embeddings", max_positions),
+        (Some(original), _) | (None, LongRopeKeys::Original(original)) => Ok(original),
+        (None, _) => fields.extent("original_max_position_embeddings", max_positions),
     };
     let kind = match (fields.text(key)?.unwrap_or("default"), longrope) {
         ("default", _) => RopeKind::Default,
         // The first Phi-3 files contain these names.
-        ("longrope" | "su" | "yarn", Some(_)) => long_rope(fields, dim, original()?, max_positions)?,
-        (_, Some(_)) => return Err(fields.unsupported(key, "supported values are default, longrope")),
+        ("longrope" | "su" | "yarn", LongRopeKeys::Original(_)) | ("longrope", LongRopeKeys::Mscales) => {
+            long_rope(fields, longrope, dim, original()?, max_positions)?
+        }
+        (_, LongRopeKeys::Original(_) | LongRopeKeys::Mscales) => {
+            return Err(fields.unsupported(key, "supported values are default, longrope"));
+        }
         ("linear", _) => RopeKind::Linear { factor: required("factor")? },
         ("llama3", _) => {
             let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
@@ -528,7 +564,13 @@ fn rope(
 }
 
 /// Parses LongRoPE: a factor for each pair of elements, for short contexts and for long ones.
-fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
+fn long_rope(
+    fields: Fields,
+    keys: LongRopeKeys,
+    dim: u32,
+    original: u32,
+    max_positions: u32,
+) -> Result<RopeKind, ConfigError> {
     let factors = |key| {
         let limit = format!("a list of {} numbers from 0.000001 to 1000000", dim / 2);
         let list = fields.non_null(key).ok_or_else(|| fields.missing(key, limit.clone()))?;
@@ -538,17 +580,28 @@ fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Res
         let numbers = list.iter().map(number).collect::<Option<Arc<[f32]>>>();
         numbers.filter(|list| list.len() == dim as usize / 2).ok_or_else(|| fields.out_of_range(key, limit))
     };
+    let attention_factors = match keys {
+        LongRopeKeys::Mscales => {
+            let mscale = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
+            [mscale("short_mscale")?, mscale("long_mscale")?]
+        }
+        _ => [attention_factor(fields, original, max_positions)?; 2],
+    };
+    Ok(RopeKind::Long { short: factors("short_factor")?, long: factors("long_factor")?, attention_factors, original })
+}
+
+/// Returns the factor of cos and sin of LongRoPE, by default from the ratio of the contexts.
+fn attention_factor(fields: Fields, original: u32, max_positions: u32) -> Result<f64, ConfigError> {
     let factor = fields.ratio("factor")?.unwrap_or(f64::from(max_positions) / f64::from(original));
-    let attention_factor = match fields.ratio("attention_factor")? {
-        Some(factor) => factor,
-        None if factor <= 1.0 => 1.0,
+    match fields.ratio("attention_factor")? {
+        Some(factor) => Ok(factor),
+        None if factor <= 1.0 => Ok(1.0),
         None if original < 2 => {
             let limit = "at least 2, or attention_factor must be set".into();
-            return Err(fields.out_of_range("original_max_position_embeddings", limit));
+            Err(fields.out_of_range("original_max_position_embeddings", limit))
         }
-        None => (1.0 + factor.ln() / f64::from(original).ln()).sqrt(),
-    };
-    Ok(RopeKind::Long { short: factors("short_factor")?, long: factors("long_factor")?, attention_factor, original })
+        None => Ok((1.0 + factor.ln() / f64::from(original).ln()).sqrt()),
+    }
 }
 
 fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {

@@ -3,8 +3,8 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use unweight_model::{
-    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, Scoring, SharedExpert,
-    SoftCaps,
+    Activation, Bias, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, Scoring,
+    SharedExpert, SoftCaps,
 };
 
 /// Parses a configuration with one change.
@@ -149,13 +149,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
             json!({"quantization_config": {"bits": 4}}),
             "config.json: quantization_config is {\"bits\":4}, which is not supported; use",
         ),
-        (
-            "llama",
-            json!({"attention_bias": true}),
-            "config.json: attention_bias is true, which is not supported; the output projection",
-        ),
-        ("qwen3", json!({"attention_bias": true}), "config.json: attention_bias is true"),
-        ("llama", json!({"mlp_bias": true}), "config.json: mlp_bias is true"),
+        ("llama", json!({"mlp_bias": true}), "config.json: mlp_bias is true, which is not supported; the MLP"),
         (
             "llama",
             json!({"hidden_act": "gelu"}),
@@ -202,8 +196,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
             "config.json: layer_types is",
         ),
         ("llama", json!({"per_layer_config": {"0": {}}}), "config.json: per_layer_config is"),
-        ("granite", json!({"attention_bias": true}), "config.json: attention_bias is true"),
-        ("olmo2", json!({"attention_bias": true}), "config.json: attention_bias is true"),
+        ("granite", json!({"mlp_bias": true}), "config.json: mlp_bias is true"),
         ("cohere", json!({"use_qk_norm": true}), "config.json: use_qk_norm is true"),
         ("glm4", json!({"hidden_act": "gelu"}), "config.json: hidden_act is \"gelu\""),
         (
@@ -233,6 +226,16 @@ fn keys_without_effect_are_accepted() {
         json!({"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}),
     );
     assert!(accepted("qwen2", json!({})).bias.qkv);
+    let biases = |family, change| {
+        let Bias { qkv, o, mlp, head } = accepted(family, change).bias;
+        [qkv, o, mlp, head]
+    };
+    for family in ["llama", "qwen3", "granite", "olmo2", "olmoe", "cohere", "gemma2", "deepseek"] {
+        let all = json!({"attention_bias": true, "lm_head_bias": true});
+        assert_eq!(biases(family, all), [true, true, false, false], "{family}");
+    }
+    assert_eq!(biases("glm4", json!({})), [true, false, false, false]);
+    assert_eq!(biases("phimoe", json!({"lm_head_bias": true})), [false, false, false, true]);
     assert!(!accepted("qwen3", json!({})).bias.qkv && accepted("qwen3", json!({})).qk_norm == QkNorm::Head);
 }
 
@@ -246,6 +249,7 @@ fn expert_keys_in_both_spellings() {
         normalized,
         rounded,
         factor: 1.0,
+        cutoff: 0.0,
         dense_layers: 0,
         dense_intermediate: 0,
         shared: None,
@@ -279,8 +283,6 @@ fn expert_keys_in_both_spellings() {
         ("qwen2_moe", json!({"use_sliding_window": true}), "config.json: use_sliding_window is true"),
         ("qwen2_moe", json!({"mlp_only_layers": [0]}), "config.json: mlp_only_layers is [0]"),
         ("olmoe", json!({"clip_qkv": 8.0}), "config.json: clip_qkv is 8.0"),
-        ("olmoe", json!({"attention_bias": true}), "config.json: attention_bias is true"),
-        ("phimoe", json!({}), "config.json: model_type is \"phimoe\""),
         ("llama", json!({"num_experts": 4}), "config.json: num_experts is 4"),
     ] {
         let error = parse(family, change.clone()).unwrap_err().to_string();
@@ -306,10 +308,38 @@ fn expert_keys_in_both_spellings() {
         ("glm4_moe", json!({"n_shared_experts": -1}), "config.json: n_shared_experts is -1"),
         ("deepseek", json!({"scoring_func": "sigmoid"}), "config.json: scoring_func is \"sigmoid\""),
         ("deepseek", json!({"moe_layer_freq": 2}), "config.json: moe_layer_freq is 2"),
-        ("deepseek", json!({"attention_bias": true}), "config.json: attention_bias is true"),
     ] {
         let error = parse(family, change.clone()).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{family} {change}: {error}");
+    }
+    let sparse = Mixture { scoring: Scoring::SparseMixer, cutoff: 0.02, ..of(16, 2, false, true) };
+    assert_eq!(mixture("phimoe", json!({"norm_topk_prob": true})), sparse);
+    assert_eq!(mixture("phimoe", json!({"router_jitter_noise": 0.25})), Mixture { cutoff: 0.5, ..sparse });
+    let long = |key: &str, value: Value| {
+        let mut long = json!({"rope_type": "longrope", "short_factor": [1, 1, 1, 1, 1, 1, 1, 1], "long_mscale": 1.25,
+            "long_factor": [1, 1, 1, 1, 1, 1, 1, 1], "short_mscale": 1.5, "original_max_position_embeddings": 7});
+        long[key] = value;
+        json!({"rope_scaling": long})
+    };
+    let RopeKind::Long { attention_factors, original, .. } = accepted("phimoe", long("factor", json!(9))).rope.kind
+    else {
+        panic!("a longrope")
+    };
+    assert_eq!((attention_factors, original), ([1.5, 1.25], 7));
+    for (change, expected) in [
+        (
+            json!({"num_experts_per_tok": 1}),
+            "config.json: num_experts_per_tok is 1, which is not supported; the router",
+        ),
+        (json!({"num_local_experts": 1}), "config.json: num_experts_per_tok is absent; it must be at most"),
+        (json!({"router_jitter_noise": -0.1}), "config.json: router_jitter_noise is -0.1; it must be from 0 to 1"),
+        (long("long_mscale", Value::Null), "config.json: rope_scaling.long_mscale is missing; add it (a number above"),
+        (long("short_mscale", json!(0)), "config.json: rope_scaling.short_mscale is 0; it must be"),
+        (long("short_factor", json!([1])), "config.json: rope_scaling.short_factor is [1]; it must be a list of 8"),
+        (long("rope_type", json!("yarn")), "config.json: rope_scaling.rope_type is \"yarn\", which is not supported"),
+    ] {
+        let error = parse("phimoe", change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{change}: {error}");
     }
     for (change, expected) in [
         (json!({"num_local_experts": 0}), "config.json: num_local_experts is 0; it must be 1 to"),
@@ -488,8 +518,22 @@ fn published_configurations_of_families() {
         "vocab_size": 200064}}"#
     ));
     assert_eq!((mini.parameters(), mini.rope.dim), (3_836_021_760, 96));
-    let RopeKind::Long { attention_factor, original, .. } = mini.rope.kind else { panic!("{:?}", mini.rope) };
-    assert_eq!((attention_factor, original), ((1.0 + 32f64.ln() / 4096f64.ln()).sqrt(), 4096));
+    let RopeKind::Long { attention_factors, original, .. } = mini.rope.kind else { panic!("{:?}", mini.rope) };
+    assert_eq!((attention_factors, original), ([(1.0 + 32f64.ln() / 4096f64.ln()).sqrt(); 2], 4096));
+    let factors = vec!["1.25"; 64].join(", ");
+    let phimoe = read(&format!(
+        r#"{{"model_type": "phimoe", "attention_bias": true, "bos_token_id": 1, "eos_token_id": 32000,
+        "hidden_size": 4096, "input_jitter_noise": 0.01, "intermediate_size": 6400, "lm_head_bias": true,
+        "max_position_embeddings": 131072, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16,
+        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_scaling": {{"long_factor": [{factors}],
+        "long_mscale": 1.25, "original_max_position_embeddings": 4096, "short_factor": [{factors}],
+        "short_mscale": 1.5, "type": "longrope"}}, "rope_theta": 10000.0, "router_jitter_noise": 0.01,
+        "sliding_window": 131072, "tie_word_embeddings": false, "vocab_size": 32064}}"#
+    ));
+    assert_eq!((phimoe.parameters(), phimoe.window[31]), (41_873_153_344, Some(131_072)));
+    assert_eq!(phimoe.bias, Bias { qkv: true, o: true, mlp: false, head: true });
+    assert_eq!([4096, 4097].map(|context| phimoe.rope.attention_factor(context)), [1.5, 1.25]);
     let smollm3 = read(
         r#"{"model_type": "smollm3", "attention_bias": false, "bos_token_id": null, "eos_token_id": 128012,
         "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,

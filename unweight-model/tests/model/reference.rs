@@ -14,7 +14,7 @@ use unweight_model::{
     reference::{Reference, ReferenceError, bundle_values, widen},
 };
 
-const MODELS: [&str; 24] = [
+const MODELS: [&str; 28] = [
     "llama",
     "mistral",
     "qwen2",
@@ -39,6 +39,10 @@ const MODELS: [&str; 24] = [
     "granitemoeshared",
     "deepseek",
     "glm4_moe",
+    "llama-bias",
+    "olmo2-bias",
+    "phimoe",
+    "phimoe-short",
 ];
 
 fn folder(model: &str) -> std::path::PathBuf {
@@ -141,6 +145,8 @@ fn logits_from_a_bundle_are_equal() {
         ("granitemoeshared", Profile::Distribution),
         ("deepseek", Profile::Compact),
         ("glm4_moe", Profile::Packed),
+        ("phimoe", Profile::Compact),
+        ("phimoe-short", Profile::Packed),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
@@ -229,7 +235,7 @@ fn shared(layer: &mut LayerWeights) -> &mut Option<SharedWeights> {
 #[test]
 fn another_model_has_other_logits() {
     type Fault = fn(&mut ModelConfig, &mut ModelWeights);
-    let faults: [(&str, &str, Fault); 60] = [
+    let faults: [(&str, &str, Fault); 73] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -318,6 +324,25 @@ fn another_model_has_other_logits() {
         ("glm4_moe", "no shared expert", |_, weights| *shared(&mut weights.layers[1]) = None),
         ("glm4_moe", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
         ("glm4_moe", "adjacent pairs", |config, _| config.rope.pairs = RopePairs::Adjacent),
+        ("llama-bias", "no bias of the output projection", |_, weights| weights.layers[0].o_bias = None),
+        ("llama-bias", "no bias of the values", |_, weights| weights.layers[0].v_bias = None),
+        ("olmo2-bias", "no bias before norms", |_, weights| weights.layers[0].q_bias = None),
+        ("phimoe", "no bias of the output projection", |_, weights| weights.layers[1].o_bias = None),
+        ("phimoe", "no bias of the head", |_, weights| weights.lm_head_bias = None),
+        ("phimoe", "no bias of the last norm", |_, weights| weights.final_norm.bias = None),
+        ("phimoe", "no bias of a norm", |_, weights| weights.layers[1].post_norm.as_mut().unwrap().bias = None),
+        ("phimoe", "weights of a softmax", |config, _| config.mixture.as_mut().unwrap().scoring = Scoring::Softmax),
+        ("phimoe", "no other expert is near", |config, _| config.mixture.as_mut().unwrap().cutoff = 0.0),
+        ("phimoe", "a root mean square", |config, _| config.norm = NormKind::RmsOnce),
+        ("phimoe", "factors of short contexts", |config, _| {
+            let RopeKind::Long { original, .. } = &mut config.rope.kind else { panic!("a longrope") };
+            *original = 32;
+        }),
+        ("phimoe-short", "the factor of long contexts", |config, _| {
+            let RopeKind::Long { attention_factors, .. } = &mut config.rope.kind else { panic!("a longrope") };
+            attention_factors.reverse();
+        }),
+        ("phimoe-short", "no window", |config, _| config.window.fill(None)),
     ];
     for (model, what, inject) in faults {
         let fixture = Fixture::load(model);
