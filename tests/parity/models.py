@@ -50,6 +50,7 @@ FAMILIES = {
     "granitemoeshared": "GraniteMoeShared",
     "glm4_moe": "Glm4Moe",
     "deepseek": "Deepseek",
+    "phimoe": "Phimoe",
 }
 
 
@@ -184,6 +185,8 @@ DEEPSEEK = {
     # Of DeepSeek-V2.
     "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None,
 }
+# Phi-3.5-MoE's, with biases.
+PHI = {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
 # Granite's.
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -203,6 +206,16 @@ def longrope(pairs: int, **more) -> dict:
         "short_factor": [1.0 + i / pairs for i in range(pairs)],
         "long_factor": [1.5 + 8.0 * i / pairs for i in range(pairs)],
         **more,
+    }
+
+
+def mscales(pairs: int) -> dict:
+    """Returns Phi-3.5-MoE's LongRoPE, the same in all contexts: transformers 5.17 uses its short factors in long contexts,
+    too. Fixtures of unweight-model have different ones."""
+    factors = [1.0 + i / pairs for i in range(pairs)]
+    return {
+        "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "short_mscale": 1.2, "long_mscale": 1.2,
+        "original_max_position_embeddings": 512,
     }
 
 
@@ -234,6 +247,7 @@ TRAINED = [
         sizes(256, 256, 4, 2, shared_intermediate_size=512, **LOCAL_EXPERTS, **MULTIPLIERS), trained=True,
     ),
     Spec("deepseek-moe", "deepseek", sizes(256, 768, 4, 4, **DEEPSEEK), trained=True),
+    Spec("phi-moe", "phimoe", sizes(256, 256, 4, 2, **PHI), trained=True, rope=mscales(32)),
     Spec(
         "glm4-moe", "glm4_moe", sizes(256, 768, 4, 2, head_dim=64, attention_bias=True, **GLM), trained=True,
         rope={"partial_rotary_factor": 0.5},
@@ -264,6 +278,16 @@ RANDOM = [
               attn_logit_softcapping=4.0, final_logit_softcapping=3.0),
     ),
     Spec("gemma3-odd", "gemma3_text", sizes(280, 520, 7, 1, vocab_size=1003, **GEMMA3)),
+    # Biases of attention: in a parallel family, before norms of all heads together, with a factor of what is added.
+    Spec("llama-bias", "llama", sizes(264, 328, 4, 2, head_dim=64, vocab_size=1003, attention_bias=True)),
+    Spec("olmo2-bias", "olmo2", sizes(320, 456, 4, 1, vocab_size=1003, attention_bias=True)),
+    Spec("cohere-bias", "cohere", sizes(328, 520, 4, 1, head_dim=128, vocab_size=1003, attention_bias=True)),
+    Spec("granite-bias", "granite", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003, attention_bias=True, **MULTIPLIERS)),
+    # As `phi-moe`, with large biases and a window; one layer. The head has an odd number of rows.
+    Spec(
+        "phi-moe-bias", "phimoe",
+        sizes(256, 320, 4, 1, vocab_size=1003, sliding_window=48, num_hidden_layers=1, router_jitter_noise=0.1, **PHI),
+    ),
     # Few enough escapes to be packed, and too many.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),

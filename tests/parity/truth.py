@@ -51,7 +51,7 @@ class Truth:
     The router of a mixture chooses experts. If the last chosen and the first rejected expert are almost equal, rounding
     decides, and a token with another expert is far from the truth although nothing is wrong. Positions of a mixture are
     therefore compared only where every router's choice is clear: the margin between the two is above `CLEAR` x the RMS
-    error of the router's logits in BF16. `clear` has a mask for each prompt, which is all True for a dense model.
+    error of the router's logits in BF16. A SparseMixer has further margins. `clear` has a mask for each prompt, which is all True for a dense model.
 
     A position also attends to earlier positions, some of which used another expert. A few positions of a mixture are
     therefore 50 times as far off as most, and which ones depends on the rounding. The errors are those of the `kept`
@@ -101,7 +101,19 @@ class Truth:
             return torch.ones(len(router), dtype=torch.bool)
         ranked = router.sort(-1, descending=True).values
         margin = ranked[..., self.experts_per_token - 1] - ranked[..., self.experts_per_token]
+        if self.f32.config.model_type == "phimoe":
+            margin = torch.minimum(margin, self.sparse_mixer_margin(ranked))
         return (margin > CLEAR * self.router_errors).all(-1)
+
+    def sparse_mixer_margin(self, ranked: torch.Tensor) -> torch.Tensor:
+        """Returns how far a SparseMixer is from another order of its two experts, and from other experts near either."""
+        cutoff = 2.0 * self.f32.config.router_jitter_noise
+        margins = [ranked[..., 0] - ranked[..., 1]]
+        for place in range(2):
+            best, rest = ranked[..., place : place + 1], ranked[..., place + 1 :]
+            edges = best - rest - cutoff * torch.maximum(rest.abs(), best)
+            margins.append(edges.abs().amin(-1))
+        return torch.stack(margins).amin(0)
 
     @torch.no_grad()
     def greedy(self, model, prompt: list[int], count: int) -> list[int]:

@@ -31,6 +31,8 @@ GLM = dict(
     num_experts_per_tok=2,
     attention_bias=True,
 )
+# Biases of norms, attention and head, and a router that chooses one expert after the other.
+PHI = dict(tie_word_embeddings=False, num_local_experts=4, attention_bias=True, lm_head_bias=True)
 # hidden size, intermediate size, layers, heads, KV heads, head size, vocabulary size
 GEOMETRIES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128, 128256),

@@ -19,7 +19,7 @@ import torch
 import transformers
 import unweight
 import unweight.transformers
-from models import GLM, MOE, of_transformers, zero_experts
+from models import GLM, MOE, PHI, of_transformers, zero_experts
 from processes import running
 from transformers import AutoModelForCausalLM
 from unweight import _transformers
@@ -43,6 +43,7 @@ KINDS = {
     "qwen3 moe": ("Qwen3MoeConfig", MOE, 9 + EXPERTS),
     "mixtral": ("MixtralConfig", dict(tie_word_embeddings=False, num_local_experts=4), 9 + EXPERTS),
     "glm4 moe": ("Glm4MoeConfig", GLM, 9 + 6 + EXPERTS // 2),
+    "phi moe": ("PhimoeConfig", PHI, 9 + EXPERTS),
     # Downs have 96 columns, not a multiple of 64. Gates and ups are packed together, but each alone has 96 rows.
     "qwen3 moe, odd": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 96}, 9 if IS_4 else 9 + 2),
 }

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from typing import Callable, Optional
 
-from models import GLM, MOE, SMALL, of_transformers, zero_experts
+from models import GLM, MOE, PHI, SMALL, of_transformers, zero_experts
 
 PROMPTS = 3
 TOKENS = 12
@@ -69,6 +69,8 @@ KINDS = {
         dict(tie_word_embeddings=True, intermediate_size=128, num_local_experts=4, num_experts_per_tok=2),
         6,
     ),
+    # vLLM's class gives its head and its embedding no quantization.
+    "phi moe": ("PhimoeConfig", {**PHI, "intermediate_size": 128}, 6),
 }
 
 # A model whose logits differ in their last bits, as the product of a dense layer does on the CPU. Logits near 4 are
@@ -95,6 +97,10 @@ def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
 
     config, options, _ = {**KINDS, **ROUNDED}[kind]
     of_transformers(home, config, 0.05, options, **more)
+    if kind == "phi moe":
+        # Published models name vLLM's class.
+        text = (home / "config.json").read_text()
+        (home / "config.json").write_text(text.replace("PhimoeForCausalLM", "PhiMoEForCausalLM"))
     words = {f"w{index}": index for index in range(options.get("vocab_size", SMALL["vocab_size"]))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
