@@ -23,6 +23,7 @@ mod moe;
 mod pack;
 mod packed_problem;
 mod rivals;
+mod routers;
 mod rows;
 mod sample;
 mod scale;

@@ -32,6 +32,7 @@ mod pack;
 mod pipelines;
 mod registered;
 mod rivals;
+mod routers;
 mod sample;
 #[cfg(feature = "serve")]
 mod serve;
