@@ -712,7 +712,7 @@ class Modules(Gpu):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(256, 256)
-            # Two shapes, so that arenas of different layers take turns at one address.
+            # Two shapes, so that arenas of different layers use one address one after another.
             self.blocks = nn.ModuleList(
                 nn.Sequential(nn.Linear(256, 512 if at % 2 else 256), nn.SiLU(), nn.Linear(512 if at % 2 else 256, 256))
                 for at in range(5)
@@ -764,6 +764,31 @@ class Modules(Gpu):
             self.assertTrue(torch.equal(module(x), fresh(x)))
         for name, value in other.state_dict().items():
             self.assertTrue(torch.equal(module.state_dict()[name], value), name)
+
+    def test_arenas_may_have_other_memory(self):
+        # As diffusers' group offloading does: the second layer gets the memory that the first had.
+        first, second = nn.Linear(512, 512).to(DEVICE, torch.bfloat16), nn.Linear(512, 512).to(DEVICE, torch.bfloat16)
+        first.weight.data, second.weight.data = weights(512, 512), weights(512, 512, seed=3) * 2.0**20
+        stock, x = second.weight.detach().clone(), inputs(5, 512)
+        unweight.pack_model(module := nn.Sequential(first, second))
+        expected = second(x), module(x)
+        for _ in range(3):
+            on_cpu = [layer.weight_packed.cpu() for layer in module]
+            for layer, arena in zip(module, on_cpu):
+                layer.weight_packed.data = arena
+            self.assertTrue(torch.equal(second.unpacked(), stock.cpu()))
+            for layer, arena in zip(module, on_cpu):
+                layer.weight_packed.data = arena.to(DEVICE)
+            self.assertTrue(torch.equal(second(x), expected[0]))
+            self.assertTrue(torch.equal(module(x), expected[1]))
+            self.assertTrue(torch.equal(second.unpacked(), stock))
+            layer = copy.deepcopy(second)
+            second.weight_packed.data, first.weight_packed.data = (
+                one.weight_packed.clone() for one in (second, first)
+            )
+            self.assertTrue(torch.equal(module(x), expected[1]))
+            self.assertTrue(torch.equal(layer(x), expected[0]))
+        gc.collect()
 
     def test_graphs_stay_valid_or_say_so(self):
         layer = nn.Linear(1024, 512).to(DEVICE, torch.bfloat16)

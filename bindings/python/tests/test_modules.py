@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 from unweight import modules
 from unweight._offload import Offload, blocks_of, require_two
 from unweight.modules import PackedLinear, PackedWeight
+from unweight.ops import Linear
 
 
 class Wrapper(torch.Tensor):
@@ -665,6 +667,55 @@ class Interrupts(Case):
                 seen.add((is_new, done))
                 layer.update_(old)
         self.assertEqual(seen, {(False, False), (True, False), (True, True)})
+
+
+    def test_interrupted_packing_leaves_layers_that_work_and_can_be_packed(self):
+        stock, x = drawn(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))), inputs(2, 64)
+        expected, made = stock(x), []
+
+        def pack_model() -> None:
+            made.append(copy.deepcopy(stock))
+            unweight.pack_model(made[-1])
+
+        def pack() -> None:
+            made.append(Linear(copy.deepcopy(stock[0])))
+            made[-1].pack()
+
+        for call, result in ((pack_model, expected), (pack, stock[0](x))):
+            for _ in interrupts.everywhere(call):
+                if made:
+                    module = made.pop()
+                    self.assertTrue(torch.equal(module(x), result))
+                    if call is pack_model:
+                        unweight.pack_model(module)
+                        self.assertEqual(len(unweight.pack_model(module).packed), 0)
+                        self.assertTrue(torch.equal(module(x), result))
+
+    def test_signal_handlers_may_copy_layers(self):
+        module, x = drawn(nn.Sequential(nn.Linear(64, 64))), inputs(2, 64)
+        unweight.pack_model(module)
+        other, copied = drawn(nn.Sequential(nn.Linear(64, 64)), 5), []
+
+        def trace(frame: Any, *_: Any) -> None:
+            # The lock of the escape lists is held here.
+            if frame.f_code.co_name == "setdefault" and not copied:
+                copied.append(None)
+                copied[0] = copy.deepcopy(module)
+
+        sys.settrace(trace)
+        try:
+            unweight.pack_model(other)
+        finally:
+            sys.settrace(None)
+        self.assertTrue(torch.equal(copied[0](x), module(x)))
+
+    def test_arenas_may_have_other_memory(self):
+        module, x = drawn(nn.Sequential(nn.Linear(64, 64))), inputs(2, 64)
+        expected = module(x)
+        unweight.pack_model(module)
+        module[0].weight_packed.data = module[0].weight_packed.data.clone()
+        self.assertTrue(torch.equal(module(x), expected))
+        self.assertTrue(torch.equal(copy.deepcopy(module)(x), expected))
 
 
 class LateCopies:

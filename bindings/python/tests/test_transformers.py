@@ -171,6 +171,16 @@ class Models(unittest.TestCase):
         (line,) = logs.output
         self.assertRegex(line, r"layers\.0.* cannot be packed .*: a layout of transformers .* that is not packed")
 
+    def test_experts_that_would_be_packed_elsewhere_are_not_named(self):
+        from unittest import mock
+
+        model = make(self.home / "model", "mixtral")
+        with mock.patch("unweight._transformers.why_not", return_value="no kernels"):
+            with self.assertLogs("unweight.transformers", "WARNING") as logs:
+                got = AutoModelForCausalLM.from_pretrained(model, quantization_config=UnweightConfig())
+        self.assertEqual(packed(got), 0)
+        self.assertFalse([line for line in logs.output if "layout" in line], logs.output)
+
     def test_what_the_model_has_in_float32_is_not_rounded(self):
         import safetensors.torch
 

@@ -174,15 +174,12 @@ def sizes(model: pathlib.Path) -> dict[str, int]:
     return total
 
 
-def rest(result: dict[str, Any], bytes_of: dict[str, int]) -> dict[str, Any]:
-    """Returns the size of the packed rest, as the engine logged it, to its BF16 size, also with the embedding."""
+def rest(result: dict[str, Any]) -> dict[str, Any]:
+    """Returns the size of the packed rest, as the engine logged it, to its BF16 size."""
     found = re.search(r"([\d.]+) GiB of ([\d.]+) GiB", " ".join(result["loading"].get("packed", [])))
     packed, bf16 = (0.0, 0.0) if found is None else (float(one) for one in found.groups())
-    if bf16 == 0.0:
-        # Nothing is packed, or the model is too small for the log's two decimals.
-        return {}
-    embedding = bytes_of["embedding"] / 2**30
-    return {"ratio": packed / bf16, "ratio_with_embedding": (packed + embedding) / (bf16 + embedding)}
+    # Otherwise nothing is packed, or the model is too small for the log's two decimals.
+    return {"ratio": packed / bf16} if bf16 else {}
 
 
 def engines_of(model: pathlib.Path, bundle: pathlib.Path | None) -> dict[str, dict[str, Any]]:
@@ -227,7 +224,7 @@ def measured(
         if stock is None or name == "stock":
             continue
         record[f"{name}_to_stock"] = {**compared(stock, result), **over_bf16(stock, result)}
-        record["rest"] = rest(result, record["bytes"])
+        record["rest"] = rest(result)
         alone = {**stock, "tokens": stock["tokens_alone"], "forced_logprobs": stock["forced_alone"]}
         record["stock_in_other_batches"] = itself = compared(stock, alone)
         limit = max(MEAN_DIFFERENCE, DIFFERENCE_RATIO * itself["forced_logprob_difference"]["mean"])

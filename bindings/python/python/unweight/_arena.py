@@ -56,8 +56,9 @@ _escapes_by_digest: weakref.WeakValueDictionary[tuple[torch.device, str], Escape
 
 def _escapes(digest: str, data: Tensor) -> Escapes:
     """Returns the `Escapes` with this digest on the device of `data`; makes it if there is none."""
+    made = Escapes(digest, data)
     with _gpu._lock:
-        escapes = _escapes_by_digest.setdefault((data.device, digest), made := Escapes(digest, data))
+        escapes = _escapes_by_digest.setdefault((data.device, digest), made)
         escapes.is_shared |= escapes is not made
         return escapes
 
@@ -82,14 +83,15 @@ class Placed:
     """A registered arena on a GPU with its escape lists, or the two arenas of a mixture of experts.
 
     The operators find a registered arena by its address. Keep this object as long as the arena: it unregisters the
-    arena when it is freed. It references the arena, so that the address is not reused. `copy.deepcopy` copies the
-    arena and registers the copy.
+    arena when it is freed. It references the arena's memory, so that the address is not reused. `copy.deepcopy` copies
+    the arena and registers the copy.
     """
 
     __slots__ = (
         "__weakref__",
         "arenas",
         "_is_changing",
+        "_kept",
         "_lists",
         "_mixture",
         "_pending",
@@ -107,6 +109,8 @@ class Placed:
         mixture: Optional[_native.Registration] = None,
     ) -> None:
         self.arenas, self._lists, self._place = arenas, lists, place
+        # The registered memory. `arenas` have other memory if their `data` is assigned, as diffusers' offloading does.
+        self._kept = tuple(arena.detach() for arena in arenas)
         self._registered, self._mixture = registered, mixture
         # With the digest, `_register_copy` finds the lists for a copy of the arena.
         self._shared = None if registered is None else _escapes(registered.native.digest, registered.lists)
@@ -115,8 +119,8 @@ class Placed:
 
     @property
     def arena(self) -> Tensor:
-        """The arena, uint8 `[bytes]`; `ValueError` if there are two."""
-        (arena,) = self.arenas
+        """The registered arena, uint8 `[bytes]`; `ValueError` if there are two."""
+        (arena,) = self._kept
         return arena
 
     @property

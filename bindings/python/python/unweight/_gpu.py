@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import _native
 
-_lock = threading.Lock()
+# Reentrant, because a signal handler may copy or pack layers.
+_lock = threading.RLock()
 # Held while arenas change, and while `Placed` finds out how a change ended.
 _changes = threading.RLock()
 
@@ -21,7 +22,7 @@ _changes = threading.RLock()
 def _unlock() -> None:
     """Replaces the locks in a forked child: a thread that held one in the parent does not exist in the child."""
     global _lock, _changes
-    _lock, _changes = threading.Lock(), threading.RLock()
+    _lock, _changes = threading.RLock(), threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)
@@ -44,7 +45,7 @@ def _runtime(device: torch.device) -> _native.Runtime:
             runtime = _runtimes.get(index)
             if runtime is None:
                 _name_libraries()
-                runtime = _runtimes[index] = _native.Runtime(index, _MAX_BATCH, _EXPAND_ABOVE)
+                runtime = _runtimes.setdefault(index, _native.Runtime(index, _MAX_BATCH, _EXPAND_ABOVE))
     return runtime
 
 

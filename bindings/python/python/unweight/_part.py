@@ -21,6 +21,8 @@ class _Fixed(Tensor):
 
     _what: str
     """What it is, the start of a sentence in errors."""
+    _instead = "clone() it first"
+    """What to do instead of a change in place."""
 
     @property
     def data(self) -> Tensor:
@@ -29,7 +31,7 @@ class _Fixed(Tensor):
 
     @data.setter
     def data(self, _: Tensor) -> None:
-        raise _no_change("data =", self._what)
+        raise _no_change("data =", self._what, self._instead)
 
     def read(self) -> Tensor:
         """Returns the contents as a plain tensor."""
@@ -53,15 +55,15 @@ class _Fixed(Tensor):
             return func(args[0], torch.empty(args[1].shape, dtype=args[1].dtype, device="meta"))
         if func.namespace in ("c10d", "_c10d_functional"):
             # Schemas of collectives do not say what they write.
-            what = next(one._what for one in tree_leaves((args, kwargs)) if isinstance(one, _Fixed))
-            raise _no_change(func, what)
+            fixed = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, _Fixed))
+            raise _no_change(func, fixed._what, fixed._instead)
         parameters, source = func._schema.arguments, None
         # A `_Fixed` may be a positional or keyword argument, or in a list.
         for argument, value in [*zip(parameters, args), *((one, kwargs.get(one.name)) for one in parameters)]:
             if argument.alias_info is not None:
                 fixed = next((one for one in tree_leaves(value) if isinstance(one, _Fixed)), None)
                 if fixed is not None and argument.alias_info.is_write:
-                    raise _no_change(func, fixed._what)
+                    raise _no_change(func, fixed._what, fixed._instead)
                 source = fixed if source is None else source
         args, kwargs = tree_map(lambda one: one.read() if isinstance(one, _Fixed) else one, (args, kwargs))
         results = func(*args, **kwargs)
@@ -70,8 +72,8 @@ class _Fixed(Tensor):
         return tree_map(lambda one: _View(one, source._what) if isinstance(one, Tensor) else one, results)
 
 
-def _no_change(operation: object, what: str) -> NotImplementedError:
-    return NotImplementedError(f"{operation}: {what}, and cannot be changed in place; clone() it first")
+def _no_change(operation: object, what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"{operation}: {what}, and cannot be changed in place; {instead}")
 
 
 def _no_memory(operation: str, what: str) -> NotImplementedError:

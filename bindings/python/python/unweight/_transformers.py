@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Optional
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.quantizers import HfQuantizer
 from transformers.utils import logging
@@ -102,9 +102,10 @@ class BaseQuantizer(HfQuantizer):
                 f"tensors, and the model's weights are random; unweight supports {supported('transformers')}"
             )
         for name, module in model.named_modules():
-            if "Expert" in type(module).__name__ and not isinstance(module, Experts):
-                for part, parameter in module.named_parameters(recurse=False):
-                    if parameter.dim() > 1 and parameter.dtype == torch.bfloat16:
+            if "Expert" in type(module).__name__ and not isinstance(module, Experts) and not self.has_experts(module):
+                for part, weight in module.named_parameters(recurse=False):
+                    is_matrix = weight.dim() > 1 and weight.dtype == torch.bfloat16 and not part.endswith("bias")
+                    if is_matrix and why_not(weight.device) is None:
                         reason = f"a layout of transformers {transformers.__version__} that is not packed"
                         self._unpackable.setdefault(f"{name}.{part}", reason)
         if self._unpackable:
@@ -112,6 +113,10 @@ class BaseQuantizer(HfQuantizer):
         # The operator has no backward. Without gradients, a trace contains the operator itself.
         model.requires_grad_(False)
         return model
+
+    def has_experts(self, module: nn.Module) -> bool:
+        """Returns whether a module has experts in the layout that is packed."""
+        return False
 
     def is_serializable(self, **_: Any) -> bool:
         """Returns false, with a warning that says what to do: packed weights cannot be saved."""

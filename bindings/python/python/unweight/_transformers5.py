@@ -32,11 +32,6 @@ def _pack_experts(module: nn.Module, name: str, weight: Tensor) -> Optional[str]
     return None
 
 
-def _has_experts(module: nn.Module) -> bool:
-    """Returns whether a module has experts in the common layout: `[experts, n, k]`, without a bias."""
-    return getattr(module, "is_transposed", True) is False and getattr(module, "has_bias", True) is False
-
-
 def _product(weights: Union[Experts, Tensor], x: Tensor, expert: int) -> Tensor:
     if isinstance(weights, Experts):
         return weights.linear(x, expert)
@@ -135,7 +130,11 @@ class UnweightHfQuantizer(BaseQuantizer):
         module, name = get_module_from_name(model, param_name)
         if isinstance(module, Linear):
             return name == "weight"
-        return _has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
+        return self.has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
+
+    def has_experts(self, module: nn.Module) -> bool:
+        """Returns whether a module has experts in the layout that is packed: `[experts, n, k]`, without a bias."""
+        return getattr(module, "is_transposed", True) is False and getattr(module, "has_bias", True) is False
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         if any(isinstance(module, Experts) for module in model.modules()):

@@ -84,6 +84,7 @@ class PackedWeight(_Fixed):
     """
 
     _layer: PackedLinear
+    _instead = "replace it with update_(), or change it before packing"
 
     @staticmethod
     def __new__(cls, layer: PackedLinear) -> PackedWeight:
@@ -130,12 +131,13 @@ class _Held:
     """An arena and the object to keep with it, for all layers that share it. A copy has only the escape lists, until
     the first of its layers uses the copied arena."""
 
-    __slots__ = ("arena", "holder", "lists", "is_offloaded")
+    __slots__ = ("arena", "holder", "lists", "is_offloaded", "address")
 
     def __init__(
         self, arena: Optional[Tensor], holder: Union[Escapes, Placed, None], lists: Optional[Tensor] = None
     ) -> None:
         self.arena, self.holder, self.lists = arena, holder, lists
+        self.address = None if arena is None else arena.data_ptr()
         self.is_offloaded = False
         """Whether one of these layers was offloaded: it has a copy, which an update would not reach."""
 
@@ -146,14 +148,18 @@ class _Held:
 
     def use(self, arena: Tensor) -> Tensor:
         """Returns the arena to use for a layer that has `arena`, which may have been copied or moved."""
-        if arena is not self.arena:
-            if self.arena is not None and self.arena.device == arena.device:
+        if not self.holds(arena):
+            if self.arena is not None and self.arena is not arena and self.arena.device == arena.device:
                 # Another layer was moved first.
-                return self.arena
+                return self.use(self.arena)
             before = self.holder
             self.holder = _holder(arena, self.lists) if before is None else _holder_of_moved(arena, before)
-            self.arena, self.lists = arena, None
+            self.arena, self.lists, self.address = arena, None, arena.data_ptr()
         return arena
+
+    def holds(self, arena: Tensor) -> bool:
+        """Returns whether this is the arena, with the memory that it had: `arena.data` may be assigned."""
+        return arena is self.arena and arena.data_ptr() == self.address
 
 
 class PackedLinear(_PackedState, nn.Linear):
@@ -174,7 +180,7 @@ class PackedLinear(_PackedState, nn.Linear):
         """Registers the arena, or takes that of a layer that shares it, if it was copied or moved."""
         arena = self._buffers.get("weight_packed")
         # That of an offloaded layer is elsewhere.
-        if arena is not None and arena is not self._held.arena:
+        if arena is not None and not self._held.holds(arena):
             self._buffers["weight_packed"] = self._held.use(arena)
 
     @property
@@ -363,11 +369,12 @@ def _empty_layer(before: type[nn.Linear]) -> PackedLinear:
 
 def _become_packed(layer: nn.Linear, held: _Held, name: str) -> None:
     """Changes a layer to a packed one with this arena."""
-    # Assigned before anything else, because it fails for a class with another layout.
-    layer.__class__ = _packed_class(type(layer))
-    del layer._parameters["weight"]
-    layer.register_buffer("weight_packed", held.arena, persistent=False)
+    packed_class, parameters = _packed_class(type(layer)), layer._parameters
     layer._held, layer._n, layer._layer_name = held, layer.out_features, name
+    layer.register_buffer("weight_packed", held.arena, persistent=False)
+    # Last, without a call in between: an interrupt leaves a layer that works. Fails for a class with another layout.
+    layer.__class__ = packed_class
+    del parameters["weight"]
 
 
 class _Updated(Protocol):
@@ -443,7 +450,8 @@ def update_sparse_(module: nn.Module, updates: Mapping[str, tuple[Tensor, Tensor
         KeyError: the module has no such parameter, or it belongs to packed experts.
         TypeError: an index or values are not tensors.
         ValueError: wrong shapes or dtypes, or elements that cannot be replaced in place, which changes nothing; or a
-            new weight cannot be packed, or not for the CUDA graphs of vLLM: its layer keeps the old one.
+            new weight cannot be packed, or not for the CUDA graphs of vLLM: its layer keeps the old one, like layers
+            after it and parameters that are not packed; layers before it have changed.
         IndexError: a position is outside of its parameter; nothing has changed.
         NotImplementedError: a layer is offloaded, or of vLLM: in tensor parallelism, a head next to adapters, one of
             which attention keeps products (`kv_b_proj`), or on the CPU not packed.

@@ -501,10 +501,12 @@ class Linear(_PackedState, nn.Module):
         packed = pack(self.weight if weight is None else weight)
         if packed is None:
             return False
+        # `_escapes` decides which weight is used, so an interrupt leaves a layer that works.
+        self._n = packed.n
+        self.register_buffer("weight_packed", packed.arena)
+        self._escapes = packed.escapes
         # Deleted rather than None, so that an access raises AttributeError.
         del self.weight
-        self.register_buffer("weight_packed", packed.arena)
-        self._escapes, self._n = packed.escapes, packed.n
         return True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
