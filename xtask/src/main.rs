@@ -52,6 +52,7 @@ usage: cargo xtask <task> [options]
                         --with-nvrtc  include libnvrtc
   bench-peers [MODEL] compare the codec with ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
                         --rounds N    measurements of each codec, at least 7 (default 7)
+                        --files       first: file to file with ZipNN, in /dev/shm; then --rounds N, --out FILE
   kernel-digests      print a digest of every kernel's machine code; needs NVRTC and about ten minutes
                         --all-archs    also compile a kernel of each family for every other architecture
                         --only PART    only kernels whose name contains PART

@@ -87,7 +87,21 @@ pub struct Digester {
 
 impl Digester {
     /// Appends bytes.
-    pub fn update(&mut self, mut bytes: &[u8]) {
+    pub fn update(&mut self, bytes: &[u8]) {
+        let (full, rest) = self.complete_leaf(bytes);
+        self.leaves.extend(full.chunks_exact(LEAF_BYTES).map(Digest::leaf));
+        self.partial.extend_from_slice(rest);
+    }
+
+    /// Like [`Digester::update`], on the current rayon pool.
+    pub fn update_together(&mut self, bytes: &[u8]) {
+        let (full, rest) = self.complete_leaf(bytes);
+        self.leaves.par_extend(full.par_chunks_exact(LEAF_BYTES).map(Digest::leaf));
+        self.partial.extend_from_slice(rest);
+    }
+
+    /// Completes a begun leaf. Returns the whole leaves of the remaining bytes, and the bytes after these.
+    fn complete_leaf<'a>(&mut self, mut bytes: &'a [u8]) -> (&'a [u8], &'a [u8]) {
         if !self.partial.is_empty() {
             let take = bytes.len().min(LEAF_BYTES - self.partial.len());
             self.partial.extend_from_slice(&bytes[..take]);
@@ -97,10 +111,7 @@ impl Digester {
                 self.partial.clear();
             }
         }
-        let full = bytes.chunks_exact(LEAF_BYTES);
-        let rest = full.remainder();
-        self.leaves.extend(full.map(Digest::leaf));
-        self.partial.extend_from_slice(rest);
+        bytes.split_at(bytes.len() / LEAF_BYTES * LEAF_BYTES)
     }
 
     /// Returns the digest of all appended bytes.
@@ -127,9 +138,13 @@ mod tests {
         let bytes: Vec<u8> = (0..3 * LEAF_BYTES + 5).map(|i| ((i * i) >> 3) as u8).collect();
         for len in [0, 1, LEAF_BYTES - 1, LEAF_BYTES, LEAF_BYTES + 1, bytes.len()] {
             for step in [700_001, LEAF_BYTES, bytes.len() + 1] {
-                let mut digester = Digester::default();
-                bytes[..len].chunks(step).for_each(|chunk| digester.update(chunk));
+                let (mut digester, mut together) = (Digester::default(), Digester::default());
+                bytes[..len].chunks(step).for_each(|chunk| {
+                    digester.update(chunk);
+                    together.update_together(chunk);
+                });
                 assert_eq!(digester.finish(), Digest::of(&bytes[..len]));
+                assert_eq!(together.finish(), Digest::of(&bytes[..len]));
             }
         }
     }

@@ -1,7 +1,8 @@
 //! Restores the source files of a bundle.
 //!
 //! Consecutive tensors are decoded into one buffer, which is a piece of the source file. The buffer is compared with
-//! the tensors' digests and sent to a writer thread, which returns it.
+//! the tensors' digests and sent to a writer thread, which returns it. A large tensor is decoded and written in pieces of
+//! whole tile rows; it is compared after its last piece, and the output gets its name only if all are right.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -281,7 +282,10 @@ impl Job<'_> {
             ReadUnit::Batch(batch) => batch_bytes(shard, batch),
             ReadUnit::Pieces(_) => CHUNK as u64,
         });
+        let largest = sizes.clone().max().unwrap_or(0);
         let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
+        // Larger tensors are decoded in pieces, where their encoding can.
+        let pooled = pooled.max(piece_bytes().min(pooled_max).min(largest));
         let (recycle, free) = mpsc::channel::<Vec<u8>>();
         for _ in 0..2 {
             // The receiver still exists.
@@ -322,7 +326,7 @@ impl Job<'_> {
         mut at: u64,
         buffers: Buffers<'_>,
     ) -> Result<(), BundleError> {
-        let Buffers { free, pooled, sender, budget, failed } = buffers;
+        let Buffers { ref free, pooled, ref sender, budget, failed } = buffers;
         for unit in remaining {
             self.check_cancelled()?;
             if failed.load(Ordering::Relaxed) {
@@ -349,7 +353,12 @@ impl Job<'_> {
             let bytes = batch_bytes(shard, &batch);
             let held = bytes.saturating_mul(shard.held_per_byte());
             budget.acquire(held);
-            let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
+            if batch.len() == 1 && self.decode_in_pieces(shard, batch.start, &mut at, &buffers)? {
+                // The writer releases the decoded bytes.
+                budget.release(held.saturating_sub(bytes));
+                continue;
+            }
+            let buffer = if bytes <= pooled { free.recv().ok() } else { Some(own_buffer(shard, bytes)?) };
             let Some(mut buffer) = buffer else { break };
             let results = shard.decode_batch(batch, &mut buffer[..bytes as usize], false, |entry| {
                 self.progress.tensor(&entry.name);
@@ -365,7 +374,48 @@ impl Job<'_> {
         }
         Ok(())
     }
+
+    /// Decodes a large tensor piece by piece: a piece is digested and written while it is in the caches, and the writer
+    /// has something to do from the first one on. `false` if it must be decoded as a whole.
+    fn decode_in_pieces(
+        &self,
+        shard: &Shard,
+        index: usize,
+        at: &mut u64,
+        buffers: &Buffers<'_>,
+    ) -> Result<bool, BundleError> {
+        let next = || {
+            let failed = buffers.failed.load(Ordering::Relaxed);
+            if failed { None } else { buffers.free.recv().ok() }
+        };
+        self.progress.tensor(&shard.file.tensors[index].name);
+        shard.decode_in_pieces(index, piece_bytes().min(buffers.pooled), next, |buffer, bytes| {
+            self.check_cancelled()?;
+            // The writer lives until the sender is dropped.
+            _ = buffers.sender.send(Decoded { buffer, bytes, at: *at });
+            *at += bytes as u64;
+            self.progress.advance(bytes as u64);
+            Ok(())
+        })
+    }
 }
+
+/// A buffer for a tensor that is larger than those of the pool.
+fn own_buffer(shard: &Shard, bytes: u64) -> Result<Vec<u8>, BundleError> {
+    shard.free_idle();
+    shard.buffer(bytes)
+}
+
+/// Bytes of the pieces of a large tensor: enough tile rows for all threads, and few enough bytes for the caches they
+/// share.
+fn piece_bytes() -> u64 {
+    (PIECE_BYTES_PER_THREAD * rayon::current_num_threads() as u64).min(PIECE_BYTES_MAX)
+}
+
+/// Bytes of a piece per thread: eight tile rows of 4096 BF16 elements.
+const PIECE_BYTES_PER_THREAD: u64 = 4 << 20;
+/// Maximum bytes of a piece.
+const PIECE_BYTES_MAX: u64 = 64 << 20;
 
 /// Decoded bytes on their way to the writer.
 struct Decoded {

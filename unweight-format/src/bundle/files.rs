@@ -19,7 +19,11 @@ use super::{
     names::{CARD_NAME, CARD_SOURCE_NAME, DOWNLOAD_RECORDS, is_weights},
     pipeline::join,
 };
-use crate::{Digest, bits, bundle::manifest, digest::Digester};
+use crate::{
+    Digest, bits,
+    bundle::manifest,
+    digest::{Digester, LEAF_BYTES},
+};
 
 /// Bytes read or copied at once.
 pub(crate) const CHUNK: usize = 4 << 20;
@@ -148,6 +152,22 @@ impl Input {
         let failed = pieces.map(|(i, piece)| self.read_at(offset + (i * CHUNK) as u64, piece));
         // The first error by offset, not by time.
         failed.find_map_first(Result::err).map_or(Ok(()), Err)
+    }
+
+    /// Like [`Input::read_at_together`], and returns the digest. Each leaf is digested by the thread that has read it,
+    /// while it is in that core's caches.
+    pub(crate) fn read_digested(&self, offset: u64, out: &mut [u8]) -> Result<Digest, BundleError> {
+        if out.len() <= LEAF_BYTES || rayon::current_thread_index().is_none() {
+            self.read_at(offset, out)?;
+            return Ok(Digest::of_leaves(&out.chunks(LEAF_BYTES).map(Digest::leaf).collect::<Vec<_>>()));
+        }
+        let leaves = out.par_chunks_mut(LEAF_BYTES).enumerate().map(|(i, leaf)| {
+            self.read_at(offset + (i * LEAF_BYTES) as u64, leaf)?;
+            Ok(Digest::leaf(leaf))
+        });
+        // The first error by offset, not by time.
+        let leaves = leaves.collect::<Vec<_>>().into_iter().collect::<Result<Vec<_>, _>>()?;
+        Ok(Digest::of_leaves(&leaves))
     }
 
     /// Like [`Input::read_at`], on several threads of its own.

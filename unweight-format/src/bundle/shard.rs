@@ -5,7 +5,7 @@ use std::{
     fs::File,
     ops::Range,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
 };
 
 use rayon::prelude::*;
@@ -20,6 +20,7 @@ use super::{
 use crate::{
     CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
     bits::delta,
+    digest::Digester,
     encoding::{
         exponents,
         packed::{self, PackedTensor, Window, slice_lists},
@@ -55,7 +56,13 @@ pub(crate) struct Shard {
     base: Option<Arc<dyn BaseReader>>,
     /// The bundle and its base, for the error that the base is missing.
     needs: Option<Box<(PathBuf, BaseEntry)>>,
+    /// Large sections of decoded tensors, in whose place those of the next tensor are read: the kernel takes as long to
+    /// fill new pages with zeros as a tenth of decoding.
+    idle: Mutex<Vec<Vec<u8>>>,
 }
+
+/// Bytes from which a section's buffer is used again.
+const REUSED_FROM: u64 = 4 << 20;
 
 impl Shard {
     /// Opens a shard of a bundle. Tensors that are differences from a base cannot be decoded without it
@@ -128,7 +135,7 @@ impl Shard {
             let got = format!("{} entries", stored.len());
             return Err(mismatch("header".into(), 0, format!("{expected} entries"), got));
         }
-        Ok(Self { input, ranges, source_header, file, base: None, needs: None })
+        Ok(Self { input, ranges, source_header, file, base: None, needs: None, idle: Mutex::default() })
     }
 
     /// Tensors that are written to a shard without a header yet, at these ranges. Only these can be read.
@@ -151,7 +158,7 @@ impl Shard {
             shard_header_digest: unknown,
             tensors,
         };
-        Self { file, input, ranges, source_header: 0..0, base: None, needs: None }
+        Self { file, input, ranges, source_header: 0..0, base: None, needs: None, idle: Mutex::default() }
     }
 
     /// Where a tensor is in the shard: its sections, or the one range of a raw tensor.
@@ -273,20 +280,25 @@ impl Shard {
     /// also the blocks, which only matter for reading parts.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, offset) = (&self.file.tensors[index], self.ranges[index][0].start);
-        let tensor = Some(&*entry.name);
         if entry.encoding == EncodingId::RAW {
-            self.input.read_at_together(offset, out)?;
-            return self.compare(Digest::of(out), entry.digest, offset, tensor, || format!("tensor '{}'", entry.name));
+            let got = self.input.read_digested(offset, out)?;
+            return self.compare(got, entry.digest, offset, Some(&entry.name), || format!("tensor '{}'", entry.name));
         }
         let stored = self.tensor(index)?;
         if blocks {
             self.check_blocks(index, &stored)?;
         }
         stored.decode(out).map_err(|source| self.codec_error(index, source))?;
-        drop(stored);
+        self.reuse(stored);
         self.add_base(entry, out)?;
+        self.compare_decoded(index, Digest::of(out))
+    }
+
+    /// Compares the digest of a decoded tensor.
+    fn compare_decoded(&self, index: usize, got: Digest) -> Result<(), BundleError> {
+        let (entry, offset) = (&self.file.tensors[index], self.ranges[index][0].start);
         // All sections match the manifest: if the result does not, the manifest was forged.
-        self.compare(Digest::of(out), entry.digest, offset, tensor, || format!("tensor '{}', decoded", entry.name))
+        self.compare(got, entry.digest, offset, Some(&entry.name), || format!("tensor '{}', decoded", entry.name))
     }
 
     /// Replaces differences from the base by the tensor, if it is stored so.
@@ -463,10 +475,78 @@ impl Shard {
         tensor: Option<&str>,
         what: impl Fn() -> String,
     ) -> Result<Vec<u8>, BundleError> {
-        let mut bytes = self.buffer(range.end - range.start)?;
-        self.input.read_at_together(range.start, &mut bytes)?;
-        self.compare(Digest::of(&bytes), expected, range.start, tensor, what)?;
+        let mut bytes = self.section_buffer(range.end - range.start)?;
+        let got = self.input.read_digested(range.start, &mut bytes)?;
+        self.compare(got, expected, range.start, tensor, what)?;
         Ok(bytes)
+    }
+
+    /// A buffer for a section: of a decoded tensor, if there is one of about this size.
+    fn section_buffer(&self, bytes: u64) -> Result<Vec<u8>, BundleError> {
+        if bytes < REUSED_FROM {
+            return self.buffer(bytes);
+        }
+        // Sections of equal tensors differ by some bytes.
+        let slack = bytes / 16;
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let fits = |buffer: &Vec<u8>| (bytes..=bytes + 2 * slack).contains(&(buffer.capacity() as u64));
+        if let Some(at) = idle.iter().position(fits) {
+            let mut buffer = idle.swap_remove(at);
+            buffer.resize(bytes as usize, 0);
+            return Ok(buffer);
+        }
+        // Old and new buffers together could exceed the memory limit.
+        idle.clear();
+        drop(idle);
+        let mut buffer = self.buffer(bytes + slack)?;
+        buffer.truncate(bytes as usize);
+        Ok(buffer)
+    }
+
+    /// Keeps the large sections of a decoded tensor for the next one.
+    fn reuse(&self, stored: StoredTensor<Vec<u8>>) {
+        let large = stored.into_sections().into_iter().filter(|section| section.capacity() as u64 >= REUSED_FROM);
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).extend(large);
+    }
+
+    /// Frees the buffers that are kept for the next tensor.
+    pub(crate) fn free_idle(&self) {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// Decodes a large tensor in pieces of whole tile rows, of at most `most_bytes` each: reads and validates its
+    /// sections, then passes the pieces to `each` in order, in buffers of `next`. The digest is compared after the last
+    /// piece. `false` if the tensor cannot be decoded so; then nothing was passed.
+    pub(crate) fn decode_in_pieces(
+        &self,
+        index: usize,
+        most_bytes: u64,
+        mut next: impl FnMut() -> Option<Vec<u8>>,
+        mut each: impl FnMut(Vec<u8>, usize) -> Result<(), BundleError>,
+    ) -> Result<bool, BundleError> {
+        let (entry, bytes) = (&self.file.tensors[index], self.original_bytes(index));
+        let divisible = entry.base.is_none() && entry.encoding.encoding().tile_rows().is_some();
+        let Some(grid) = entry.grid().filter(|_| divisible) else { return Ok(false) };
+        let tile_row_bytes = bytes / grid.rows() as u64 * TILE as u64;
+        let tile_rows = most_bytes / tile_row_bytes;
+        if tile_rows == 0 || bytes <= 2 * tile_rows * tile_row_bytes {
+            return Ok(false);
+        }
+        let stored = self.tensor(index)?;
+        let failed = |source| self.codec_error(index, source);
+        let Some(decode) = stored.tile_rows().map_err(failed)? else { return Ok(false) };
+        let (mut digester, mut done) = (Digester::default(), 0);
+        for first in (0..grid.tile_rows()).step_by(tile_rows as usize) {
+            let piece_bytes = (bytes - done).min(tile_rows * tile_row_bytes) as usize;
+            let Some(mut buffer) = next() else { return Ok(true) };
+            decode(first, &mut buffer[..piece_bytes]).map_err(failed)?;
+            digester.update_together(&buffer[..piece_bytes]);
+            each(buffer, piece_bytes)?;
+            done += piece_bytes as u64;
+        }
+        drop(decode);
+        self.reuse(stored);
+        self.compare_decoded(index, digester.finish()).map(|()| true)
     }
 
     fn compare(

@@ -8,10 +8,11 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
+    Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
+    TileRows,
     huffman::{
         CodedExponents,
-        decode::{Join, decode_rows},
+        decode::{Join, decode_rows, tile_rows},
         encode_exponents,
     },
     sample::fixed_bytes,
@@ -100,6 +101,17 @@ impl Encoding for Exponents {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&ExponentsTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
+
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        Some(read_tile_rows)
+    }
+}
+
+/// See [`Encoding::tile_rows`].
+fn read_tile_rows<'a>(grid: TileGrid, sections: &Sections<'a>) -> Result<TileRows<'a>, CodecError> {
+    let tensor = ExponentsTensor::from_sections(grid, |section| sections.get(section))?;
+    let rest = Fractions { float: tensor.float, bytes: tensor.bytes, bits: tensor.bits };
+    Ok(tile_rows(tensor.exponents, rest))
 }
 
 /// How the `1 + fraction` bits of sign and fraction of an element are stored.

@@ -47,6 +47,11 @@ pub static ENCODINGS: &[&dyn Encoding] = &[
     &rans::planes::Planes,
 ];
 
+/// Decodes the tile rows from an index on that fill the bytes, on the current rayon pool.
+pub(crate) type TileRows<'a> = Box<dyn Fn(usize, &mut [u8]) -> Result<(), CodecError> + Sync + 'a>;
+/// Checks the sections of a matrix, and returns a decoder of its tile rows.
+pub(crate) type ReadTileRows = for<'a> fn(TileGrid, &Sections<'a>) -> Result<TileRows<'a>, CodecError>;
+
 /// How a matrix of floats `[n, k]` is stored: the sections, and functions that predict, check, encode and decode them.
 ///
 /// An encoding is a type without values; [`ENCODINGS`] lists all of them, and [`EncodingId::encoding`] finds one by its
@@ -102,6 +107,12 @@ pub trait Encoding: Sync {
     /// # Errors
     /// The errors of [`Encoding::check`]; `out` has another size; or the codes are not those of any matrix.
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError>;
+
+    /// Returns a function that checks the sections and returns a decoder of tile rows (64 rows of the matrix, or the
+    /// rest). `None` if only whole matrices can be decoded. The errors are those of [`Encoding::decode`].
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        None
+    }
 }
 
 /// Why a matrix cannot have an encoding. Wraps the error of that encoding, which [`NotEncodable::reason`] returns.

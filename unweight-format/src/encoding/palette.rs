@@ -6,7 +6,8 @@ use rayon::prelude::*;
 
 pub use super::code::Palette;
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
+    Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
+    TileRows,
     bands::bands,
     sample::fixed_bytes,
     tiles::{check_metadata, check_out, debug_sizes, fixed_section, join, low_bits},
@@ -72,6 +73,19 @@ impl Encoding for PaletteEncoding {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&PaletteTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
+
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        Some(read_tile_rows)
+    }
+}
+
+/// See [`Encoding::tile_rows`].
+fn read_tile_rows<'a>(grid: TileGrid, sections: &Sections<'a>) -> Result<TileRows<'a>, CodecError> {
+    let tensor = PaletteTensor::from_sections(grid, |section| sections.get(section))?;
+    Ok(Box::new(move |first, out| {
+        decode_tile_rows(&tensor, first, out);
+        Ok(())
+    }))
 }
 
 /// Encodes a matrix to packed palette indices. `limit` only determines which rows are verbatim (`docs/format.md` A.7).
@@ -96,13 +110,19 @@ pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<PaletteTensor<Vec<
 /// # Errors
 /// `out` is not `n * k * 2` bytes long.
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    check_out(tensor.grid(), out)?;
+    decode_tile_rows(tensor, 0, out);
+    Ok(())
+}
+
+/// Decodes the tile rows from index `first` on that fill `out`.
+fn decode_tile_rows<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, first: usize, out: &mut [u8]) {
     let grid = tensor.grid();
-    check_out(grid, out)?;
     let palette = tensor.palette();
     // Looks up both nibbles of a byte at once.
     let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
     out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
-        let cols = grid.cols();
+        let (tile_row, cols) = (first + tile_row, grid.cols());
         for tile_col in 0..grid.tile_cols() {
             let tile = tile_row * grid.tile_cols() + tile_col;
             let metadata = tensor.metadata(tile);
@@ -125,7 +145,6 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [
             }
         }
     });
-    Ok(())
 }
 
 /// A tensor whose coded rows are packed 4-bit palette indices (report section 3.6).

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Encoding, EncodingId, NotEncodable, Section, Sections, Survey, raw};
+use super::{Encoding, EncodingId, NotEncodable, Section, Sections, Survey, TileRows, raw};
 use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
 
 /// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed
@@ -88,6 +88,17 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
             Some(grid) => self.encoding.decode(grid, &self.checked(grid)?, out),
             None => raw::copy(self.sections[0].as_ref(), out),
         }
+    }
+
+    /// A decoder of tile rows; `None` if the tensor can only be decoded as a whole.
+    pub(crate) fn tile_rows(&self) -> Result<Option<TileRows<'_>>, CodecError> {
+        let Some((grid, read)) = self.grid.zip(self.encoding.tile_rows()) else { return Ok(None) };
+        read(grid, &self.checked(grid)?).map(Some)
+    }
+
+    /// The bytes of the sections in stored order.
+    pub(crate) fn into_sections(self) -> Vec<B> {
+        self.sections
     }
 
     /// The same tensor with borrowed bytes.

@@ -21,7 +21,8 @@ pub use self::{
     encode::{Classes, Coding, encode},
 };
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
+    Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
+    TileRows,
     sample::fixed_bytes,
     tiles::{check_out, debug_sizes},
 };
@@ -125,6 +126,16 @@ impl Encoding for Compact {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&CompactTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
+
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        Some(read_tile_rows)
+    }
+}
+
+/// See [`Encoding::tile_rows`].
+fn read_tile_rows<'a>(grid: TileGrid, sections: &Sections<'a>) -> Result<TileRows<'a>, CodecError> {
+    let tensor = CompactTensor::from_sections(grid, |section| sections.get(section))?;
+    Ok(Box::new(move |first, out| decode_tile_rows(&tensor, first, out)))
 }
 
 impl From<Uncompact> for NotEncodable {
@@ -584,12 +595,21 @@ impl<B: AsRef<[u8]> + Sync> CompactTensor<B> {
 /// # Errors
 /// `out` is not `n * k * 2` bytes long, or the codes of a lane do not use its stored bits.
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &CompactTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    check_out(tensor.grid(), out)?;
+    decode_tile_rows(tensor, 0, out)
+}
+
+/// Decodes the tile rows from index `first` on that fill `out`.
+fn decode_tile_rows<B: AsRef<[u8]> + Sync>(
+    tensor: &CompactTensor<B>,
+    first: usize,
+    out: &mut [u8],
+) -> Result<(), CodecError> {
     let grid = tensor.grid();
-    check_out(grid, out)?;
     let (cols, tile_cols, table) = (grid.cols(), grid.tile_cols(), tensor.book.table());
     out.par_chunks_mut(TILE * cols * 2).enumerate().try_for_each(|(tile_row, out)| {
         for tile_col in 0..tile_cols {
-            let tile = tile_row * tile_cols + tile_col;
+            let tile = (first + tile_row) * tile_cols + tile_col;
             let registers = tensor.registers(tile, &table, tensor.window.base().into())?;
             for (block, registers) in registers.iter().enumerate() {
                 for (i, lanes) in registers.iter().enumerate() {

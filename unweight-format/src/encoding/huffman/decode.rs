@@ -18,6 +18,7 @@ use crate::{
     Code, CodecError, HuffmanTensor, PaletteTensor,
     bits::zeroed,
     encoding::{
+        TileRows,
         huffman::CodedExponents,
         tiles::{check_out, join, low_bits},
     },
@@ -54,7 +55,8 @@ pub(crate) trait Join: Sync {
     fn join(&self, first: usize, exponents: &[u8], out: &mut [u8]);
 }
 
-struct SignMantissa<'a>(&'a [u8]);
+/// Sign and mantissa of all weights.
+pub(super) struct SignMantissa<'a>(pub(super) &'a [u8]);
 
 impl Join for SignMantissa<'_> {
     fn bytes(&self) -> usize {
@@ -76,11 +78,30 @@ pub(crate) fn decode_rows<B: AsRef<[u8]> + Sync, J: Join>(
     rest: &J,
     out: &mut [u8],
 ) -> Result<(), CodecError> {
+    decode_tile_rows(tensor, &Table::new(tensor.code()), rest, 0, out)
+}
+
+/// A function that decodes tile rows like [`decode_rows`].
+pub(crate) fn tile_rows<'a, B: AsRef<[u8]> + Sync + 'a, J: Join + 'a>(
+    tensor: CodedExponents<B>,
+    rest: J,
+) -> TileRows<'a> {
     let table = Table::new(tensor.code());
+    Box::new(move |first, out| decode_tile_rows(&tensor, &table, &rest, first, out))
+}
+
+/// Decodes the tile rows from index `first` on that fill `out`.
+fn decode_tile_rows<B: AsRef<[u8]> + Sync, J: Join>(
+    tensor: &CodedExponents<B>,
+    table: &Table,
+    rest: &J,
+    first: usize,
+    out: &mut [u8],
+) -> Result<(), CodecError> {
     out.par_chunks_mut(TILE * tensor.grid().cols() * rest.bytes())
         .enumerate()
         .try_for_each_init(Scratch::default, |scratch, (tile_row, out)| {
-            tile_row_into(tensor, &table, rest, scratch, tile_row, out)
+            tile_row_into(tensor, table, rest, scratch, first + tile_row, out)
         })
 }
 

@@ -6,14 +6,15 @@ pub(crate) mod decode;
 
 use std::borrow::Cow;
 
+use self::decode::SignMantissa;
 pub use self::{
     coded::CodedExponents,
     decode::{decode, decode_into, transcode},
 };
 pub use super::code::{Code, CodeLimit, DecodeEntry};
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey, bands::bands,
-    sample::fixed_bytes, tiles::debug_sizes,
+    Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
+    TileRows, bands::bands, sample::fixed_bytes, tiles::debug_sizes,
 };
 use crate::{
     CodecError, FloatMatrix, Matrix, TileGrid, TileMetadata,
@@ -81,6 +82,17 @@ impl Encoding for Huffman {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&HuffmanTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
+
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        Some(read_tile_rows)
+    }
+}
+
+/// See [`Encoding::tile_rows`].
+fn read_tile_rows<'a>(grid: TileGrid, sections: &Sections<'a>) -> Result<TileRows<'a>, CodecError> {
+    let tensor = HuffmanTensor::from_sections(grid, |section| sections.get(section))?;
+    let (exponents, rest) = (tensor.exponents, SignMantissa(tensor.sign_mantissa));
+    Ok(decode::tile_rows(exponents, rest))
 }
 
 /// Encodes a matrix with its own optimal code under `limit`.

@@ -14,8 +14,8 @@ pub use tensor::PackedTensor;
 pub use window::Window;
 
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, Survey, sample::fixed_bytes,
-    tiles::check_out,
+    Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, Survey, TileRows,
+    sample::fixed_bytes, tiles::check_out,
 };
 pub use crate::layout::{
     OPERAND_EXPONENT, PACKED_TILE_BYTES as TILE_BYTES, PACKED_WINDOW_BYTES as WINDOW_BYTES, ROW_BLOCKS,
@@ -90,6 +90,19 @@ impl Encoding for Packed {
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
         decode_into(&PackedTensor::from_sections(grid, |section| sections.get(section))?, out)
     }
+
+    fn tile_rows(&self) -> Option<ReadTileRows> {
+        Some(read_tile_rows)
+    }
+}
+
+/// See [`Encoding::tile_rows`].
+fn read_tile_rows<'a>(grid: TileGrid, sections: &Sections<'a>) -> Result<TileRows<'a>, CodecError> {
+    let tensor = PackedTensor::from_sections(grid, |section| sections.get(section))?;
+    Ok(Box::new(move |first, out| {
+        tensor.unpack_rows(first, out);
+        Ok(())
+    }))
 }
 
 impl From<Unpackable> for NotEncodable {
@@ -159,7 +172,7 @@ fn escape_bytes(grid: TileGrid, histogram: &Histogram) -> u64 {
 /// `out` is not `n * k * 2` bytes long.
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PackedTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     check_out(tensor.grid(), out)?;
-    tensor.unpack_rows(out);
+    tensor.unpack_rows(0, out);
     Ok(())
 }
 

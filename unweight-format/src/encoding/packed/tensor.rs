@@ -264,12 +264,12 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         B: Sync,
     {
         let mut out = zeroed(self.grid.elements() * 2);
-        self.unpack_rows(&mut out);
+        self.unpack_rows(0, &mut out);
         out
     }
 
-    /// Like [`PackedTensor::unpack`], into `n * k * 2` bytes.
-    pub(crate) fn unpack_rows(&self, out: &mut [u8])
+    /// Like [`PackedTensor::unpack`], for the tile rows from index `first` on that fill `out`.
+    pub(crate) fn unpack_rows(&self, first: usize, out: &mut [u8])
     where
         B: Sync,
     {
@@ -278,7 +278,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
             // Row block by row block: writing 16 instead of 64 rows at a time causes fewer cache and TLB misses.
             for block in 0..ROW_BLOCKS {
                 for tile_col in 0..tile_cols {
-                    let tile = tile_row * tile_cols + tile_col;
+                    let tile = (first + tile_row) * tile_cols + tile_col;
                     let bytes = self.packed()[tile * TILE_BYTES + block * BLOCK_BYTES..].first_chunk();
                     let out = &mut out[(16 * block * cols + tile_col * TILE) * 2..];
                     unpack_block(bytes.expect("its size was checked"), self.window.base, out, cols * 2);
