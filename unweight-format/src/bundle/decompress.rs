@@ -22,7 +22,7 @@ use super::{
     base::Base,
     files::{self, CHUNK, Contents, Input, check_sizes},
     manifest_file::read_manifest,
-    pipeline::{ByteBudget, ReadUnit, join, on_threads, spawn},
+    pipeline::{ByteBudget, ReadUnit, batch_bytes_max, join, on_threads, spawn},
     report::peak_rss_bytes,
     shard::Shard,
     stage::{Replaceable, Stage},
@@ -274,7 +274,7 @@ impl Job<'_> {
         let budget = ByteBudget::new(self.options.ram_bytes);
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Decoded>();
-        let remaining = shard.read_units_from(first, self.options.ram_bytes);
+        let remaining = shard.read_units_from(first, bytes_of_batches(self.options.ram_bytes));
         // Two buffers, one for decoding while the other is written: new pages for each batch would cost more than
         // decoding. A batch of more than half of the limit gets its own buffer.
         let pooled_max = (budget.limit() / 2).max(CHUNK as u64);
@@ -406,14 +406,20 @@ fn own_buffer(shard: &Shard, bytes: u64) -> Result<Vec<u8>, BundleError> {
     shard.buffer(bytes)
 }
 
+/// Maximum bytes of a batch of small tensors: fewer per thread than in other programs, as the writer waits for the first
+/// batch, and what is in the caches is written faster.
+fn bytes_of_batches(ram_bytes: Option<u64>) -> u64 {
+    (4 * piece_bytes()).min(batch_bytes_max(ram_bytes))
+}
+
 /// Bytes of the pieces of a large tensor: enough tile rows for all threads, and few enough bytes for the caches they
 /// share.
 fn piece_bytes() -> u64 {
     (PIECE_BYTES_PER_THREAD * rayon::current_num_threads() as u64).min(PIECE_BYTES_MAX)
 }
 
-/// Bytes of a piece per thread: eight tile rows of 4096 BF16 elements.
-const PIECE_BYTES_PER_THREAD: u64 = 4 << 20;
+/// Bytes of a piece per thread: four tile rows of 4096 BF16 elements.
+const PIECE_BYTES_PER_THREAD: u64 = 2 << 20;
 /// Maximum bytes of a piece.
 const PIECE_BYTES_MAX: u64 = 64 << 20;
 

@@ -105,9 +105,8 @@ pub(crate) fn batch_bytes_max(ram_bytes: Option<u64>) -> u64 {
     BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4)
 }
 
-/// Divides a sequence of (bytes, is raw) into batches of at most [`batch_bytes_max`], or of one tensor.
-pub(crate) fn read_units(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
-    let limit = batch_bytes_max(ram_bytes);
+/// Divides a sequence of (bytes, is raw) into batches of at most `limit` bytes, or of one tensor.
+pub(crate) fn read_units(tensors: impl Iterator<Item = (u64, bool)>, limit: u64) -> Vec<ReadUnit> {
     let (mut units, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
     for (bytes, raw) in tensors {
         let pieces = raw && bytes > RAW_WHOLE_MAX;
@@ -130,16 +129,12 @@ pub(crate) fn read_units(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: 
 }
 
 /// Like [`read_units`], for the tensors from index `first` on.
-pub(crate) fn read_units_from(
-    first: usize,
-    tensors: impl Iterator<Item = (u64, bool)>,
-    ram_bytes: Option<u64>,
-) -> Vec<ReadUnit> {
+pub(crate) fn read_units_from(first: usize, tensors: impl Iterator<Item = (u64, bool)>, limit: u64) -> Vec<ReadUnit> {
     let shifted = |unit| match unit {
         ReadUnit::Batch(range) => ReadUnit::Batch(range.start + first..range.end + first),
         ReadUnit::Pieces(index) => ReadUnit::Pieces(index + first),
     };
-    read_units(tensors.skip(first), ram_bytes).into_iter().map(shifted).collect()
+    read_units(tensors.skip(first), limit).into_iter().map(shifted).collect()
 }
 
 /// The order in which the units of several sequences are read: units of `at_once` sequences alternate, and the next
@@ -306,16 +301,16 @@ mod tests {
         use ReadUnit::{Batch, Pieces};
         let sizes = [1u64, 2, 64 << 20, 1, 63 << 20, 2 << 20, 0];
         let coded = |sizes: &[u64], ram| {
-            let units = read_units(sizes.iter().map(|&bytes| (bytes, false)), ram);
+            let units = read_units(sizes.iter().map(|&bytes| (bytes, false)), batch_bytes_max(ram));
             units.into_iter().map(|unit| if let Batch(range) = unit { range } else { panic!() }).collect::<Vec<_>>()
         };
         assert_eq!(coded(&sizes, None), [0..2, 2..3, 3..5, 5..7]);
         assert!(coded(&[], None).is_empty());
         assert_eq!(coded(&[5, 5], Some(4)), [0..1, 1..2]);
         let raw = [(1, true), (u64::MAX, true), (RAW_WHOLE_MAX, true), (1, false)];
-        assert_eq!(read_units(raw.into_iter(), None), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
-        assert_eq!(read_units_from(1, raw.into_iter(), None), [Pieces(1), Batch(2..3), Batch(3..4)]);
-        assert_eq!(read_units_from(4, raw.into_iter(), None), []);
+        assert_eq!(read_units(raw.into_iter(), BATCH_BYTES), [Batch(0..1), Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(read_units_from(1, raw.into_iter(), BATCH_BYTES), [Pieces(1), Batch(2..3), Batch(3..4)]);
+        assert_eq!(read_units_from(4, raw.into_iter(), BATCH_BYTES), []);
     }
 
     #[test]

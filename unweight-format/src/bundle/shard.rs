@@ -15,7 +15,7 @@ use super::{
     blocks::Blocks,
     files::{self, Input, check_sizes},
     manifest::{self, BaseEntry, FileEntry, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
-    pipeline::{ReadUnit, read_units_from},
+    pipeline::{ReadUnit, batch_bytes_max, read_units_from},
 };
 use crate::{
     CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
@@ -197,16 +197,16 @@ impl Shard {
 
     /// Divides the tensors into portions that fit in memory.
     pub(crate) fn read_units(&self, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
-        self.read_units_from(0, ram_bytes)
+        self.read_units_from(0, batch_bytes_max(ram_bytes))
     }
 
-    /// Like [`Shard::read_units`], for the tensors from index `first` on.
-    pub(crate) fn read_units_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
+    /// Like [`Shard::read_units`], for the tensors from index `first` on, in batches of at most `batch_bytes`.
+    pub(crate) fn read_units_from(&self, first: usize, batch_bytes: u64) -> Vec<ReadUnit> {
         let tensors = self.file.tensors.iter();
         read_units_from(
             first,
             tensors.map(|t| (t.original_bytes().unwrap_or(0), t.encoding == EncodingId::RAW)),
-            ram_bytes,
+            batch_bytes,
         )
     }
 

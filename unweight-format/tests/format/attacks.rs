@@ -53,7 +53,7 @@ impl<F: Fn() + Sync> Progress for When<F> {
     }
 }
 
-fn reseal(bundle: &Path, change: impl Fn(&mut serde_json::Value)) {
+pub fn reseal(bundle: &Path, change: impl Fn(&mut serde_json::Value)) {
     let path = bundle.join("unweight.json");
     let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
     change(&mut json);

