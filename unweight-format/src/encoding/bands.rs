@@ -4,8 +4,8 @@
 //! 2. [`bands`]: split, classify and code each tile.
 //!
 //! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and then joined by copying. The bytes
-//! do not depend on the number of threads. `row_avx512` looks up a row of 64 elements and merges their codes to eight
-//! 64-bit values in AVX-512 registers, so that only four appends per row are serial.
+//! do not depend on the number of threads. `row_avx512` and `row_avx2` look up a row of 64 elements and merge their codes
+//! to eight 64-bit values in vector registers, so that only four appends per row are serial.
 
 use rayon::prelude::*;
 
@@ -18,15 +18,49 @@ use crate::{
 /// Lookup tables of one code.
 struct Tables {
     code: Code,
-    /// Low byte of each exponent's code: the whole code if `simd` is set.
+    /// Low byte of each exponent's code: the whole code if a vector function uses it.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
     codes: [u8; 256],
     lengths: [u8; 256],
     wide: [(u16, u8); 256],
     nibbles: [u8; 256],
-    /// Codes have at most 8 bits and the processor supports the instructions.
+    /// The upper four bits of the exponents that have codes.
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
-    simd: bool,
+    sixteenths: Vec<u8>,
+    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
+    vectors: Vectors,
+}
+
+/// The vector function that encodes a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "x86_64"), expect(dead_code))]
+enum Vectors {
+    /// Codes are too long, or the processor lacks the instructions.
+    None,
+    /// Codes have at most 7 bits, so that eight fit an append.
+    Avx2,
+    /// Codes have at most 8 bits.
+    Avx512,
+}
+
+impl Vectors {
+    #[cfg(target_arch = "x86_64")]
+    fn of(longest: u32) -> Self {
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vbmi");
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2");
+        match longest {
+            ..=8 if avx512 => Self::Avx512,
+            ..=7 if avx2 => Self::Avx2,
+            _ => Self::None,
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    fn of(_: u32) -> Self {
+        Self::None
+    }
 }
 
 impl Tables {
@@ -42,21 +76,13 @@ impl Tables {
             lengths: wide.map(|(_, length)| length),
             wide,
             nibbles,
-            simd: code.max_length() <= 8 && has_avx512(),
+            sixteenths: (0..16)
+                .filter(|&upper| wide[16 * upper..][..16].iter().any(|c| c.1 > 0))
+                .map(|u| u as u8)
+                .collect(),
+            vectors: Vectors::of(code.max_length()),
         }
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn has_avx512() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vbmi")
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn has_avx512() -> bool {
-    false
 }
 
 /// The variable-size output of one band of tile rows.
@@ -102,9 +128,12 @@ pub(crate) fn bands<const HUFFMAN: bool>(
         .map(|(band, (((sign_mantissa, out), metadata), words))| {
             let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata, words };
             #[cfg(target_arch = "x86_64")]
-            if tables.simd {
-                // SAFETY: `simd` says that the processor has the instructions and that codes fit 8 bits.
-                return unsafe { job.run_avx512::<HUFFMAN>() };
+            match tables.vectors {
+                // SAFETY: `Vectors::of` has found that the processor has the instructions and that codes are short enough.
+                Vectors::Avx512 => return unsafe { job.run_avx512::<HUFFMAN>() },
+                // SAFETY: the same.
+                Vectors::Avx2 => return unsafe { job.run_avx2::<HUFFMAN>() },
+                Vectors::None => {}
             }
             job.run_portable::<HUFFMAN>()
         })
@@ -243,6 +272,12 @@ impl Job<'_> {
         run_avx512,
         row_avx512
     );
+    band!(
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+        run_avx2,
+        row_avx2
+    );
 }
 
 /// Converts up to 64 elements of another type to BF16 elements with the same exponents.
@@ -377,20 +412,105 @@ fn row_avx512(
         _mm512_storeu_si512(values.as_mut_ptr().cast(), code);
         _mm512_storeu_si512(counts.as_mut_ptr().cast(), lengths);
     }
-    for i in (0..8).step_by(2) {
-        let (a, b) = (counts[i] as u32, counts[i + 1] as u32);
-        if a + b <= TileWriter::APPEND_MAX {
-            writer.append(values[i] | values[i + 1] << a, a + b);
-        } else {
-            for (value, length) in [(values[i], a), (values[i + 1], b)] {
-                let low = length.min(32);
-                writer.append(value & 0xffff_ffff, low);
-                if length > 32 {
-                    writer.append(value >> 32, length - 32);
-                }
-            }
+    writer.append_all(&values, &counts);
+    bits
+}
+
+/// Like [`row_portable`], for codes of at most 7 bits.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
+#[inline]
+fn row_avx2(
+    source: &[u8; TILE * 2],
+    sign_mantissa: &mut [u8; TILE],
+    exponents: &mut [u8; TILE],
+    tables: &Tables,
+    writer: Option<&mut TileWriter>,
+) -> u32 {
+    use std::arch::x86_64::*;
+
+    const HALF: usize = TILE / 2;
+    let low_nibble = _mm256_set1_epi8(0x0f);
+    let broadcast = |table: &[u8; 256], upper: u8| {
+        // SAFETY: `upper` is below 16; the load needs no alignment.
+        _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().add(16 * usize::from(upper)).cast()) })
+    };
+    let (mut sum, mut missing) = (_mm256_setzero_si256(), _mm256_setzero_si256());
+    let (mut codes, mut lengths) = ([_mm256_setzero_si256(); 2], [_mm256_setzero_si256(); 2]);
+    for half in 0..2 {
+        // SAFETY: 64 of the 128 bytes of `source`; the loads need no alignment. The next tile's row is prefetched: a
+        // prefetch may take any address.
+        let (a, b) = unsafe {
+            let at = source.as_ptr().add(2 * HALF * half);
+            _mm_prefetch::<_MM_HINT_T0>(at.wrapping_add(256).cast());
+            (_mm256_loadu_si256(at.cast()), _mm256_loadu_si256(at.add(HALF).cast()))
+        };
+        // `pack` interleaves 64-bit quarters.
+        let join_halves = |a, b| _mm256_permute4x64_epi64::<0xd8>(_mm256_packus_epi16(a, b));
+        let byte = _mm256_set1_epi16(0xff);
+        let exponent = |x| _mm256_and_si256(_mm256_srli_epi16::<7>(x), byte);
+        let split = |x| {
+            let sign = _mm256_and_si256(_mm256_srli_epi16::<8>(x), _mm256_set1_epi16(0x80));
+            _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), sign)
+        };
+        let exponent = join_halves(exponent(a), exponent(b));
+        // SAFETY: 32 of the 64 bytes of both targets; the stores need no alignment.
+        unsafe {
+            _mm256_storeu_si256(sign_mantissa.as_mut_ptr().add(HALF * half).cast(), join_halves(split(a), split(b)));
+            _mm256_storeu_si256(exponents.as_mut_ptr().add(HALF * half).cast(), exponent);
+        }
+        let (lower, upper) =
+            (_mm256_and_si256(exponent, low_nibble), _mm256_and_si256(_mm256_srli_epi16::<4>(exponent), low_nibble));
+        for &sixteenth in &tables.sixteenths {
+            let here = _mm256_cmpeq_epi8(upper, _mm256_set1_epi8(sixteenth as i8));
+            let look_up = |table, sum| {
+                let found = _mm256_shuffle_epi8(broadcast(table, sixteenth), lower);
+                _mm256_or_si256(sum, _mm256_and_si256(found, here))
+            };
+            lengths[half] = look_up(&tables.lengths, lengths[half]);
+            codes[half] = look_up(&tables.codes, codes[half]);
+        }
+        missing = _mm256_or_si256(missing, _mm256_cmpeq_epi8(lengths[half], _mm256_setzero_si256()));
+        sum = _mm256_add_epi64(sum, _mm256_sad_epu8(lengths[half], _mm256_setzero_si256()));
+    }
+    if _mm256_movemask_epi8(missing) != 0 {
+        return 0;
+    }
+    let sum = _mm_add_epi64(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
+    let bits = (_mm_cvtsi128_si64(sum) + _mm_extract_epi64::<1>(sum)) as u32;
+    if bits > ROW_BITS_MAX {
+        return 0;
+    }
+    let Some(writer) = writer else { return bits };
+    let (mut values, mut counts) = ([0u64; 8], [0u64; 8]);
+    for half in 0..2 {
+        // As in `row_avx512`. There is no shift of 16-bit elements by vectors: multiply by powers of two, at most 2^7.
+        let even = _mm256_set1_epi16(0xff);
+        let first = _mm256_and_si256(lengths[half], even);
+        // Upper bytes have index 0x80, so that they become 0.
+        let index = _mm256_or_si256(first, _mm256_set1_epi16(0x8000u16 as i16));
+        let powers = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 2, 4, 8, 16, 32, 64, -128, 0, 0, 0, 0, 0, 0, 0, 0));
+        let power = _mm256_shuffle_epi8(powers, index);
+        let second = _mm256_mullo_epi16(_mm256_srli_epi16::<8>(codes[half]), power);
+        let code = _mm256_or_si256(_mm256_and_si256(codes[half], even), second);
+        let length = _mm256_add_epi16(first, _mm256_srli_epi16::<8>(lengths[half]));
+        let even = _mm256_set1_epi32(0xffff);
+        let first = _mm256_and_si256(length, even);
+        let second = _mm256_sllv_epi32(_mm256_srli_epi32::<16>(code), first);
+        let code = _mm256_or_si256(_mm256_and_si256(code, even), second);
+        let length = _mm256_add_epi32(first, _mm256_srli_epi32::<16>(length));
+        let even = _mm256_set1_epi64x(0xffff_ffff);
+        let first = _mm256_and_si256(length, even);
+        let second = _mm256_sllv_epi64(_mm256_srli_epi64::<32>(code), first);
+        let code = _mm256_or_si256(_mm256_and_si256(code, even), second);
+        let length = _mm256_add_epi64(first, _mm256_srli_epi64::<32>(length));
+        // SAFETY: four of the eight values of both arrays; the stores need no alignment.
+        unsafe {
+            _mm256_storeu_si256(values.as_mut_ptr().add(4 * half).cast(), code);
+            _mm256_storeu_si256(counts.as_mut_ptr().add(4 * half).cast(), length);
         }
     }
+    writer.append_all(&values, &counts);
     bits
 }
 
@@ -429,11 +549,90 @@ impl TileWriter {
         self.filled = filled % 8;
     }
 
+    /// Appends eight values of at most 64 bits.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn append_all(&mut self, values: &[u64; 8], counts: &[u64; 8]) {
+        for i in (0..8).step_by(2) {
+            let (a, b) = (counts[i] as u32, counts[i + 1] as u32);
+            if a + b <= Self::APPEND_MAX {
+                self.append(values[i] | values[i + 1] << a, a + b);
+            } else {
+                for (value, length) in [(values[i], a), (values[i + 1], b)] {
+                    let low = length.min(32);
+                    self.append(value & 0xffff_ffff, low);
+                    if length > 32 {
+                        self.append(value >> 32, length - 32);
+                    }
+                }
+            }
+        }
+    }
+
     /// Returns the bits so far, filled with zeros to a word.
     fn words(&mut self) -> &[u8] {
         // The last store may end inside the last word, which then still has bits of an earlier tile.
         self.bytes[self.at..self.at + 8].copy_from_slice(&self.partial.to_le_bytes());
         let bits = self.at * 8 + self.filled as usize;
         &self.bytes[..bits.div_ceil(32) * 4]
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use super::*;
+    use crate::{CodeLimit, Histogram, testing::Random};
+
+    /// Encodes a row: sign and mantissa, exponents, writer.
+    type Row<'a> = &'a dyn Fn(&mut [u8; TILE], &mut [u8; TILE], Option<&mut TileWriter>) -> u32;
+
+    /// The bits, outputs and words of a row that each vector function of this processor makes are those of
+    /// [`row_portable`], for rows with and without exponents that have no code.
+    #[test]
+    fn vectors_and_portable_rows_agree() {
+        let mut random = Random::new(5);
+        let (mut coded, mut verbatim) = (0, 0);
+        for base in [0, 9, 100, 118, 239] {
+            // Frequent and rare exponents, in two or three sixteenths.
+            let mut row = |rare: bool| {
+                let elements: [u16; TILE] = std::array::from_fn(|_| {
+                    let bits = random.bits();
+                    let common = (bits >> 32 & 0xfff | 1 << 12).trailing_zeros() as u16;
+                    let exponent = base + if rare && bits >> 60 == 0 { 13 + (bits >> 50) as u16 % 32 } else { common };
+                    bits as u16 & 0x807f | exponent.min(255) << 7
+                });
+                <[u8; TILE * 2]>::try_from(elements.map(u16::to_le_bytes).as_flattened()).unwrap()
+            };
+            let rows: Vec<_> = (0..400).map(|i| row(i % 20 == 0)).collect();
+            for limit in [6, 7] {
+                let limit = CodeLimit::new(limit).unwrap();
+                let code = Code::from_histogram(&Histogram::of(rows.as_flattened()), limit).unwrap();
+                let tables = Tables::new(&code);
+                for source in &rows {
+                    let run = |row: Row<'_>| {
+                        let (mut split, mut exponents, mut writer) = ([0; TILE], [0; TILE], TileWriter::new());
+                        let bits = row(&mut split, &mut exponents, Some(&mut writer));
+                        assert_eq!(row(&mut split, &mut exponents, None), bits);
+                        (bits, split, exponents, writer.words().to_vec())
+                    };
+                    let expected =
+                        run(&|split, exponents, writer| row_portable(source, split, exponents, &tables, writer));
+                    if expected.0 > 0 {
+                        coded += 1
+                    } else {
+                        verbatim += 1
+                    }
+                    if tables.vectors != Vectors::None {
+                        // SAFETY: every processor with AVX-512 has AVX2 and BMI2, too; codes have at most 7 bits.
+                        assert!(run(&|s, e, writer| unsafe { row_avx2(source, s, e, &tables, writer) }) == expected);
+                    }
+                    if tables.vectors == Vectors::Avx512 {
+                        // SAFETY: the processor has the instructions; codes have at most 7 bits.
+                        assert!(run(&|s, e, writer| unsafe { row_avx512(source, s, e, &tables, writer) }) == expected);
+                    }
+                }
+            }
+        }
+        assert!(coded > 1000 && verbatim > 10, "{coded} {verbatim}");
     }
 }
