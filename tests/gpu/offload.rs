@@ -1,15 +1,13 @@
-//! Experts in host memory on a link that others use, and on a host without memory for them.
+//! Experts in host memory on a link that others use.
 
 use std::{
-    process::Command,
     sync::atomic::{AtomicBool, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
 use half::bf16;
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use unweight::engine::{Engine, EngineError, EngineOptions};
+use unweight::engine::{Engine, EngineOptions};
 use unweight_model::ModelConfig;
 use unweight_rt::{
     DeviceBuffer,
@@ -23,8 +21,6 @@ use crate::{
 
 const EXPERTS: u32 = 32;
 const VOCAB: u32 = 1024;
-/// Set in the process whose memory is limited.
-const CHILD: &str = "UNWEIGHT_TEST_OFFLOAD_CHILD";
 
 /// Four layers, whose compact experts take 0.8 GB.
 fn config() -> ModelConfig {
@@ -38,8 +34,8 @@ fn config() -> ModelConfig {
     ModelConfig::parse(&config, None).unwrap()
 }
 
-fn make(options: EngineOptions) -> Result<Engine, EngineError> {
-    Engine::random(gpu(), config(), None, options, &|_| {})
+fn make(options: EngineOptions) -> Engine {
+    Engine::random(gpu(), config(), None, options, &|_| {}).expect("an engine")
 }
 
 /// Returns logits of a prompt and of texts by steps, and the time they took.
@@ -57,8 +53,8 @@ fn logits(engine: &mut Engine) -> (Vec<Vec<bf16>>, Duration) {
 #[test]
 #[ignore = "needs a GPU"]
 fn a_busy_link_changes_no_bits() {
-    let (expected, _) = logits(&mut make(options()).unwrap());
-    let mut engine = make(options().resident_experts(EXPERTS / 4)).unwrap();
+    let (expected, _) = logits(&mut make(options()));
+    let mut engine = make(options().resident_experts(EXPERTS / 4));
     engine.poison_experts(0xa5).unwrap();
     let (alone, time) = logits(&mut engine);
     assert!(alone == expected, "an idle link: other logits");
@@ -94,55 +90,4 @@ fn a_busy_link_changes_no_bits() {
         times[5]
     });
     println!("a busy link: {busy:.2?}, an idle one {time:.2?}; {}", engine.expert_traffic().unwrap().unwrap());
-}
-
-/// A host that cannot pin all experts is an error, whichever layer finds no memory; without them, the model runs.
-#[test]
-#[ignore = "needs a GPU"]
-fn too_little_memory_to_pin_is_an_error() {
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["offload::limited_child", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
-        .env(CHILD, "1")
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&child.stdout).into_owned();
-    assert!(child.status.success(), "{text}\n{}", String::from_utf8_lossy(&child.stderr));
-    assert!(text.contains("refused="), "{text}");
-    println!("{text}");
-}
-
-/// In its own process, because the limit is the process's.
-#[test]
-#[ignore = "needs a GPU, and a process of its own"]
-fn limited_child() {
-    if std::env::var_os(CHILD).is_none() {
-        return;
-    }
-    let offloaded = || make(options().resident_experts(EXPERTS / 4));
-    // Loads all libraries and kernels.
-    let host = offloaded().unwrap().memory().host;
-    let before = getrlimit(Resource::As);
-    let mut refused = 0;
-    for eighth in 0..8 {
-        // More than the rest of loading needs, and less than the experts.
-        let room = (256 << 20) + host * eighth / 8;
-        setrlimit(Resource::As, Rlimit { current: Some(address_space() + room), ..before }).unwrap();
-        let result = offloaded();
-        setrlimit(Resource::As, before).unwrap();
-        if let Err(error) = result {
-            let text = error.to_string();
-            assert!(text.contains("pinned host memory; free host memory and try again"), "{room}: {text}");
-            refused += 1;
-        }
-        let (got, _) = logits(&mut offloaded().unwrap());
-        assert!(got.iter().flatten().all(|logit| logit.is_finite()));
-    }
-    println!("refused={refused}");
-    assert!(refused > 0, "the limit was never reached");
-}
-
-/// The bytes of this process's address space.
-fn address_space() -> u64 {
-    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-    pages.split_whitespace().next().unwrap().parse::<u64>().unwrap() * rustix::param::page_size() as u64
 }

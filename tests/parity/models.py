@@ -186,7 +186,7 @@ DEEPSEEK = {
     "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None,
 }
 # Phi-3.5-MoE's, with biases.
-PHI = {"num_local_experts": 8, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
+PHI = {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "lm_head_bias": True}
 # Granite's.
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -247,7 +247,8 @@ TRAINED = [
         sizes(256, 256, 4, 2, shared_intermediate_size=512, **LOCAL_EXPERTS, **MULTIPLIERS), trained=True,
     ),
     Spec("deepseek-moe", "deepseek", sizes(256, 768, 4, 4, **DEEPSEEK), trained=True),
-    Spec("phi-moe", "phimoe", sizes(256, 256, 4, 2, **PHI), trained=True, rope=mscales(32)),
+    # Two layers: a SparseMixer's choices are clear of rounding at fewer positions than those of other routers.
+    Spec("phi-moe", "phimoe", sizes(256, 256, 4, 2, num_hidden_layers=2, **PHI), trained=True, rope=mscales(32)),
     Spec(
         "glm4-moe", "glm4_moe", sizes(256, 768, 4, 2, head_dim=64, attention_bias=True, **GLM), trained=True,
         rope={"partial_rotary_factor": 0.5},
