@@ -94,7 +94,7 @@ impl Digester {
     }
 
     /// Like [`Digester::update`], on the current rayon pool.
-    pub fn update_together(&mut self, bytes: &[u8]) {
+    pub(crate) fn update_together(&mut self, bytes: &[u8]) {
         let (full, rest) = self.complete_leaf(bytes);
         self.leaves.par_extend(full.par_chunks_exact(LEAF_BYTES).map(Digest::leaf));
         self.partial.extend_from_slice(rest);

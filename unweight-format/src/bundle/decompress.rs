@@ -1,8 +1,8 @@
 //! Restores the source files of a bundle.
 //!
 //! Consecutive tensors are decoded into one buffer, which is a piece of the source file. The buffer is compared with
-//! the tensors' digests and sent to a writer thread, which returns it. A large tensor is decoded and written in pieces of
-//! whole tile rows; it is compared after its last piece, and the output gets its name only if all are right.
+//! the tensors' digests and sent to a writer thread, which returns it. A large tensor is decoded and written in pieces
+//! of whole tile rows; it is compared after its last piece, and the output gets its name only if all are right.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -406,8 +406,8 @@ fn own_buffer(shard: &Shard, bytes: u64) -> Result<Vec<u8>, BundleError> {
     shard.buffer(bytes)
 }
 
-/// Maximum bytes of a batch of small tensors: fewer per thread than in other programs, as the writer waits for the first
-/// batch, and what is in the caches is written faster.
+/// Maximum bytes of a batch of small tensors: fewer per thread than in other programs, as the writer waits for the
+/// first batch, and what is in the caches is written faster.
 fn bytes_of_batches(ram_bytes: Option<u64>) -> u64 {
     (4 * piece_bytes()).min(batch_bytes_max(ram_bytes))
 }

@@ -4,8 +4,8 @@
 //! 2. [`bands`]: split, classify and code each tile.
 //!
 //! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and then joined by copying. The bytes
-//! do not depend on the number of threads. `row_avx512` and `row_avx2` look up a row of 64 elements and merge their codes
-//! to eight 64-bit values in vector registers, so that only four appends per row are serial.
+//! do not depend on the number of threads. `row_avx512` and `row_avx2` look up a row of 64 elements and merge their
+//! codes to eight 64-bit values in vector registers, so that only four appends per row are serial.
 
 use rayon::prelude::*;
 
@@ -129,7 +129,7 @@ pub(crate) fn bands<const HUFFMAN: bool>(
             let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata, words };
             #[cfg(target_arch = "x86_64")]
             match tables.vectors {
-                // SAFETY: `Vectors::of` has found that the processor has the instructions and that codes are short enough.
+                // SAFETY: `Vectors::of` found that the processor has the instructions and codes are short enough.
                 Vectors::Avx512 => return unsafe { job.run_avx512::<HUFFMAN>() },
                 // SAFETY: the same.
                 Vectors::Avx2 => return unsafe { job.run_avx2::<HUFFMAN>() },
