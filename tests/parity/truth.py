@@ -51,7 +51,8 @@ class Truth:
     The router of a mixture chooses experts. If the last chosen and the first rejected expert are almost equal, rounding
     decides, and a token with another expert is far from the truth although nothing is wrong. Positions of a mixture are
     therefore compared only where every router's choice is clear: the margin between the two is above `CLEAR` x the RMS
-    error of the router's logits in BF16. A SparseMixer has further margins. `clear` has a mask for each prompt, which is all True for a dense model.
+    error of the router's logits in BF16. A SparseMixer has further margins. `clear` has a mask for each
+    prompt, which is all True for a dense model.
 
     A position also attends to earlier positions, some of which used another expert. A few positions of a mixture are
     therefore 50 times as far off as most, and which ones depends on the rounding. The errors are those of the `kept`

@@ -1,5 +1,5 @@
-//! `cargo xtask bench-peers`: measures the codec and its peers in one run: in memory with unweight-bench/peers/peers.py,
-//! file to file with unweight-bench/peers/files.py.
+//! `cargo xtask bench-peers`: measures the codec and its peers in one run: in memory with
+//! unweight-bench/peers/peers.py, file to file with unweight-bench/peers/files.py.
 
 use std::{path::PathBuf, process::Command};
 

@@ -15,7 +15,7 @@ use crate::{
     common::{Scratch, chain, read_tree, safetensors_file, tensor, weights},
 };
 
-/// Larger than two pieces of one thread; the first has a tile row of 33 rows and a tile column of 32 columns at its end.
+/// Larger than two pieces of one thread; the first ends with a tile row of 33 rows and a tile column of 32 columns.
 const SHAPES: [[usize; 2]; 2] = [[2081, 1056], [1088, 2048]];
 
 fn model(dir: &Path) {
@@ -60,8 +60,8 @@ fn pieces_join_to_the_source() {
     }
 }
 
-/// A manifest with another digest of a tensor is found after its last piece, and no output appears. A run that continues
-/// decodes the tensor again: it is not taken over from the interrupted run.
+/// A manifest with another digest of a tensor is found after its last piece, and no output appears. A run that
+/// continues decodes the tensor again: it is not taken over from the interrupted run.
 #[test]
 fn a_forged_digest_is_found_after_the_last_piece() {
     let scratch = Scratch::new();
