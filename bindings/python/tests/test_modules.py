@@ -691,6 +691,27 @@ class Interrupts(Case):
                         self.assertEqual(len(unweight.pack_model(module).packed), 0)
                         self.assertTrue(torch.equal(module(x), result))
 
+    def test_interrupted_changes_of_a_class_leave_one_weight(self):
+        class Interrupted(nn.Linear):
+            after = False
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                if name != "__class__" or self.after:
+                    super().__setattr__(name, value)
+                if name == "__class__":
+                    raise KeyboardInterrupt
+
+        kept, packed = (False, ["0.weight", "0.bias"], []), (True, ["0.bias"], ["0.weight_packed"])
+        for after, parameters, buffers in (kept, packed):
+            module, x = drawn(nn.Sequential(Interrupted(64, 64))), inputs(2, 64)
+            expected, Interrupted.after = module(x), after
+            with self.assertRaises(KeyboardInterrupt):
+                unweight.pack_model(module)
+            self.assertEqual([name for name, _ in module.named_parameters()], parameters)
+            self.assertEqual([name for name, _ in module.named_buffers()], buffers)
+            self.assertEqual(isinstance(module[0], PackedLinear), after)
+            self.assertTrue(torch.equal(module(x), expected))
+
     def test_signal_handlers_may_copy_layers(self):
         module, x = drawn(nn.Sequential(nn.Linear(64, 64))), inputs(2, 64)
         unweight.pack_model(module)

@@ -372,9 +372,14 @@ def _become_packed(layer: nn.Linear, held: _Held, name: str) -> None:
     packed_class, parameters = _packed_class(type(layer)), layer._parameters
     layer._held, layer._n, layer._layer_name = held, layer.out_features, name
     layer.register_buffer("weight_packed", held.arena, persistent=False)
-    # Last, without a call in between: an interrupt leaves a layer that works. Fails for a class with another layout.
-    layer.__class__ = packed_class
-    del parameters["weight"]
+    try:
+        layer.__class__ = packed_class
+    finally:
+        # Also after an interrupt, or where the class has another layout: one weight stays.
+        if type(layer) is packed_class:
+            del parameters["weight"]
+        else:
+            del layer.weight_packed, layer._held, layer._n, layer._layer_name
 
 
 class _Updated(Protocol):
