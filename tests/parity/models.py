@@ -210,11 +210,12 @@ def longrope(pairs: int, **more) -> dict:
 
 
 def mscales(pairs: int) -> dict:
-    """Returns Phi-3.5-MoE's LongRoPE, the same in all contexts: transformers 5.17 uses its short factors in long contexts,
-    too. Fixtures of unweight-model have different ones."""
+    """Returns Phi-3.5-MoE's LongRoPE, the same in all contexts: transformers 5.17 uses its short factors in long
+    contexts, too. Fixtures of unweight-model have different ones."""
     factors = [1.0 + i / pairs for i in range(pairs)]
     return {
-        "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "short_mscale": 1.2, "long_mscale": 1.2,
+        "rope_type": "longrope", "short_factor": factors, "long_factor": factors,
+        "short_mscale": 1.2, "long_mscale": 1.2,
         "original_max_position_embeddings": 512,
     }
 
@@ -283,7 +284,10 @@ RANDOM = [
     Spec("llama-bias", "llama", sizes(264, 328, 4, 2, head_dim=64, vocab_size=1003, attention_bias=True)),
     Spec("olmo2-bias", "olmo2", sizes(320, 456, 4, 1, vocab_size=1003, attention_bias=True)),
     Spec("cohere-bias", "cohere", sizes(328, 520, 4, 1, head_dim=128, vocab_size=1003, attention_bias=True)),
-    Spec("granite-bias", "granite", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003, attention_bias=True, **MULTIPLIERS)),
+    Spec(
+        "granite-bias", "granite",
+        sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003, attention_bias=True, **MULTIPLIERS),
+    ),
     # As `phi-moe`, with large biases and a window; one layer. The head has an odd number of rows.
     Spec(
         "phi-moe-bias", "phimoe",

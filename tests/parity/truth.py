@@ -107,7 +107,7 @@ class Truth:
         return (margin > CLEAR * self.router_errors).all(-1)
 
     def sparse_mixer_margin(self, ranked: torch.Tensor) -> torch.Tensor:
-        """Returns how far a SparseMixer is from another order of its two experts, and from other experts near either."""
+        """Returns how far a SparseMixer is from another order of its two experts, and from others near either."""
         cutoff = 2.0 * self.f32.config.router_jitter_noise
         margins = [ranked[..., 0] - ranked[..., 1]]
         for place in range(2):

@@ -41,9 +41,9 @@ from peers import import_zipnn, processor
 
 PIECE = 4 << 20
 COLUMNS = [
-    "data", "codec", "step", "threads", "rounds", "seconds_median", "seconds_best", "seconds_worst", "cpu_seconds_median",
-    "cpu_seconds_best", "unweight_times_faster_median", "unweight_times_faster_least", "unweight_times_faster_most",
-    "bytes",
+    "data", "codec", "step", "threads", "rounds", "seconds_median", "seconds_best", "seconds_worst",
+    "cpu_seconds_median", "cpu_seconds_best", "unweight_times_faster_median", "unweight_times_faster_least",
+    "unweight_times_faster_most", "bytes",
 ]  # fmt: skip
 # Shapes of a layer of all-MiniLM-L6-v2.
 LAYER = [(384, 384)] * 4 + [(1536, 384), (384, 1536), (1536,)] + [(384,)] * 9

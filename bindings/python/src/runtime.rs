@@ -244,8 +244,9 @@ impl Runtime {
             escape_words: at.escape_words.max(room / 4),
             ..at
         };
-        // SAFETY: the caller holds its tensors until it drops the registration and all work is done (`_native.pyi`). The
-        // 256 readable bytes after a section are the next section or the head; after the lists, the caller's padding.
+        // SAFETY: the caller holds its tensors until it drops the registration and all work is done (`_native.pyi`).
+        // The 256 readable bytes after a section are the next section or the head; after the lists, the caller's
+        // padding.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
         let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?, pending.is_some());
         Ok(Registration { id, digest, address: arena.0, registry: AnyRegistry::Linear(self.linears.clone()) })
