@@ -178,6 +178,7 @@ fn planted_bugs_of_the_sort_are_caught() {
         ("counts = expert < args.experts;", "counts = expert != ~0u;"),
         ("ptx::popc(peers & ((1u << lane) - 1))", "ptx::popc(peers & ((2u << lane) - 1))"),
         ("ptx::st_shared(address, total);\n", ""),
+        ("(pairs + run - 1) / run;", "pairs / run;"),
         ("if (w < warp) {", "if (w <= warp) {"),
         ("(total + args.item_rows - 1) / args.item_rows;", "total / args.item_rows;"),
         ("more < args.item_rows ? more : args.item_rows, 0", "args.item_rows, 0"),
@@ -209,6 +210,8 @@ struct Problem {
     k: usize,
     /// X has a row per pair, not per token.
     by_pair: bool,
+    /// Pairs are not sorted: each is an item.
+    unsorted: bool,
     routes: Routes,
     weights: Vec<u16>,
     /// `None` if the weights cannot be packed.
@@ -247,7 +250,11 @@ impl Problem {
         let x_rows = if by_pair { routes.ids.len() } else { routes.tokens() as usize };
         let x =
             (0..x_rows * k).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
-        Self { n, k, by_pair, routes, weights, packed, x }
+        Self { n, k, by_pair, unsorted: false, routes, weights, packed, x }
+    }
+
+    fn unsorted(self) -> Self {
+        Self { unsorted: true, ..self }
     }
 
     /// Returns Y, with a row per pair.
@@ -263,7 +270,10 @@ impl Problem {
         };
         let (heads, escapes) = (section(PackedTensor::escape_heads), section(PackedTensor::escapes));
         let x = Buffer::of(bytemuck::cast_slice(&self.x));
-        let (pairs, items) = (words(&lists.pairs), words(&lists.items.concat()));
+        let (pairs, items) = match self.unsorted {
+            true => (words(&[]), words(&self.routes.ids)),
+            false => (words(&lists.pairs), words(&lists.items.concat())),
+        };
         let columns = columns(op.epilogue, self.n);
         let y = vec![GUARD; self.routes.ids.len() * columns];
         let y = Buffer::of(bytemuck::cast_slice(&y));
@@ -282,6 +292,8 @@ impl Problem {
             k: self.k as u32,
             tile_cols: self.k as u32 / 64,
             pairs_per_row: if self.by_pair { 1 } else { self.routes.top_k },
+            is_pairs: self.unsorted.into(),
+            experts: if self.unsorted { self.routes.experts } else { 0 },
         };
         let buffers = [
             ("packed", &weights),
@@ -292,7 +304,8 @@ impl Problem {
             ("items", &items),
             ("y", &y),
         ];
-        let problem = GemmShape { m: lists.items.len() as u32, n: self.n as u32, k: self.k as u32 };
+        let count = if self.unsorted { self.routes.ids.len() } else { lists.items.len() };
+        let problem = GemmShape { m: count as u32, n: self.n as u32, k: self.k as u32 };
         launch(kernel, spec, problem, &args, &buffers, seed)?;
         Ok(y.u16s())
     }
@@ -346,6 +359,8 @@ fn problems() -> Vec<Problem> {
         Problem::random(Routes::random(23, 3, 2, 12), (192, 64), true, 2),
         Problem::random(Routes::single(37, 3, 2), (64, 192), false, 3),
         Problem::random(Routes::random(9, 8, 8, 14), (64, 128), false, 4),
+        Problem::random(Routes::random(1, 12, 8, 15), (192, 64), false, 5).unsorted(),
+        Problem::random(Routes::random(5, 4, 3, 16), (64, 192), true, 6).unsorted(),
     ]
 }
 
@@ -391,6 +406,10 @@ fn bits_of_a_pair_do_not_depend_on_the_batch() {
     assert!(
         alone.run(&mut kernel, &specs[0], 3).unwrap() == expected[34 * 32..36 * 32],
         "a token has other bits alone than in the batch"
+    );
+    assert!(
+        alone.unsorted().run(&mut kernel, &specs[0], 4).unwrap() == expected[34 * 32..36 * 32],
+        "a token has other bits if its pairs are not sorted"
     );
 }
 
@@ -509,8 +528,15 @@ fn planted_bugs_of_the_product_are_caught() {
             "first = skipped + group * each;",
         ),
         (matmul_header, "ptx::shfl_sync_idx(listed[row / 32], r % 32)", "ptx::shfl_sync_idx(listed[0], r % 32)"),
-        (matmul_header, "ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
-        (matmul_header, "return ptx::ld_global(args.pairs + share.batch + b);", "return share.batch + b;"),
+        (matmul_header, "pair_of(entry) / a.pairs_per_row", "share.batch + entry"),
+        (matmul_header, "if constexpr (kItems) return pair_of(b);", "if constexpr (kItems) return share.batch + b;"),
+        (matmul_header, "args.is_pairs != 0 ? at : ptx::ld_global(args.pairs + at)", "ptx::ld_global(args.pairs + at)"),
+        (
+            matmul_header,
+            "expert < a.experts ? U32x4{expert, index, 1, 0}",
+            "expert != ~0u ? U32x4{expert, index, 1, 0}",
+        ),
+        (matmul_header, "U32x4{expert, index, 1, 0}", "U32x4{expert, 0, 1, 0}"),
         (matmul_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),
         (kernel_header, "kernel.run();", ""),
     ] {
@@ -586,6 +612,7 @@ fn sums() -> Vec<(Routes, usize, bool)> {
         (Routes::random(3, 60, 4, 32), 1032, true),
         (Routes::random(1, 128, 8, 33), 8, true),
         (Routes { experts: 4, top_k: 2, ids: vec![ELSEWHERE; 4] }, 72, false),
+        (Routes::random(2, 60, 19, 34), 136, true),
     ]
 }
 
@@ -604,11 +631,13 @@ fn rows_of_pairs_become_rows_of_tokens() {
 fn planted_bugs_of_sums_are_caught() {
     let header = "unweight/kernels/route.cuh";
     for (from, to) in [
-        ("if (ptx::ld_global(args.ids + pair) >= args.experts) continue;", ""),
-        ("if (column >= args.columns) return;", ""),
+        ("lane < args.top_k && id < args.experts", "lane < args.top_k"),
+        ("if (!is_inside) return;", ""),
+        ("ptx::shfl_sync_idx(weights, place + i)", "weights"),
+        ("place += kRowsAtOnce", "place += 2 * kRowsAtOnce"),
         ("if (args.adds != 0)", "if (args.adds == 0)"),
         ("args.y + token * args.y_pitch + column", "args.y + token * args.columns + column"),
-        ("pair * args.columns + column", "token * args.columns + column"),
+        ("(first + place + i) * args.columns + column", "u64(token) * args.columns + column"),
         (
             "sums[2 * i + 1] = ptx::fma(weight, activation::high_of(words[i]),",
             "sums[2 * i + 1] = ptx::fma(weight, activation::low_of(words[i]),",

@@ -43,6 +43,8 @@ impl Router {
             logits[pitch..][..experts].fill(0xff80);
             logits[pitch] = 0x7fc0;
             logits[pitch + experts - 1] = 0xc000;
+            // Zeros of both signs are equal.
+            logits[2 * pitch..][..experts].iter_mut().enumerate().for_each(|(i, x)| *x = (i as u16 & 1 ^ 1) << 15);
         }
         let (shared, gated, scale, sigmoid, cutoff) = (0, false, 1.0, None, None);
         Self { tokens, experts, top_k, normalized, rounded, shared, gated, scale, sigmoid, cutoff, logits }
@@ -63,8 +65,9 @@ impl Router {
     /// The sum of which the weight of the expert in `place` is a share, relative to its own addend.
     fn near_sum(&self, order: &[usize], place: usize, value: impl Fn(usize) -> f64, cutoff: f32) -> f64 {
         let largest = value(order[place]);
-        let is_near = |x: &f64| (largest - x) / x.abs().max(largest) <= f64::from(cutoff);
-        order[place..].iter().map(|expert| value(*expert)).filter(is_near).map(|x| (x - largest).exp()).sum()
+        // 0 / 0 is not far.
+        let is_far = |x: &f64| (largest - x) / x.abs().max(largest) > f64::from(cutoff);
+        order[place..].iter().map(|expert| value(*expert)).filter(|x| !is_far(x)).map(|x| (x - largest).exp()).sum()
     }
 
     /// Scores by sigmoids. Sums of scores and biases differ, or are those of equal logits and biases.
@@ -85,7 +88,7 @@ impl Router {
     fn expected(&self, token: usize) -> Vec<(u32, f64)> {
         let row = &self.logits[token * (self.experts + GAP)..];
         let logits = &row[..self.experts];
-        let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) };
+        let value = |bits: u16| if bf16(bits).is_nan() { f64::NEG_INFINITY } else { bf16(bits) + 0.0 };
         let mut order: Vec<usize> = (0..self.experts).collect();
         let largest = logits.iter().map(|bits| value(*bits)).fold(f64::NEG_INFINITY, f64::max);
         let share = |expert: usize| match self.sigmoid {
@@ -237,13 +240,13 @@ fn sparse_mixers_choose_experts_in_turn() {
 #[test]
 fn planted_bugs_of_sparse_mixers_are_caught() {
     let bugs = [
-        ("const u32 rest = left;", "const u32 rest = ~0u;"),
-        ("if ((rest >> i & 1) != 0 && !far)", "if ((rest >> i & 1) != 0)"),
+        ("if (keys[i] != 0 && !far)", "if (!far)"),
+        ("if (keys[i] != 0 && !far)", "if (keys[i] != 0)"),
         ("ptx::add(logit, -x), scale) > cutoff;", "ptx::add(logit, -x), scale) >= cutoff;"),
         ("ptx::add(logit, -x), scale) > cutoff;", "ptx::add(logit, -x), logit) > cutoff;"),
         ("ptx::bits_from_float(x) & 0x7fffffffu)", "ptx::bits_from_float(x))"),
         ("ptx::ex2_approx((x - logit) * 1.44269504f));", "ptx::ex2_approx(x * 1.44269504f));"),
-        ("best == none ? 0.0f : ptx::div", "ptx::div"),
+        ("logit == none ? 0.0f : ptx::div", "ptx::div"),
     ];
     check_planted_bugs("route_topk_sparse_mixer_pdl", &bugs, &sparse_mixers());
 }
@@ -253,9 +256,9 @@ fn planted_bugs_of_sigmoid_choices_are_caught() {
     let bugs = [
         ("ptx::add(score_of(logits + expert), bias)", "score_of(logits + expert)"),
         ("ptx::ld_global(correction + expert)", "ptx::ld_global(correction)"),
-        ("share = score_of(logits + expert);", "share = best;"),
+        ("weight = score_of(logits + id);", "weight = value_of(key);"),
         ("x * -1.44269504f", "x * 1.44269504f"),
-        ("values[i] = is_number ?", "values[i] = true ?"),
+        ("value = is_number ?", "value = true ?"),
         ("if constexpr (kSigmoid) weight = ptx::mul(weight, args.routed_scale);", ""),
         ("if constexpr (kSigmoid) chosen = ptx::add(chosen, 1e-20f);", ""),
     ];
@@ -265,10 +268,13 @@ fn planted_bugs_of_sigmoid_choices_are_caught() {
 #[test]
 fn planted_bugs_of_choices_are_caught() {
     let bugs = [
-        ("(expert == ~0u || values[i] > best)", "(expert == ~0u || values[i] >= best)"),
-        ("(other == best && other_expert < expert)", "(other == best && other_expert > expert)"),
-        ("if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);", "if (expert % 32 == lane) left &= ~1u;"),
-        ("chosen = ptx::add(chosen, share);", "chosen = share;"),
+        ("for (u32 i = kPerLane; i-- > 0;) expert", "for (u32 i = 0; i < kPerLane; ++i) expert"),
+        ("ptx::redux_sync_min(expert);", "ptx::redux_sync_max(expert + 1) - 1;"),
+        ("keys[i] = expert == i * 32 + lane ? 0", "keys[i] = i == 0 && expert % 32 == lane ? 0"),
+        ("ptx::shfl_sync_idx(ptx::bits_from_float(weight), place)", "ptx::bits_from_float(weight)"),
+        ("ptx::bits_from_float(ptx::add(value, 0.0f));", "ptx::bits_from_float(value);"),
+        ("~bits : bits | 0x80000000u;", "bits : bits | 0x80000000u;"),
+        ("if (args.experts <= kFewExperts)", "if (true)"),
         ("if (args.rounded != 0)", "if (args.rounded == 0)"),
         ("if (token >= args.tokens) return;", ""),
         ("args.logits + token * args.logits_pitch;", "args.logits + token * args.experts;"),

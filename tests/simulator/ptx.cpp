@@ -63,6 +63,26 @@ u32 match_any_sync(u32 value) {
         }
     });
 }
+u32 redux_sync_max(u32 value) {
+    return detail::exchange("redux_sync_max", value, 0, [](void** lanes) {
+        u32 most = 0;
+        for (u32 l = 0; l < 32; ++l) {
+            const u32 in = static_cast<detail::Exchange*>(lanes[l])->in;
+            most = in > most ? in : most;
+        }
+        for (u32 l = 0; l < 32; ++l) static_cast<detail::Exchange*>(lanes[l])->out = most;
+    });
+}
+u32 redux_sync_min(u32 value) {
+    return detail::exchange("redux_sync_min", value, 0, [](void** lanes) {
+        u32 least = ~0u;
+        for (u32 l = 0; l < 32; ++l) {
+            const u32 in = static_cast<detail::Exchange*>(lanes[l])->in;
+            least = in < least ? in : least;
+        }
+        for (u32 l = 0; l < 32; ++l) static_cast<detail::Exchange*>(lanes[l])->out = least;
+    });
+}
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------
 u32 cvta_to_shared(const void* pointer) {
     cpu::Block& b = *cpu::self().block;

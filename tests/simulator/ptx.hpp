@@ -21,6 +21,8 @@ u32 shfl_sync_up(u32 value, u32 delta);
 u32 shfl_sync_down(u32 value, u32 delta);
 u32 vote_sync_ballot(bool predicate);
 u32 match_any_sync(u32 value);
+u32 redux_sync_max(u32 value);
+u32 redux_sync_min(u32 value);
 
 inline u32 popc(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
 inline u32 clz(u32 v) { return v == 0 ? 32 : static_cast<u32>(__builtin_clz(v)); }

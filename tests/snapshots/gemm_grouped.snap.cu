@@ -28,7 +28,7 @@ using Smem = uw::gemm_grouped::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::GemmGroupedArgs) == 88, "GemmGroupedArgs: host and kernel disagree");
+static_assert(sizeof(uw::GemmGroupedArgs) == 96, "GemmGroupedArgs: host and kernel disagree");
 static_assert(uw::packed::kTile == 64, "tiles: host and kernel disagree");
 static_assert(uw::packed::kTileBytes == 6144, "packed tiles: host and kernel disagree");
 static_assert(uw::packed::kBlockBytes == 1536, "row blocks: host and kernel disagree");

@@ -60,10 +60,13 @@ impl Run<'_> {
         let experts = n / FEATURES;
         let top_k = experts.min(2);
         let ids = choose(&mut Random::new(u64::from(n + tokens)), tokens, experts, top_k);
+        // As in layers: the experts of one token are not sorted.
+        let is_pairs = tokens == 1;
         let (pairs, items) = lists(&ids, experts, spec.batch_tile.get());
-        let problem = GemmShape { m: items.len() as u32, n: FEATURES, k };
+        let count = if is_pairs { ids.len() } else { items.len() };
+        let problem = GemmShape { m: count as u32, n: FEATURES, k };
         let pairs = DeviceBuffer::from_host(stream, &pairs)?;
-        let items = DeviceBuffer::from_host(stream, items.as_flattened())?;
+        let items = DeviceBuffer::from_host(stream, if is_pairs { &ids } else { items.as_flattened() })?;
         let columns = if spec.epilogue == Epilogue::SiluMul { FEATURES / 2 } else { FEATURES };
         let bf16 = spec.bf16.then(|| DeviceBuffer::from_host(stream, &halves(&weights.bytes))).transpose()?;
         let of_launch = kernel.clone();
@@ -84,6 +87,8 @@ impl Run<'_> {
                 k,
                 tile_cols: k / 64,
                 pairs_per_row: top_k,
+                is_pairs: is_pairs.into(),
+                experts,
             };
             // SAFETY: `y` has a row for each pair, the lists refer to existing rows of X and experts, and all buffers
             // live as long as the subject.

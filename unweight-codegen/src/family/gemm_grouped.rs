@@ -54,7 +54,8 @@ args! {
         pub x_row_bytes: u64,
         /// u32 `[pairs]`, sorted by expert: rows of `y`. Divided by `pairs_per_row`, they are rows of `x_data`.
         pub pairs: u64,
-        /// u32 `[items, 4]`: expert, first entry of `pairs`, number of entries, 0. Items without entries come last.
+        /// u32 `[items, 4]`: expert, first entry of `pairs`, number of entries, 0. Items without entries come last. If
+        /// `is_pairs`: u32 `[items]`, the expert of each pair; `pairs` is not read.
         pub items: u64,
         /// `2^(base - 112)`; `bf16`: 1.
         pub scale: f32,
@@ -68,6 +69,10 @@ args! {
         pub tile_cols: u32,
         /// Pairs that share a row of `x_data`, at least 1.
         pub pairs_per_row: u32,
+        /// 1: item i is pair i. It has one entry, or none if its expert is not below `experts`.
+        pub is_pairs: u32,
+        /// The number of experts; read if `is_pairs`.
+        pub experts: u32,
     }
 }
 

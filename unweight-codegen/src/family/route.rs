@@ -106,13 +106,8 @@ const COMBINE_WARPS: u32 = 4;
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
-/// With 64 registers per thread, NVRTC 13.0.88 spills `topk`, and its variants on all architectures but sm_90.
-const fn topk_blocks_per_sm(arch: Arch, stage: RouteStage) -> u32 {
-    match arch {
-        Arch::Sm90a if !matches!(stage, RouteStage::Topk) => BLOCKS_PER_SM,
-        Arch::Sm90a | Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm100a | Arch::Sm103a | Arch::Sm120a => 3,
-    }
-}
+/// With 64 registers per thread, NVRTC 13.0.88 spills `topk` and `topk_sparse_mixer`.
+const TOPK_BLOCKS_PER_SM: u32 = 3;
 
 impl RouteSpec {
     /// The maximum number of experts.
@@ -154,7 +149,7 @@ impl RouteSpec {
         let (smem, grid, blocks_per_sm) = match self.stage {
             RouteStage::Topk | RouteStage::TopkSigmoid | RouteStage::TopkSparseMixer => {
                 let grid = LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS };
-                (none, grid, topk_blocks_per_sm(arch, self.stage))
+                (none, grid, TOPK_BLOCKS_PER_SM)
             }
             RouteStage::Sort => {
                 let smem = none

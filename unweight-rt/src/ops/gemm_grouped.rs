@@ -30,6 +30,20 @@ pub(crate) struct Lists {
     pub(crate) count: u32,
 }
 
+/// What the blocks of a product multiply.
+#[derive(Clone, Copy)]
+pub(crate) enum Items {
+    /// The items of a list.
+    Lists(Lists),
+    /// Every pair by itself.
+    Pairs {
+        /// Device address of the expert of each pair; those that are not below `experts` are skipped.
+        ids: u64,
+        count: u32,
+        experts: u32,
+    },
+}
+
 /// The rows of a grouped product, as device addresses.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
@@ -66,37 +80,41 @@ impl GroupedGemm {
         }
     }
 
-    /// Enqueues the products of the items of a list, with weights `[n, k]` per expert.
+    /// Enqueues the products of items, with weights `[n, k]` per expert.
     ///
     /// # Safety
-    /// `lists` contains pairs whose rows are in `rows`, and experts of these weights; all memory stays allocated until
+    /// The items have pairs whose rows are in `rows`, and experts of these weights; all memory stays allocated until
     /// the work is done.
     pub(crate) unsafe fn launch(
         &self,
         stream: &Stream,
         w: &ExpertWeights,
         [n, k]: [u32; 2],
-        lists: Lists,
+        items: Items,
         rows: Rows,
     ) -> Result<(), DeviceError> {
         if matches!(self.kernel.spec().op, Op::GemmGrouped(op) if op.bf16 != w.is_bf16()) {
             let (takes, got) = if w.is_bf16() { ("packed", "bf16") } else { ("bf16", "packed") };
             return self.kernel.refuse(LaunchError::Source { takes, got });
         }
+        let (count, args) = match items {
+            Items::Lists(Lists { pairs, items, count }) => (count, GemmGroupedArgs { pairs, items, ..weight_args(w) }),
+            Items::Pairs { ids, count, experts } => {
+                (count, GemmGroupedArgs { items: ids, is_pairs: 1, experts, ..weight_args(w) })
+            }
+        };
         let args = GemmGroupedArgs {
             y: rows.y,
             x_data: rows.x,
             x_row_bytes: rows.x_row_bytes,
-            pairs: lists.pairs,
-            items: lists.items,
             n,
             k,
             tile_cols: k / 64,
             pairs_per_row: rows.pairs_per_row,
-            ..weight_args(w)
+            ..args
         };
         // SAFETY: the caller's promise.
-        unsafe { self.kernel.launch(stream, GemmShape { m: lists.count, n, k }, &args) }
+        unsafe { self.kernel.launch(stream, GemmShape { m: count, n, k }, &args) }
     }
 }
 

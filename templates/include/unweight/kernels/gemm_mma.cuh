@@ -158,7 +158,7 @@ struct Kernel {
                 // Blocks with the same batch rows are adjacent, and items without rows come last.
                 const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
                 const u32 index = ptx::ctaid() / groups, group = ptx::ctaid() - index * groups;
-                const U32x4 item = ptx::ld_global_x4(a.items + index * 4);
+                const U32x4 item = item_of(a, index);
                 const u32 each = all / groups, more = all - each * groups;
                 batch = item.y;
                 rows = item.z;
@@ -169,6 +169,13 @@ struct Kernel {
             } else {
                 distribute(a, batch_tiles);
             }
+        }
+
+        // Expert, first entry and entries of an item.
+        UW_DEVICE static U32x4 item_of(const Args& a, u32 index) {
+            if (a.is_pairs == 0) return ptx::ld_global_x4(a.items + index * 4);
+            const u32 expert = ptx::ld_global(a.items + index);
+            return expert < a.experts ? U32x4{expert, index, 1, 0} : U32x4{0, 0, 0, 0};
         }
 
         UW_DEVICE void distribute(const Args& a, u32 batch_tiles) {
@@ -236,7 +243,7 @@ struct Kernel {
 #pragma unroll
             for (u32 i = 0; i < kListed; ++i) {
                 const u32 entry = i * 32 + lane;
-                listed[i] = entry < share.rows ? ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row : 0;
+                listed[i] = entry < share.rows ? pair_of(entry) / a.pairs_per_row : 0;
             }
         }
     }
@@ -635,9 +642,14 @@ struct Kernel {
             ptx::st_global(y, ptx::cvt_rn_bf16x2(low, high));
         }
     }
+    // The pair of an entry of an item.
+    UW_DEVICE u32 pair_of(u32 entry) const {
+        const u32 at = share.batch + entry;
+        return args.is_pairs != 0 ? at : ptx::ld_global(args.pairs + at);
+    }
     // The row of Y for batch row b.
     UW_DEVICE u64 y_row(u32 b) const {
-        if constexpr (kItems) return ptx::ld_global(args.pairs + share.batch + b);
+        if constexpr (kItems) return pair_of(b);
         else return share.batch + b;
     }
     // The scaled total over all warps of the cluster for batch row b, rows r and r + 1 of the task.

@@ -2,19 +2,19 @@
 // one row per token. A pair is a token and a place among its top_k experts, pair = token * top_k + place.
 //
 // stage    threads  blocks/SM  grid                                  dynamic smem  what
-// topk     256      4*         ceil(tokens / 8)                      0             logits -> ids and weights of pairs
+// topk     256      3          ceil(tokens / 8)                      0             logits -> ids and weights of pairs
 // topk_sigmoid, topk_sparse_mixer: as topk
 // sort     1024     1          1                                     67840         ids -> pairs by expert, items
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
-// * On sm_90 for topk_sigmoid and topk_sparse_mixer; otherwise 3, because it spills with 64 registers.
 //
 // Config: RouteStage kStage; bool kPdl, programmatic dependent launch: all global accesses follow griddepcontrol.wait
 //
-// topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, for the top_k largest
-//          logits; among equal logits the lower expert comes first. `normalized` divides by the sum of those weights;
-//          `rounded` then rounds to bf16. A NaN counts as less than all numbers. The order of each sum is fixed: a
-//          token's ids and weights depend only on its row. Places of shared experts follow, with the ids from `experts`
-//          on and weight 1 or, if `gated`, 1 / (1 + e^-logit), rounded likewise. `scale` multiplies all weights.
+// topk     A warp takes a token; up to 128 experts have a shorter loop. weight = e^(logit - largest) / sum over all
+//          experts, fp32, for the top_k largest logits; among equal logits the lower expert comes first. `normalized`
+//          divides by the sum of those weights; `rounded` then rounds to bf16. A NaN counts as less than all numbers.
+//          The order of each sum is fixed: a token's ids and weights depend only on its row. Places of shared experts
+//          follow, with the ids from `experts` on and weight 1 or, if `gated`, 1 / (1 + e^-logit), rounded likewise.
+//          `scale` multiplies all weights.
 // topk_sigmoid
 //          As topk, but weight = 1 / (1 + e^-logit), and the largest sums of weight and correction bias are chosen.
 //          `normalized` divides by the sum of the chosen weights + 1e-20; `routed_scale` then multiplies them.
@@ -31,7 +31,8 @@
 //
 // Roles    topk, combine: none. sort: all warps do the same.
 // Barriers sort: see the code. A warp's counts are private until the first bar_sync, and again after the second.
-// Bound    sort: latency, about 3 us up to 1024 pairs. combine: device memory, 2 * (top_k + 1) bytes per element of y.
+// Bound    topk, sort, and combine of few tokens: latency. combine: device memory, 2 * (top_k + 1) bytes per element of
+//          y. So lanes load ids and weights of all places together, and then rows of eight places.
 // Safety   for any ids. Nothing is written past pairs[tokens * top_k] and items[items_max].
 #pragma once
 
@@ -50,6 +51,7 @@ constexpr u32 kChunk = 8;     // columns per thread of combine
 constexpr u32 kTopkThreads = 256;
 constexpr u32 kSortThreads = 1024, kSortWarps = kSortThreads / 32;
 constexpr u32 kCombineThreads = 128;
+constexpr u32 kRowsAtOnce = 8;  // of combine; divides kTopKMax
 
 // Shared memory of sort: counts u32 [warp][expert], first entries u32 [expert], sums per warp u32 [warp][2].
 constexpr u32 kCountPitch = kExpertsMax * 4;
@@ -79,7 +81,7 @@ UW_DEVICE void start() {
 }
 
 // ---- topk ----------------------------------------------------------------------------------------------------------
-constexpr u32 kPerLane = kExpertsMax / 32;  // experts lane, lane + 32, ...
+constexpr u32 kFewExperts = 128;  // up to so many have a loop of their own
 
 // The sigmoid of a bf16 logit; 0 for a NaN.
 UW_DEVICE float score_of(const u16* logit) {
@@ -88,106 +90,111 @@ UW_DEVICE float score_of(const u16* logit) {
     return ptx::max(ptx::div(1.0f, ptx::add(1.0f, ptx::ex2_approx(x * -1.44269504f))), 0.0f);
 }
 
-// The sum of e^(x - logit) over those of the warp's values that `rest` has and that are not far from the logit.
-UW_DEVICE float near_sum(const float (&values)[kPerLane], u32 rest, float logit, float cutoff) {
+// A float that is not a NaN, as an integer of the same order; both zeros are one. 0 is no float.
+UW_DEVICE u32 key_of(float value) {
+    const u32 bits = ptx::bits_from_float(ptx::add(value, 0.0f));
+    return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+}
+UW_DEVICE float value_of(u32 key) { return ptx::float_from_bits(key >> 31 != 0 ? key & 0x7fffffffu : ~key); }
+
+// The sum of all lanes' values, in the same order for every lane.
+UW_DEVICE float warp_sum(float value) {
+#pragma unroll
+    for (u32 distance = 16; distance > 0; distance /= 2) {
+        value = ptx::add(value, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(value), distance)));
+    }
+    return value;
+}
+
+// The sum of e^(x - logit) over the logits x that the warp's keys have left and that are not far from the logit.
+template <u32 kPerLane>
+UW_DEVICE float near_sum(const u32 (&keys)[kPerLane], float logit, float cutoff) {
     float sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < kPerLane; ++i) {
-        const float x = values[i], scale = ptx::max(ptx::float_from_bits(ptx::bits_from_float(x) & 0x7fffffffu), logit);
+        const float x = value_of(keys[i]);
+        const float scale = ptx::max(ptx::float_from_bits(ptx::bits_from_float(x) & 0x7fffffffu), logit);
         // 0 / 0 is not far.
         const bool far = ptx::div(ptx::add(logit, -x), scale) > cutoff;
-        if ((rest >> i & 1) != 0 && !far) sum = ptx::add(sum, ptx::ex2_approx((x - logit) * 1.44269504f));
+        if (keys[i] != 0 && !far) sum = ptx::add(sum, ptx::ex2_approx((x - logit) * 1.44269504f));
     }
-#pragma unroll
-    for (u32 distance = 16; distance > 0; distance /= 2) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
-    }
-    return sum;
+    return warp_sum(sum);
 }
 
-template <bool kPdl, RouteStage kStage>
-UW_DEVICE void topk(const RouteArgs& args) {
+// Experts lane, lane + 32, ... of each lane: kPerLane of them.
+template <RouteStage kStage, u32 kPerLane>
+UW_DEVICE void topk(const RouteArgs& args, u32 token) {
     constexpr bool kSigmoid = kStage == RouteStage::kTopkSigmoid, kSparse = kStage == RouteStage::kTopkSparseMixer;
-    start<kPdl>();
-    const u32 lane = ptx::laneid(), token = ptx::ctaid() * (kTopkThreads / 32) + ptx::uniform_warp_index();
-    if (token >= args.tokens) return;
+    const u32 lane = ptx::laneid();
     const float none = ptx::float_from_bits(0xff800000u);  // -inf
     const u16* const logits = args.logits + token * args.logits_pitch;
     [[maybe_unused]] const float* const correction = reinterpret_cast<const float*>(args.products);
-    float values[kPerLane];
-    u32 left = 0;  // bit i: value i exists and is not chosen yet
-    float largest = none;
+    u32 keys[kPerLane];  // 0: no such expert, or chosen before
 #pragma unroll
     for (u32 i = 0; i < kPerLane; ++i) {
-        values[i] = none;
+        keys[i] = 0;
         const u32 expert = i * 32 + lane;
         if (expert < args.experts) {
             // max(NaN, -inf) is -inf.
-            values[i] = ptx::max(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
+            float value = ptx::max(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
             if constexpr (kSigmoid) {
                 const float bias = ptx::float_from_bits(ptx::ld_global(correction + expert));
                 const bool is_number = (ptx::ld_global_u16(logits + expert) & 0x7fff) <= 0x7f80;
-                values[i] = is_number ? ptx::max(ptx::add(score_of(logits + expert), bias), none) : none;
+                value = is_number ? ptx::max(ptx::add(score_of(logits + expert), bias), none) : none;
             }
-            left |= 1u << i;
+            keys[i] = key_of(value);
         }
-        largest = ptx::max(largest, values[i]);
     }
-    float offset = 0.0f, sum = 0.0f;
+    [[maybe_unused]] float offset = 0.0f, sum = 0.0f;
     if constexpr (!kSigmoid && !kSparse) {
+        u32 largest = 0;
 #pragma unroll
-        for (u32 distance = 16; distance > 0; distance /= 2) {
-            const u32 other = ptx::shfl_sync_bfly(ptx::bits_from_float(largest), distance);
-            largest = ptx::max(largest, ptx::float_from_bits(other));
-        }
-        offset = largest == none ? 0.0f : largest;
-#pragma unroll
-        for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::ex2_approx((values[i] - offset) * 1.44269504f));
-#pragma unroll
-        for (u32 distance = 16; distance > 0; distance /= 2) {
-            sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
-        }
-    }
-
-    // Lane j keeps place j.
-    u32 id = 0;
-    float weight = 0.0f, chosen = 0.0f;
-    for (u32 place = 0; place < args.top_k; ++place) {
-        float best = none;
-        u32 expert = ~0u;
+        for (u32 i = 0; i < kPerLane; ++i) largest = keys[i] > largest ? keys[i] : largest;
+        largest = ptx::redux_sync_max(largest);
+        offset = value_of(largest) == none ? 0.0f : value_of(largest);
 #pragma unroll
         for (u32 i = 0; i < kPerLane; ++i) {
-            // The first of equal values, because a lane's experts increase with i.
-            if ((left >> i & 1) != 0 && (expert == ~0u || values[i] > best)) {
-                best = values[i];
-                expert = i * 32 + lane;
-            }
+            const float value = keys[i] != 0 ? value_of(keys[i]) : none;
+            sum = ptx::add(sum, ptx::ex2_approx((value - offset) * 1.44269504f));
+        }
+        sum = warp_sum(sum);
+    }
+
+    // Lane j keeps place j: what it has of it is computed for all places at once, after the loop.
+    u32 id = 0, key = 0;
+    float weight = 0.0f;
+    for (u32 place = 0; place < args.top_k; ++place) {
+        u32 best = 0;
+#pragma unroll
+        for (u32 i = 0; i < kPerLane; ++i) best = keys[i] > best ? keys[i] : best;
+        best = ptx::redux_sync_max(best);
+        u32 expert = ~0u;
+#pragma unroll
+        for (u32 i = kPerLane; i-- > 0;) expert = keys[i] == best ? i * 32 + lane : expert;
+        // Of equal logits the lower expert.
+        expert = ptx::redux_sync_min(expert);
+        if constexpr (kSparse) {
+            const float logit = value_of(best);
+            const float share = logit == none ? 0.0f : ptx::div(1.0f, near_sum(keys, logit, args.routed_scale));
+            if (place == lane) weight = share;
         }
 #pragma unroll
-        for (u32 distance = 16; distance > 0; distance /= 2) {
-            const float other = ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(best), distance));
-            const u32 other_expert = ptx::shfl_sync_bfly(expert, distance);
-            // A lane without remaining values has expert ~0, which loses among equal values.
-            if (other > best || (other == best && other_expert < expert)) {
-                best = other;
-                expert = other_expert;
-            }
-        }
-        [[maybe_unused]] const u32 rest = left;
-        if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);
-        float share = 0.0f;
-        if constexpr (kSigmoid) {
-            share = score_of(logits + expert);
-        } else if constexpr (kSparse) {
-            share = best == none ? 0.0f : ptx::div(1.0f, near_sum(values, rest, best, args.routed_scale));
-        } else {
-            share = ptx::div(ptx::ex2_approx((best - offset) * 1.44269504f), sum);
-        }
-        chosen = ptx::add(chosen, share);
+        for (u32 i = 0; i < kPerLane; ++i) keys[i] = expert == i * 32 + lane ? 0 : keys[i];
         if (place == lane) {
             id = expert;
-            weight = share;
+            key = best;
         }
+    }
+    if (lane < args.top_k) {
+        if constexpr (kSigmoid) weight = score_of(logits + id);
+        if constexpr (!kSigmoid && !kSparse) {
+            weight = ptx::div(ptx::ex2_approx((value_of(key) - offset) * 1.44269504f), sum);
+        }
+    }
+    // In order of places.
+    float chosen = 0.0f;
+    for (u32 place = 0; place < args.top_k; ++place) {
+        chosen = ptx::add(chosen, ptx::float_from_bits(ptx::shfl_sync_idx(ptx::bits_from_float(weight), place)));
     }
     const u32 places = args.top_k + args.shared;
     if (lane >= places) return;
@@ -207,6 +214,15 @@ UW_DEVICE void topk(const RouteArgs& args) {
     const u64 pair = u64(token) * places + lane;
     ptx::st_global(args.ids + pair, id);
     ptx::st_global(args.weights + pair, ptx::bits_from_float(weight));
+}
+
+template <bool kPdl, RouteStage kStage>
+UW_DEVICE void topk(const RouteArgs& args) {
+    start<kPdl>();
+    const u32 token = ptx::ctaid() * (kTopkThreads / 32) + ptx::uniform_warp_index();
+    if (token >= args.tokens) return;
+    if (args.experts <= kFewExperts) return topk<kStage, kFewExperts / 32>(args, token);
+    topk<kStage, kExpertsMax / 32>(args, token);
 }
 
 // ---- sort ----------------------------------------------------------------------------------------------------------
@@ -234,7 +250,9 @@ UW_DEVICE void sort(const RouteArgs& args) {
     const u32 pairs = args.tokens * args.top_k, run = (pairs + kSortThreads - 1) / kSortThreads * 32;
     const u32 begin = warp * run < pairs ? warp * run : pairs, end = pairs - begin < run ? pairs : begin + run;
 
-    for (u32 e = lane; e < args.experts; e += 32) ptx::st_shared(counts + e * 4, 0);
+    const u32 used_warps = run == 0 ? 0 : (pairs + run - 1) / run;  // the others have no pairs
+
+    for (u32 e = lane; e < args.experts && warp < used_warps; e += 32) ptx::st_shared(counts + e * 4, 0);
     ptx::bar_warp_sync();  // orders the zeros of all lanes before any lane counts
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
@@ -250,7 +268,7 @@ UW_DEVICE void sort(const RouteArgs& args) {
     // Thread e: number of pairs of expert e. Each warp's count is replaced by the number of pairs in the ranges before.
     u32 total = 0;
     if (thread < args.experts) {
-        for (u32 w = 0; w < kSortWarps; ++w) {
+        for (u32 w = 0; w < used_warps; ++w) {
             const u32 address = shared + w * kCountPitch + thread * 4, count = ptx::ld_shared(address);
             ptx::st_shared(address, total);
             total += count;
@@ -322,16 +340,32 @@ UW_DEVICE void combine(const RouteArgs& args) {
     start<kPdl>();
     const u32 token = ptx::ctaid() / args.row_blocks, block = ptx::ctaid() - token * args.row_blocks;
     const u32 column = (block * kCombineThreads + ptx::tid()) * kChunk;
-    if (column >= args.columns) return;
-    float sums[kChunk] = {};
-    for (u32 place = 0; place < args.top_k; ++place) {
-        const u64 pair = u64(token) * args.top_k + place;
-        if (ptx::ld_global(args.ids + pair) >= args.experts) continue;
-        const float weight = ptx::float_from_bits(ptx::ld_global(args.weights + pair));
-        add_product(sums, weight, ptx::ld_global_x4(args.products + pair * args.columns + column));
-    }
+    const bool is_inside = column < args.columns;
+    // Lane j loads what belongs to place j; the rows of kRowsAtOnce places are then loaded together.
+    const u32 lane = ptx::laneid();
+    const u64 first = u64(token) * args.top_k;
+    const u64 pair = first + (lane < args.top_k ? lane : 0);
+    const u32 id = ptx::ld_global(args.ids + pair), weights = ptx::ld_global(args.weights + pair);
+    const u32 present = ptx::vote_sync_ballot(lane < args.top_k && id < args.experts);
     u16* const y = args.y + token * args.y_pitch + column;
-    if (args.adds != 0) add_product(sums, 1.0f, ptx::ld_global_x4(y));
+    const U32x4 old = args.adds != 0 && is_inside ? ptx::ld_global_x4(y) : U32x4{0, 0, 0, 0};
+    float sums[kChunk] = {};
+    for (u32 place = 0; place < args.top_k; place += kRowsAtOnce) {
+        U32x4 rows[kRowsAtOnce];
+#pragma unroll
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            const bool loads = is_inside && (present >> (place + i) & 1) != 0;
+            const u16* const row = args.products + (first + place + i) * args.columns + column;
+            rows[i] = loads ? ptx::ld_global_x4(row) : U32x4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (u32 i = 0; i < kRowsAtOnce; ++i) {
+            const float weight = ptx::float_from_bits(ptx::shfl_sync_idx(weights, place + i));
+            if ((present >> (place + i) & 1) != 0) add_product(sums, weight, rows[i]);
+        }
+    }
+    if (!is_inside) return;
+    if (args.adds != 0) add_product(sums, 1.0f, old);
     ptx::st_global_x4(y, U32x4{ptx::cvt_rn_bf16x2(sums[0], sums[1]), ptx::cvt_rn_bf16x2(sums[2], sums[3]),
                                ptx::cvt_rn_bf16x2(sums[4], sums[5]), ptx::cvt_rn_bf16x2(sums[6], sums[7])});
 }

@@ -39,6 +39,9 @@ UW_DEVICE u32 shfl_sync_up(u32 value, u32 delta) { return __shfl_up_sync(0xfffff
 UW_DEVICE u32 shfl_sync_down(u32 value, u32 delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 UW_DEVICE u32 vote_sync_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 UW_DEVICE u32 match_any_sync(u32 value) { return __match_any_sync(0xffffffffu, value); }
+// The largest, and the smallest, value of the warp's lanes.
+UW_DEVICE u32 redux_sync_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+UW_DEVICE u32 redux_sync_min(u32 value) { return __reduce_min_sync(0xffffffffu, value); }
 
 UW_DEVICE u32 popc(u32 value) { return __popc(value); }
 UW_DEVICE u32 clz(u32 value) { return __clz(value); }

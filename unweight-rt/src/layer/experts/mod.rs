@@ -28,7 +28,7 @@ use crate::{
     },
     exec::{ExecContext, context::ContextParts, operands::check_activations},
     ops::{
-        gemm_grouped::{self, GroupedGemm, Lists, Rows},
+        gemm_grouped::{self, GroupedGemm, Items, Lists, Rows},
         route::{self, Router},
     },
     weight::{ExpertWeights, elements},
@@ -323,15 +323,20 @@ impl Experts {
         self.check_operands(self.shape, (x, y), routed.top_k, scratch)?;
         for run in Run::all(self.shape, (x, y), routed, scratch.0, adds) {
             let Run { tile, route, .. } = run;
-            let items_max = RouteSpec::items_max(run.pairs(), self.shape.experts, tile);
-            let route = RouteArgs { item_rows: tile, items_max, ..route };
-            let lists = Lists { pairs: route.pairs, items: route.items, count: items_max };
-            // SAFETY: shapes, places and the scratch's size were checked above, the parts do not overlap, and the lists
-            // contain what `sort` finds within `tokens * top_k` pairs and `experts` experts. Each kernel starts to read
-            // when the previous one is done. Dropping a weight waits for the kernel.
+            let experts = self.shape.experts;
+            // SAFETY: shapes, places and the scratch's size were checked above, the parts do not overlap, and the items
+            // have `tokens * top_k` pairs and `experts` experts at most. Each kernel starts to read when the previous
+            // one is done. Dropping a weight waits for the kernel.
             unsafe {
-                self.router.sort(stream, &route)?;
-                self.multiply(stream, &run, lists)?;
+                let items = if route.tokens == 1 {
+                    // Its experts are different, so sorting would not bring pairs together.
+                    Items::Pairs { ids: route.ids, count: run.pairs(), experts }
+                } else {
+                    let count = RouteSpec::items_max(run.pairs(), experts, tile);
+                    self.router.sort(stream, &RouteArgs { item_rows: tile, items_max: count, ..route })?;
+                    Items::Lists(Lists { pairs: route.pairs, items: route.items, count })
+                };
+                self.multiply(stream, &run, items)?;
                 self.router.combine(stream, &run.route)?;
             }
         }
@@ -378,41 +383,41 @@ impl Experts {
         }
     }
 
-    /// Enqueues both products of a list's items.
+    /// Enqueues both products of items.
     ///
     /// # Safety
-    /// The operands of the run were checked, and the lists name its pairs and experts of these weights; all memory
+    /// The operands of the run were checked, and the items have its pairs and experts of these weights; all memory
     /// stays allocated until the work is done.
-    unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+    unsafe fn multiply(&self, stream: &Stream, run: &Run, items: Items) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe {
-            self.multiply_gate_up(stream, run, lists)?;
-            self.multiply_down(stream, run, lists)
+            self.multiply_gate_up(stream, run, items)?;
+            self.multiply_down(stream, run, items)
         }
     }
 
-    /// Enqueues the product of gate and up of a list's items, with its activation.
+    /// Enqueues the product of gate and up of items, with its activation.
     ///
     /// # Safety
     /// As for [`Experts::multiply`].
-    pub(super) unsafe fn multiply_gate_up(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+    pub(super) unsafe fn multiply_gate_up(&self, stream: &Stream, run: &Run, items: Items) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let (x, x_row_bytes) = run.x;
         let rows = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
         // SAFETY: the caller's promise.
-        unsafe { self.products(run)?[0].launch(stream, &self.gate_up, [2 * intermediate, hidden], lists, rows) }
+        unsafe { self.products(run)?[0].launch(stream, &self.gate_up, [2 * intermediate, hidden], items, rows) }
     }
 
-    /// Enqueues the product of down of a list's items, after [`Experts::multiply_gate_up`].
+    /// Enqueues the product of down of items, after [`Experts::multiply_gate_up`].
     ///
     /// # Safety
     /// As for [`Experts::multiply`].
-    pub(super) unsafe fn multiply_down(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
+    pub(super) unsafe fn multiply_down(&self, stream: &Stream, run: &Run, items: Items) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let x_row_bytes = 2 * u64::from(intermediate);
         let rows = Rows { x: run.gated, x_row_bytes, y: run.route.products, pairs_per_row: 1 };
         // SAFETY: the caller's promise.
-        unsafe { self.products(run)?[1].launch(stream, &self.down, [hidden, intermediate], lists, rows) }
+        unsafe { self.products(run)?[1].launch(stream, &self.down, [hidden, intermediate], items, rows) }
     }
 }
 

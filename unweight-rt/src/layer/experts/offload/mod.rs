@@ -55,7 +55,7 @@ use crate::{
     },
     exec::{ExecContext, context::ContextParts},
     layer::experts::{CHUNK_TOKENS, Experts, ExpertsShape, Routed, RouterConfig, Run},
-    ops::gemm_grouped::Lists,
+    ops::gemm_grouped::{Items, Lists},
     weight::ExpertWeights,
 };
 
@@ -386,7 +386,7 @@ impl OffloadedExperts {
                 self.copy(fetcher, at, wave)?;
             }
             let address = lists.items + (items.start * ITEM_WORDS * size_of::<u32>()) as u64;
-            let wave_lists = Lists { items: address, count: items.len() as u32, ..lists };
+            let of_wave = Items::Lists(Lists { items: address, count: items.len() as u32, ..lists });
             let marks = fetcher.marks(at)?;
             // `gate_up`, `down`: the products read slots after the fetches. Marks of a link are reached in order, so a
             // later mark also stands for prefetched experts.
@@ -405,10 +405,10 @@ impl OffloadedExperts {
             };
             wait(gate_up)?;
             // SAFETY: the caller's promise. The lists name pairs of the run and slots; they are dropped after the work.
-            unsafe { self.resident.multiply_gate_up(&stream, run, wave_lists) }?;
+            unsafe { self.resident.multiply_gate_up(&stream, run, of_wave) }?;
             wait(down)?;
             // SAFETY: as above.
-            unsafe { self.resident.multiply_down(&stream, run, wave_lists) }?;
+            unsafe { self.resident.multiply_down(&stream, run, of_wave) }?;
             // `done`: see above, and `wave.behind`.
             stream.record(&marks.done)?;
             fetcher.note_wave(wave, stalls);
