@@ -495,7 +495,7 @@ fn prefetched_experts_give_the_same_bits() {
                 for layer in 0..2 {
                     let mut y = DeviceMatrix::zeroed(&stream, tokens as u32, 192).unwrap();
                     poison(&stream, &mut y);
-                    fetcher.begin(&stream, &ids, tokens * 4).unwrap();
+                    fetcher.begin(&stream, &ids, tokens as u32, 4).unwrap();
                     // Nothing follows the last layer.
                     let predicts = layer == 0 && fetcher.predicts(tokens as u32);
                     if predicts {

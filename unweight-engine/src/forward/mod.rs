@@ -589,7 +589,7 @@ impl Forward {
             return Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into());
         };
         let (hidden, top_k) = (self.shape.hidden, choice.places());
-        fetcher.begin(self.ctx.stream(), &self.experts, rows as usize * top_k as usize)?;
+        fetcher.begin(self.ctx.stream(), &self.experts, rows, top_k)?;
         let next = match next {
             Some((router, MixtureExperts::Offloaded(next))) if fetcher.predicts(rows) => Some((router, next)),
             _ => None,

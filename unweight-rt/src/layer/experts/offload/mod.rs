@@ -587,16 +587,22 @@ impl Fetcher {
         self.replace = replace;
     }
 
-    /// Starts to copy the first `count` ids of the routing decision to the host. Work that is enqueued between this and
-    /// [`OffloadedExperts::enqueue`] with these ids runs while the host plans.
+    /// Starts to copy the routing decision of the first tokens to the host, as many as are processed at once. Work that
+    /// is enqueued between this and [`OffloadedExperts::enqueue`] with these ids runs while the host plans.
     ///
     /// # Errors
     /// More ids than the fetcher was created for, or a driver error.
     #[doc(hidden)]
-    pub fn begin(&mut self, stream: &Stream, ids: &DeviceBuffer<u32>, count: usize) -> Result<(), DeviceError> {
+    pub fn begin(
+        &mut self,
+        stream: &Stream,
+        ids: &DeviceBuffer<u32>,
+        tokens: u32,
+        top_k: u32,
+    ) -> Result<(), DeviceError> {
         // Waits for the copy before, if it was not used.
         self.reading = None;
-        self.reading = Some(self.start(stream, ids, 0, count)?);
+        self.reading = Some(self.start(stream, ids, 0, pairs(tokens, top_k))?);
         Ok(())
     }
 
