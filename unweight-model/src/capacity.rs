@@ -87,7 +87,8 @@ impl ModelConfig {
 
     /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; the head of a tied model is its
     /// embedding. Packed weights are counted without the 4 bytes of each escape, compact ones at the size of trained
-    /// weights, and stored MLPs as packed, because their exact sizes depend on the weights.
+    /// weights, and stored MLPs as packed, because their exact sizes depend on the weights. On a device, experts are
+    /// never compact, but packed.
     pub fn weight_bytes(&self, placement: Placement) -> u64 {
         let of = |placement, [outputs, inputs]: [u32; 2]| match placement {
             Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
@@ -98,7 +99,12 @@ impl ModelConfig {
         let head = linear([self.vocab, self.hidden]);
         let looked_up = of(placement.lookup(), [self.vocab, self.hidden]);
         let (head, embed) = if self.tied { (looked_up, 0) } else { (head, looked_up) };
-        let layers = self.all_layers(linear, |elements| elements * BF16_BYTES);
+        let mut layers = self.all_layers(linear, |elements| elements * BF16_BYTES);
+        if let (Placement::Compact, Some(mixture)) = (placement, self.mixture) {
+            let more = self.expert_bytes(Placement::Packed).saturating_sub(self.expert_bytes(Placement::Compact));
+            let experts = u64::from(mixture.all_experts()) * u64::from(self.mixture_layers());
+            layers = layers.saturating_add(experts.saturating_mul(more));
+        }
         layers.saturating_add(head + embed + self.final_vectors() * BF16_BYTES)
     }
 
@@ -179,6 +185,10 @@ mod tests {
         let compact = |weights: u64| weights * 1363 / 1000 + weights / 256;
         assert_eq!(mixtral.expert_bytes(Placement::Compact), compact(weights / 3 * 2) + compact(weights / 3));
         let all = 32 * 8 * mixtral.expert_bytes(Placement::Packed);
+        // On a device, only the other weights are compact.
+        let without_experts = |placement| mixtral.weight_bytes(placement) - all;
+        let [packed, compact] = [Placement::Packed, Placement::Compact].map(without_experts);
+        assert!(compact < packed && compact > packed / 10 * 9, "{compact} of {packed}");
         assert!(
             all < mixtral.weight_bytes(Placement::Packed) && all > mixtral.weight_bytes(Placement::Packed) / 10 * 9
         );
