@@ -148,7 +148,7 @@ impl Budget {
         let mut request = BudgetRequest::new(batch, context, arch);
         (request.memory, request.max_slowdown, request.kv_cache) = (memory, max_slowdown, kv_cache.0);
         let fitted = budget::fit(&config, &tensors, &request);
-        let fitted = fitted.map_err(with_units)?;
+        let fitted = fitted.map_err(|error| with_units(error, config.mixture.is_some()))?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
@@ -236,7 +236,7 @@ impl Budget {
 }
 
 /// Converts the error; sizes get units.
-fn with_units(error: BudgetError) -> Failure {
+fn with_units(error: BudgetError, is_mixture: bool) -> Failure {
     let BudgetError::TooSmall { have, least, weights, cache, working, slots } = error else {
         return Failure::other(error);
     };
@@ -252,7 +252,13 @@ fn with_units(error: BudgetError) -> Failure {
             output::bytes(slots),
             output::bytes(have)
         ),
-        "give more memory, a shorter --context or a smaller --batch",
+        match is_mixture {
+            true => {
+                "give more memory, a shorter --context or a smaller --batch; `generate` and `serve` can also keep \
+                 experts in host memory (--resident-experts), which is not planned here"
+            }
+            false => "give more memory, a shorter --context or a smaller --batch",
+        },
     )
 }
 

@@ -268,7 +268,7 @@ impl Tune {
         let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
         if config.mixture.is_some() {
             return Err(Failure::new(
-                "experts-run-packed-only",
+                "experts-without-pipelines",
                 "nothing to tune: the MLPs of this bundle are experts, which run only from packed or BF16 weights",
                 "`generate` and `serve` run this bundle without a plan",
             ));

@@ -210,7 +210,7 @@ fn rejects_models_that_no_engine_loads() {
     for command in
         [&["tune", "experts"][..], &["kernels", "attach", "experts", "--arch", "sm_90a", "--placement", "stored"]]
     {
-        fails(home.path(), command, 2, "experts-run-packed-only");
+        fails(home.path(), command, 2, "experts-without-pipelines");
     }
     // Renumber an expert, so that one is missing.
     let weights = home.path().join("mixture/model.safetensors");

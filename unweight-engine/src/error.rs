@@ -19,15 +19,8 @@ pub enum EngineError {
     #[error(transparent)]
     Bind(#[from] BindError),
     /// The kernels do not support a size of the model.
-    #[error("{key} = {value} in config.json: the kernels support only {takes}; use another model")]
-    Geometry {
-        /// The key in `config.json`.
-        key: &'static str,
-        /// Its value.
-        value: u32,
-        /// The supported values.
-        takes: &'static str,
-    },
+    #[error(transparent)]
+    Geometry(#[from] UnsupportedSize),
     /// The device memory is too small for the weights, the working memory and the KV cache of one sequence.
     #[error(transparent)]
     Memory(#[from] NoMemory),
@@ -131,13 +124,13 @@ impl EngineError {
             Self::Option(error) => error.code(),
             Self::Config(error) => error.code(),
             Self::Bind(error) => error.code(),
-            Self::Geometry { .. } => "unsupported-geometry",
+            Self::Geometry(error) => error.code(),
             Self::Memory(error) | Self::MemoryWithDraft { error, .. } => error.code(),
             Self::HostMemory(error) => error.code(),
             Self::Load(error) => error.code(),
             Self::AdmissionError(error) => error.code(),
             Self::NotStored => "mlp-not-stored",
-            Self::StoredExperts(_) => "experts-run-packed-only",
+            Self::StoredExperts(_) => "experts-without-pipelines",
             Self::StoredFamily { .. } => "family-without-pipelines",
             Self::PackedHeads { .. } => "heads-not-packed",
             Self::NoExperts(_) => "model-without-experts",
@@ -162,11 +155,32 @@ impl EngineError {
     }
 }
 
+/// The kernels do not support a size of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{key} = {value} in config.json: the kernels support only {takes}; use another model")]
+#[non_exhaustive]
+pub struct UnsupportedSize {
+    /// The key in `config.json`; of experts, whose keys differ between families, what it means.
+    pub key: &'static str,
+    /// Its value.
+    pub value: u32,
+    /// The supported values.
+    pub takes: &'static str,
+}
+
+impl UnsupportedSize {
+    /// The stable code of this error; docs/reference/errors.md lists all.
+    pub fn code(&self) -> &'static str {
+        "unsupported-geometry"
+    }
+}
+
 /// The device memory is too small for the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the engine needs {need} bytes (weights {weights}, working memory {working}, and a KV cache of {cache} for \
-     {context} tokens), but {have} may be used; shorten the context, or free device memory"
+     {context} tokens), but {have} may be used; shorten the context, or free device memory{}",
+    if *.mixture { ", or hold fewer experts on the device (resident_experts)" } else { "" }
 )]
 #[non_exhaustive]
 pub struct NoMemory {
@@ -182,6 +196,8 @@ pub struct NoMemory {
     pub cache: u64,
     /// The number of tokens of that sequence.
     pub context: u32,
+    /// Whether the model is a mixture of experts.
+    pub mixture: bool,
 }
 
 impl NoMemory {

@@ -36,7 +36,7 @@ use unweight_rt::{
 
 use crate::{
     attention::{self, SplitPlan},
-    error::EngineError,
+    error::{EngineError, UnsupportedSize},
     kv_cache::PackedKernels,
     options::{BUCKETS, EngineOptions},
 };
@@ -160,7 +160,7 @@ impl Variants {
             Some(((sample, adjusted), logprobs)),
         ) = all
         else {
-            return Err(unsupported_head_dim(config));
+            return Err(unsupported_head_dim(config).into());
         };
         let mut experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
         if options.resident_experts.is_some() {
@@ -253,15 +253,13 @@ fn packed_variants(arch: Arch, head_dim: u32) -> Option<[VariantSpec; 4]> {
     ])
 }
 
-fn unsupported_head_dim(config: &ModelConfig) -> EngineError {
-    EngineError::Geometry { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
+fn unsupported_head_dim(config: &ModelConfig) -> UnsupportedSize {
+    UnsupportedSize { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
 }
 
 /// Rejects sizes that no kernel supports.
-fn check(config: &ModelConfig) -> Result<(), EngineError> {
-    let check = |key, value, ok, supported| {
-        if ok { Ok(()) } else { Err(EngineError::Geometry { key, value, takes: supported }) }
-    };
+pub(crate) fn check(config: &ModelConfig) -> Result<(), UnsupportedSize> {
+    let check = |key, value, ok, takes| if ok { Ok(()) } else { Err(UnsupportedSize { key, value, takes }) };
     let ModelConfig { hidden, intermediate, heads, kv_heads, .. } = *config;
     let whole = hidden.is_multiple_of(8) && hidden <= COLUMNS_MAX;
     check("hidden_size", hidden, whole, "multiples of 8 up to 16384")?;
@@ -276,7 +274,7 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     if let Some(mixture) = config.mixture {
         let (experts, places) = (mixture.all_experts(), mixture.places());
         check(
-            "num_experts",
+            "the number of experts",
             experts,
             experts <= RouteSpec::EXPERTS_MAX,
             "up to 512, the shared expert's parts included",
@@ -285,7 +283,7 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
         check("num_experts_per_tok", places, places <= RouteSpec::TOP_K_MAX, takes)?;
         let whole = |size: u32| size.is_multiple_of(64);
         check("hidden_size", hidden, whole(hidden), "multiples of 64 for mixtures of experts")?;
-        check("moe_intermediate_size", intermediate, whole(intermediate), "multiples of 64")?;
+        check("the width of an expert", intermediate, whole(intermediate), "multiples of 64")?;
     }
     let has_rope_kernel = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;
     if has_rope_kernel && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(unsupported_head_dim(config)) }
@@ -648,7 +646,7 @@ mod tests {
             let mut config = config.clone();
             change(&mut config);
             match Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, &options(8)) {
-                Err(EngineError::Geometry { key, .. }) => Some(key),
+                Err(EngineError::Geometry(size)) => Some(size.key),
                 _ => None,
             }
         };

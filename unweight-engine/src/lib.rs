@@ -35,7 +35,7 @@ pub use constraint::{Constraint, ConstraintState};
 #[doc(inline)]
 pub use engine::{Engine, LoadProgress};
 #[doc(inline)]
-pub use error::{EngineError, NoHostMemory, NoMemory};
+pub use error::{EngineError, NoHostMemory, NoMemory, UnsupportedSize};
 #[doc(inline)]
 pub use memory::Memory;
 #[doc(inline)]

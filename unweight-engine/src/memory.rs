@@ -425,7 +425,8 @@ pub fn plan(
         let working = working(config, options, minimum).saturating_add(shared.bytes);
         let cache = cache.total_bytes(pages_of(minimum));
         let needed = weights.saturating_add(working).saturating_add(cache);
-        return Err(NoMemory { need: needed, have, weights, working, cache, context: minimum });
+        let mixture = config.mixture.is_some();
+        return Err(NoMemory { need: needed, have, weights, working, cache, context: minimum, mixture });
     };
     // A longer context needs more pages and leaves memory for fewer, so the longest that fits is found by halving.
     let (mut fits, mut too_long) = (pages_for(best.0), pages_for(requested));

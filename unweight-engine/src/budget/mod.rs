@@ -30,6 +30,8 @@ use unweight_rt::{
 };
 
 use crate::{
+    error::UnsupportedSize,
+    kernels,
     memory::{self, Memory, Shared},
     options::{EngineOptions, KvCache, OptionError, Placement, runs_pipelines},
 };
@@ -98,6 +100,9 @@ pub enum BudgetError {
     /// An option is out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
+    /// The kernels do not support a size of the model.
+    #[error(transparent)]
+    Geometry(#[from] UnsupportedSize),
     /// The context exceeds the limit of the model.
     #[error("a context of {context} tokens exceeds the model's limit of {most}; request a shorter one")]
     Context {
@@ -178,6 +183,7 @@ impl BudgetError {
     pub fn code(&self) -> &'static str {
         match self {
             Self::Option(error) => error.code(),
+            Self::Geometry(error) => error.code(),
             Self::Context { .. } => "context-above-model-limit",
             Self::Nothing => "no-limit-given",
             Self::PackedHeads { .. } => "heads-not-packed",
@@ -555,6 +561,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     let BudgetRequest { memory, max_slowdown, batch, context, arch, .. } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
+    kernels::check(config)?;
     if context > config.max_positions {
         return Err(BudgetError::Context { context, most: config.max_positions });
     }

@@ -269,6 +269,16 @@ fn dense_layers_of_a_mixture_and_layers_that_are_not_run() {
     assert_eq!((same.weights, same.total()), (plain.weights, plain.total()));
 }
 
+/// What no kernel runs has no plan.
+#[test]
+fn sizes_without_kernels_are_refused() {
+    let mut narrow = Geometry::named("qwen3-30b-a3b").unwrap().config();
+    narrow.intermediate = 120;
+    let error = fit(&narrow, &tensors(&narrow), &request(80 * GB)).unwrap_err();
+    assert_eq!(error.code(), "unsupported-geometry");
+    assert!(error.to_string().starts_with("the width of an expert = 120 in config.json"), "{error}");
+}
+
 /// Experts are packed, or BF16 if one of the product's tensors cannot be packed. Other linear layers may have any
 /// encoding.
 #[test]

@@ -214,7 +214,12 @@ impl EngineOptions {
         check("speculate", speculate, speculate <= DRAFTED_MAX.into(), "0 to 15")?;
         // Verification would have to fetch the experts of more rows.
         let offloads = self.resident_experts.is_some();
-        check("speculate", speculate, speculate == 0 || !offloads, "0, which resident_experts requires")
+        check(
+            "speculate",
+            speculate,
+            speculate == 0 || !offloads,
+            "0, although resident_experts is set; leave out one of the two",
+        )
     }
 }
 
