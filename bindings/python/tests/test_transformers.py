@@ -47,6 +47,41 @@ KINDS = {
     # Downs have 96 columns, not a multiple of 64. Gates and ups are packed together, but each alone has 96 rows.
     "qwen3 moe, odd": ("Qwen3MoeConfig", {**MOE, "moe_intermediate_size": 96}, 9 if IS_4 else 9 + 2),
 }
+# Models whose tensors have other shapes than config.json says: tensors to drop, or to add where the name starts with a
+# plus sign, and keys of config.json.
+SHAPES = {
+    "mixtral": [
+        (["experts.0."], {}),
+        (["experts.1."], {}),
+        (["experts.3."], {}),
+        (["experts.2.w2."], {}),
+        (["+experts.4."], {}),
+        ([], dict(num_local_experts=2)),
+        ([], dict(num_local_experts=8)),
+        ([], dict(num_attention_heads=8)),
+        ([], dict(num_key_value_heads=1)),
+        ([], dict(intermediate_size=256)),
+        ([], dict(vocab_size=1024)),
+    ],
+    "qwen3 moe": [
+        (["experts.0."], {}),
+        (["experts.2."], {}),
+        (["experts.3."], {}),
+        (["+experts.9."], {}),
+        ([], dict(num_experts=2)),
+        ([], dict(num_experts=8)),
+        ([], dict(num_attention_heads=8)),
+        ([], dict(moe_intermediate_size=64)),
+    ],
+    "llama": [
+        ([], dict(num_attention_heads=8)),
+        ([], dict(num_key_value_heads=4)),
+        ([], dict(intermediate_size=256)),
+        ([], dict(intermediate_size=1024)),
+        ([], dict(vocab_size=1024)),
+        ([], dict(hidden_size=128)),
+    ],
+}
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -54,6 +89,27 @@ def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     """Writes a model directory with random weights."""
     config, options, _ = KINDS[kind]
     return of_transformers(home, config, 0.02, options, **more)
+
+
+def changed(model: pathlib.Path, home: pathlib.Path, drops: list[str], config: dict[str, object]) -> pathlib.Path:
+    """Copies a model without tensors of layer 1 with parts of names, or with more experts, and with another config."""
+    import safetensors.torch
+
+    shutil.copytree(model, home)
+    tensors = safetensors.torch.load_file(home / "model.safetensors")
+    for part in drops:
+        matching = [name for name in tensors if ".layers.1." in name and part in name]
+        if part.startswith("+"):
+            expert = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name and "experts.0." in name}
+            more = {name.replace("experts.0.", part[1:]): tensor.clone() for name, tensor in expert.items()}
+            assert more
+            tensors |= more
+        else:
+            assert matching
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in matching}
+    safetensors.torch.save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    transformers.AutoConfig.from_pretrained(home, **config).save_pretrained(home)
+    return home
 
 
 def original(path: pathlib.Path, **more: object) -> torch.nn.Module:
@@ -228,7 +284,68 @@ class Models(unittest.TestCase):
         self.assertEqual([*info["missing_keys"]], [name])
         self.assertEqual(packed(got), 14)
 
-    @unittest.skipUnless(IS_4, "transformers 5 compares no shapes if there is a quantizer")
+    def ways(self, model: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, object]]]:
+        """Returns the two ways to load a model packed: while loading, and from a bundle."""
+        bundle = model.with_name(f"{model.name}-bundle")
+        unweight.compress(model, bundle, profile="packed")
+        return [(model, dict(quantization_config=UnweightConfig())), (bundle, {})]
+
+    @unittest.skipIf(IS_4, "in transformers 4, each expert is a tensor, which may be missing")
+    def test_another_shape_ends_as_in_bf16(self):
+        for kind in SHAPES:
+            stock = make(self.home / kind, kind)
+            for number, (drops, config) in enumerate(SHAPES[kind]):
+                with self.subTest(kind, drops=drops, config=config):
+                    model = changed(stock, self.home / f"{kind}-{number}", drops, config)
+                    expected = self.refused(model, {})
+                    self.assertRegex(expected[1][0], r"ckpt: torch.Size\(.*\) vs model:\s?torch.Size\(")
+                    for path, more in self.ways(model):
+                        self.assertEqual(self.refused(path, more), expected)
+
+    def refused(self, path: pathlib.Path, more: dict[str, object]) -> tuple[str, list[str]]:
+        """Returns the error of a model that must not load, and what transformers reports of shapes."""
+        logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
+        with self.assertLogs(logger, "WARNING") as logs, self.assertRaises(RuntimeError) as caught:
+            AutoModelForCausalLM.from_pretrained(path, **more)
+        report = "\n".join(logs.output).splitlines()
+        # The other rows are those of stock tensors of the bundle.
+        return str(caught.exception), sorted(row for row in report if "MISMATCH" in row and "ckpt:" in row)
+
+    @unittest.skipIf(IS_4, "transformers 4 has its own comparison")
+    def test_ignored_shapes_and_missing_weights_are_initialized(self):
+        for kind, (drops, config) in (
+            ("mixtral", SHAPES["mixtral"][0]),
+            ("mixtral", (["experts.1.w2.weight"], {})),
+            ("qwen2", ([], dict(num_key_value_heads=4))),
+            ("qwen2", (["up_proj.weight", "q_proj.bias"], {})),
+        ):
+            with self.subTest(kind, drops=drops, config=config):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model = changed(make(self.home / "stock", kind), self.home / "model", drops, config)
+                more = dict(ignore_mismatched_sizes=True, output_loading_info=True)
+                expected, keys = AutoModelForCausalLM.from_pretrained(model, dtype="auto", **more)
+                replaced = {*keys["missing_keys"], *(name for name, *_ in keys["mismatched_keys"])}
+                self.assertTrue(replaced)
+                for path, options in self.ways(model):
+                    # Otherwise, uninitialized memory might have the right values by chance.
+                    garbage = [torch.full((512, 512), torch.nan, dtype=torch.bfloat16) for _ in range(16)]
+                    del garbage
+                    got, found = AutoModelForCausalLM.from_pretrained(path, **more, **options)
+                    for which in ("missing_keys", "mismatched_keys"):
+                        self.assertEqual(set(found[which]), set(keys[which]))
+                    for name, parameter in got.named_parameters():
+                        stock = expected.get_parameter(name)
+                        self.assertEqual(parameter.shape, stock.shape, name)
+                        if name not in replaced:
+                            self.assertTrue(torch.equal(parameter, stock), name)
+                        elif name.endswith("bias"):
+                            self.assertEqual(parameter.abs().max(), 0, name)
+                        else:
+                            self.assertAlmostEqual(parameter.float().std().item(), 0.02, delta=0.002, msg=name)
+                    self.assertLessEqual(replaced, {name for name, _ in got.named_parameters()})
+                    self.assertTrue(logits(got).isfinite().all())
+
+    @unittest.skipUnless(IS_4, "the error of transformers 4")
     def test_weights_of_another_shape_are_not_packed(self):
         model, bundle = self.bundle()
         config = transformers.AutoConfig.from_pretrained(bundle, intermediate_size=448)

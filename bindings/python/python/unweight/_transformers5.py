@@ -1,13 +1,17 @@
-"""Packs weights in the loader of transformers 5, as a step after it has renamed, merged and sharded a tensor."""
+"""Packs weights in the loader of transformers 5, after it has renamed, merged and sharded a tensor and compared its shape
+with the parameter's.
+
+Importing this module replaces one more private function of the loader.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Optional, Union
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import modeling_utils
-from transformers.core_model_loading import ConversionOps
+from transformers import core_model_loading, modeling_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -27,6 +31,8 @@ def _pack_experts(module: nn.Module, name: str, weight: Tensor) -> Optional[str]
         mesh = whole.device_mesh
         none = DTensor.from_local(weight.new_empty(0), mesh, [Shard(0)] * mesh.ndim, run_check=False)
         experts.register_parameter("part", nn.Parameter(none, requires_grad=False))
+    # transformers initializes what the checkpoint lacks, such as the other weights of this module.
+    experts._is_hf_initialized = True
     delattr(module, name)
     setattr(module, name, experts)
     return None
@@ -73,43 +79,30 @@ def _set_experts_implementation(model: modeling_utils.PreTrainedModel) -> None:
                 part.config._experts_implementation_internal = "unweight"
 
 
-class _Pack(ConversionOps):
-    """Packs a loaded weight, or this process's shard, as a step of transformers' loader. Adds experts that cannot
-    be packed to `unpackable`: the name of the weight, and the reason."""
-
-    def __init__(self, unpackable: dict[str, str]) -> None:
-        self._unpackable = unpackable
-
-    def convert(
-        self,
-        input_dict: dict[str, Any],
-        full_layer_name: str = "",
-        model: Any = None,
-        missing_keys: Optional[set[str]] = None,
-        **_: Any,
-    ) -> dict[str, Any]:
-        (weight,) = input_dict.values()
-        weight = weight[0] if isinstance(weight, list) else weight
-        module, name = get_module_from_name(model, full_layer_name)
-        if not may_pack(weight):
-            return {full_layer_name: weight}
-        if isinstance(module, Linear):
-            if not module.pack(weight):
-                return {full_layer_name: weight}
-        elif (reason := _pack_experts(module, name, weight)) is not None:
-            self._unpackable[full_layer_name] = reason
-            return {full_layer_name: weight}
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        return {}
+@torch.no_grad()
+def _initialize_missing(model: modeling_utils.PreTrainedModel, loaded: set[str]) -> None:
+    """Initializes the parameters of linear layers to pack that were not loaded. transformers does so for `nn.Linear`."""
+    # Compared by identity, because a parameter that was loaded may have another name, to which it is tied.
+    known = {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in loaded}
+    deviation = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
+    for module in model.modules():
+        missing = module.named_parameters(recurse=False) if isinstance(module, Linear) else ()
+        for name, parameter in missing:
+            if id(parameter) not in known:
+                nn.init.zeros_(parameter) if name == "bias" else nn.init.normal_(parameter, std=deviation)
 
 
 class UnweightHfQuantizer(BaseQuantizer):
     """The hooks of transformers 5."""
 
+    def __init__(self, quantization_config: Any, **arguments: Any) -> None:
+        super().__init__(quantization_config, **arguments)
+        self._loaded: set[str] = set()
+        """The parameters that were loaded."""
+
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Returns the bytes per element on the device, so that "auto" plans memory for packed weights."""
-        nbytes = packed_nbytes(param) if self.param_needs_quantization(model, param_name) else None
+        nbytes = packed_nbytes(param) if self._is_to_pack(*get_module_from_name(model, param_name)) else None
         if nbytes is None:
             return super().param_element_size(model, param_name, param)
         *_, n, k = param.shape
@@ -126,8 +119,22 @@ class UnweightHfQuantizer(BaseQuantizer):
                 model.set_submodule(name, packed)
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Returns whether a parameter is to be packed: the weight of a linear layer, or of experts."""
+        """Returns false: a parameter is packed once transformers has loaded it."""
+        return False
+
+    def pack_loaded(self, model: Any, param_name: str, weight: Tensor) -> None:
+        """Packs a loaded parameter, or the shard of this process, if it is one to pack and can be packed."""
+        self._loaded.add(param_name)
         module, name = get_module_from_name(model, param_name)
+        if not self._is_to_pack(module, name) or not may_pack(weight):
+            return
+        if isinstance(module, Linear):
+            module.pack(weight)
+        elif (reason := _pack_experts(module, name, weight)) is not None:
+            self._unpackable[param_name] = reason
+
+    def _is_to_pack(self, module: nn.Module, name: str) -> bool:
+        """Returns whether a parameter is to be packed: the weight of a linear layer, or of experts."""
         if isinstance(module, Linear):
             return name == "weight"
         return self.has_experts(module) and name in ("gate_up_proj", "up_proj", "down_proj")
@@ -137,10 +144,24 @@ class UnweightHfQuantizer(BaseQuantizer):
         return getattr(module, "is_transposed", True) is False and getattr(module, "has_bias", True) is False
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
+        _initialize_missing(model, self._loaded)
         if any(isinstance(module, Experts) for module in model.modules()):
             _set_experts_implementation(model)
         return super()._process_model_after_weight_loading(model, **arguments)
 
-    def get_quantize_ops(self) -> ConversionOps:
-        """Returns the operation that packs a weight."""
-        return _Pack(self._unpackable)
+
+_set_param = core_model_loading.set_param_for_module
+
+
+def _set_and_pack(model: Any, name: str, weight: Tensor, loading_info: Any, *more: Any) -> None:
+    """Replaces `set_param_for_module`, which compares no shapes if there is a quantizer: makes it compare those of every
+    tensor, and packs the ones that fit."""
+    quantizer = next((one for one in more if isinstance(one, UnweightHfQuantizer)), None)
+    if quantizer is None:
+        return _set_param(model, name, weight, loading_info, *more)
+    _set_param(model, name, weight, loading_info, *(None if one is quantizer else one for one in more))
+    if not any(name == mismatched for mismatched, *_ in loading_info.mismatched_keys):
+        quantizer.pack_loaded(model, name, weight)
+
+
+core_model_loading.set_param_for_module = _set_and_pack
