@@ -182,9 +182,37 @@ class Models(unittest.TestCase):
         self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
         more = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
         self.assertTrue(torch.equal(expected.generate(TOKENS, **more), got.generate(TOKENS, **more)))
-        with self.assertRaisesRegex(AttributeError, "Experts"):
-            got.set_experts_implementation("grouped_mm")
-            logits(got)
+        for other, error in (("grouped_mm", AttributeError), ("batched_mm", TypeError)):
+            with self.assertRaisesRegex(error, "Experts|experts are indexed by one .*implementation.'eager'."):
+                got.set_experts_implementation(other)
+                logits(got)
+
+    @unittest.skipIf(IS_4, "transformers 4 has one implementation")
+    def test_eager_experts_are_unpacked(self):
+        for kind in ("mixtral", "qwen3 moe"):
+            with self.subTest(kind):
+                self.home = pathlib.Path(tempfile.mkdtemp(dir=self.home))
+                model, bundle = self.bundle(kind)
+                expected = logits(original(model, experts_implementation="eager"))
+                if kind == "mixtral":
+                    self.assertFalse(torch.equal(expected, logits(original(model))), "the sums have the same order")
+                got = AutoModelForCausalLM.from_pretrained(bundle, experts_implementation="eager")
+                self.assertEqual(packed(got), KINDS[kind][2])
+                self.assertTrue(torch.equal(logits(got), expected))
+                got = AutoModelForCausalLM.from_pretrained(bundle)
+                self.assertTrue(torch.equal(logits(got), logits(original(model))))
+                got.set_experts_implementation("eager")
+                self.assertTrue(torch.equal(logits(got), expected))
+
+    @unittest.skipIf(IS_4, "transformers 4 has one implementation")
+    def test_another_implementation_of_experts_is_replaced_with_a_warning(self):
+        model, bundle = self.bundle("mixtral")
+        _transformers.logger.warning_once.cache_clear()
+        with self.assertLogs("unweight.transformers", "WARNING") as logs:
+            got = AutoModelForCausalLM.from_pretrained(bundle, experts_implementation="batched_mm")
+        (line,) = logs.output
+        self.assertIn("experts_implementation='batched_mm' does not support packed experts", line)
+        self.assertTrue(torch.equal(logits(got), logits(original(model))))
 
     def test_experts_that_cannot_be_packed_stay_in_bf16(self):
         for kind in ("mixtral", "qwen3 moe"):

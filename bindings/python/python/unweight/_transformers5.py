@@ -1,5 +1,5 @@
-"""Packs weights in the loader of transformers 5, after it has renamed, merged and sharded a tensor and compared its shape
-with the parameter's.
+"""Packs weights in the loader of transformers 5, after it has renamed, merged and sharded a tensor and compared its
+shape with the parameter's.
 
 Importing this module replaces one more private function of the loader.
 """
@@ -15,7 +15,7 @@ from transformers import core_model_loading, modeling_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from ._transformers import BaseQuantizer, may_pack, packed_nbytes
+from ._transformers import BaseQuantizer, logger, may_pack, packed_nbytes
 from .ops import Experts, Linear
 
 
@@ -68,20 +68,24 @@ def _experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
 ALL_EXPERTS_FUNCTIONS.register("unweight", _experts_forward)
 
 
-def _set_experts_implementation(model: modeling_utils.PreTrainedModel) -> None:
-    """Makes a model use `_experts_forward`: none of transformers' own implementations supports packed weights."""
-    try:
-        model.set_experts_implementation("unweight")
-    except ValueError:
-        # Before transformers 5.8, only its own names are accepted, but registered implementations are found.
-        for part in model.modules():
-            if isinstance(part, modeling_utils.PreTrainedModel):
-                part.config._experts_implementation_internal = "unweight"
+def _set_experts_implementation(module: nn.Module) -> None:
+    """Makes a module with packed experts use `_experts_forward`, unless "eager" was chosen, which takes one expert at a
+    time. None of transformers' other implementations supports packed weights."""
+    chosen = module.config._experts_implementation
+    if chosen == "eager":
+        return
+    if chosen not in (None, "grouped_mm", "unweight"):
+        logger.warning_once(
+            f"unweight: experts_implementation='{chosen}' does not support packed experts; they run one after another "
+            "and round as 'grouped_mm'. Pass 'eager' to unpack each and round as 'eager'"
+        )
+    # Before transformers 5.8, `set_experts_implementation` takes its own names only.
+    module.config._experts_implementation_internal = "unweight"
 
 
 @torch.no_grad()
 def _initialize_missing(model: modeling_utils.PreTrainedModel, loaded: set[str]) -> None:
-    """Initializes the parameters of linear layers to pack that were not loaded. transformers does so for `nn.Linear`."""
+    """Initializes parameters of linear layers to pack that were not loaded. transformers does so for `nn.Linear`."""
     # Compared by identity, because a parameter that was loaded may have another name, to which it is tied.
     known = {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in loaded}
     deviation = getattr(model.config.get_text_config(), "initializer_range", None) or 0.02
@@ -145,8 +149,9 @@ class UnweightHfQuantizer(BaseQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         _initialize_missing(model, self._loaded)
-        if any(isinstance(module, Experts) for module in model.modules()):
-            _set_experts_implementation(model)
+        for module in model.modules():
+            if any(isinstance(child, Experts) for child in module.children()):
+                _set_experts_implementation(module)
         return super()._process_model_after_weight_loading(model, **arguments)
 
 
@@ -154,8 +159,8 @@ _set_param = core_model_loading.set_param_for_module
 
 
 def _set_and_pack(model: Any, name: str, weight: Tensor, loading_info: Any, *more: Any) -> None:
-    """Replaces `set_param_for_module`, which compares no shapes if there is a quantizer: makes it compare those of every
-    tensor, and packs the ones that fit."""
+    """Replaces `set_param_for_module`, which compares no shapes if there is a quantizer: makes it compare those of
+    every tensor, and packs the ones that fit."""
     quantizer = next((one for one in more if isinstance(one, UnweightHfQuantizer)), None)
     if quantizer is None:
         return _set_param(model, name, weight, loading_info, *more)

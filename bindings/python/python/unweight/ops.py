@@ -574,6 +574,18 @@ class Experts(nn.Module):
         """Returns `x @ weight.T`, bfloat16 `[..., n]`, for x `[..., k]` and the matrix with index `expert`."""
         return _linear(x, self.arenas[expert], self.n, None)
 
+    def __getitem__(self, expert: Any) -> Tensor:
+        """Returns `unpacked(expert)`, as a model expects that indexes its weights `[experts, n, k]`."""
+        if isinstance(expert, Tensor) and expert.dim() == 0:
+            # A tensor as an index would copy the arena.
+            expert = int(expert)
+        if not isinstance(expert, int):
+            raise TypeError(
+                f"packed experts are indexed by one whole number, got {type(expert).__name__}; in transformers, call "
+                "model.set_experts_implementation('eager'), which takes one after another"
+            )
+        return self.unpacked(expert)
+
     def _load_from_state_dict(self, *_: Any) -> None:
         _refuse_state(True)
 
