@@ -124,6 +124,20 @@ class Packing(Case):
         self.assertEqual(set(again.kept.values()), {"it is packed already", *report.kept.values()})
         self.check_outputs(module, stock, *operands)
 
+    def test_experts_that_are_parameters_are_reported(self):
+        class SomeExperts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.gate_up_proj = nn.Parameter(torch.zeros(4, 128, 64, dtype=torch.bfloat16))
+                self.down_proj_bias = nn.Parameter(torch.zeros(4, 64, dtype=torch.bfloat16))
+
+        module = nn.Sequential(drawn(nn.Linear(64, 64)), SomeExperts(), SomeExperts().float())
+        report = unweight.pack_model(module)
+        self.assertEqual((report.packed, list(report.kept)), (["0"], ["1"]))
+        self.assertIn("UnweightConfig packs such experts", report.kept["1"])
+        self.assertEqual([(one.bytes_before, one.bytes_after) for one in report.layers][1:], [(65536, 65536)])
+        self.assertRegex(str(report), r"^1 layers packed, 1 kept; 0\.\d\d MiB before, 0\.\d\d MiB after$")
+
     def test_the_weights_are_freed(self):
         module = drawn(nn.Sequential(nn.Linear(64, 128)))
         weight = weakref.ref(module[0].weight)

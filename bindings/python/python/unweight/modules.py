@@ -29,7 +29,7 @@ from ._dispatch import _with_memory
 from ._part import _Fixed
 from ._update import _ascending, _pack_into, _update_in_place, _with_elements
 from .errors import UnweightError
-from .ops import _SHAPE, Escapes, Placed, _linear, _pack, _PackedState
+from .ops import _SHAPE, Escapes, Placed, _linear, _pack, _PackedState, _sizes
 
 if TYPE_CHECKING:
     from ._offload import Offload
@@ -38,12 +38,12 @@ __all__ = ["LayerReport", "ModelReport", "PackedLinear", "PackedWeight", "pack_m
 
 
 class LayerReport(NamedTuple):
-    """The result for one linear layer."""
+    """The result for one linear layer, or for a mixture's experts that are not linear layers."""
 
     name: str
     """The name of the layer in the module; empty for the module itself."""
     bytes_before: int
-    """The bytes of its BF16 weight; 0 if another layer that shares the weight has them."""
+    """The bytes of its BF16 weights; 0 if another layer that shares the weight has them."""
     bytes_after: int
     """The bytes of its packed weight with the escape lists; `bytes_before` if it stays as it is."""
     reason: Optional[str]
@@ -54,7 +54,7 @@ class ModelReport(NamedTuple):
     """The result of `pack_model`. `str()` is a summary in one line."""
 
     layers: tuple[LayerReport, ...]
-    """One report for each linear layer, in the order of `named_modules()`."""
+    """One report for each linear layer, in the order of `named_modules()`, then one for each module of experts."""
     bytes_before: int
     """The bytes of all parameters and buffers of the module before packing."""
     bytes_after: int
@@ -71,9 +71,9 @@ class ModelReport(NamedTuple):
         return {layer.name: layer.reason for layer in self.layers if layer.reason is not None}
 
     def __str__(self) -> str:
-        before, after = self.bytes_before / 2**30, self.bytes_after / 2**30
         packed, kept = len(self.packed), len(self.kept)
-        return f"{packed} layers packed, {kept} kept; {before:.2f} GiB before, {after:.2f} GiB after"
+        before, after = _sizes(self.bytes_before, self.bytes_after)
+        return f"{packed} layers packed, {kept} kept; {before} before, {after} after"
 
 
 class PackedWeight(_Fixed):
@@ -602,9 +602,10 @@ def pack_model(
 ) -> ModelReport:
     """Packs every BF16 `nn.Linear` of a module in place, also subclasses and the module itself.
 
-    Layers that cannot be packed stay as they are; the report has the reasons. The module is for inference afterwards:
-    its parameters have `requires_grad` false, and a backward through a packed layer raises `NotImplementedError`.
-    `state_dict()` has the original names and bits; its tensors are copies, so writes to them change no packed layer.
+    Layers that cannot be packed stay as they are, and so do experts that are not `nn.Linear` layers; the report has the
+    reasons. The module is for inference afterwards: its parameters have `requires_grad` false, and a backward through a
+    packed layer raises `NotImplementedError`. `state_dict()` has the original names and bits; its tensors are copies,
+    so writes to them change no packed layer.
 
     Args:
         module: any module, such as a diffusion transformer, a text encoder or an embedding model.
@@ -642,7 +643,7 @@ def pack_model(
         packable = {id(layer) for _, layer, reason in layers if reason is None}
         require_two(blocks_of(module, lambda part: isinstance(part, PackedLinear) or id(part) in packable))
     before = _nbytes(module)
-    reports = _pack_layers(layers, target, offload)
+    reports = _pack_layers(layers, target, offload) + _experts_in(module)
     for parameter in module.parameters():
         if not is_lazy(parameter):
             parameter.requires_grad_(False)
@@ -713,6 +714,23 @@ def _pack_layers(layers: Sequence[_Layer], target: Optional[torch.device], to_cp
             after = result.arena.nbytes + result.holder.data.nbytes if nbytes else 0
             reports.append(LayerReport(name, nbytes, after, None))
     return reports
+
+
+def _experts_in(module: nn.Module) -> list[LayerReport]:
+    """Returns reports on experts that stay BF16, because their weights are parameters of one module."""
+    reports = []
+    for name, part in module.named_modules():
+        if "Expert" in type(part).__name__ and not isinstance(part, nn.Linear):
+            weights = [one for own, one in part.named_parameters(recurse=False) if not own.endswith("bias")]
+            # The dimensions of a lazy parameter are unknown.
+            known = (one for one in weights if not is_lazy(one))
+            nbytes = sum(one.nbytes for one in known if one.dim() > 1 and one.dtype == torch.bfloat16)
+            if nbytes:
+                reports.append(LayerReport(name, nbytes, nbytes, _EXPERTS))
+    return reports
+
+
+_EXPERTS = "pack_model packs nn.Linear only; UnweightConfig packs such experts while transformers loads them"
 
 
 def _pack_weight(weight: Tensor, target: Optional[torch.device], to_cpu: bool) -> Union[_Held, str]:

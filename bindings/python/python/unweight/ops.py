@@ -215,6 +215,12 @@ def _bf16_experts(reasons: dict[str, str]) -> str:
     return f"unweight: {names} cannot be packed and stay in BF16 ({first}: {reason})"
 
 
+def _sizes(*sizes: int) -> list[str]:
+    """Returns sizes in bytes as text in one unit: GiB, or MiB if all are below 0.1 GiB."""
+    unit, name = (2**30, "GiB") if max(sizes) >= 2**30 / 10 else (2**20, "MiB")
+    return [f"{size / unit:.2f} {name}" for size in sizes]
+
+
 def _place_experts(experts: int, gate_up: Tensor, down: Tensor, upper: Tensor, lower: Tensor) -> Placed:
     """Registers both arenas of a mixture, as `place`; `upper` and `lower` are their escape lists."""
     runtime = _runtime(gate_up.device)
