@@ -554,6 +554,17 @@ class Engine(Case):
         for (_, name, _), answer in zip(cases, answers):
             self.assertIn(f"weights are missing from the model's files: {name}; fetch", str(answer), log[-2000:])
 
+    def test_experts_of_another_size_are_refused_with_both_sizes(self):
+        runs = []
+        for size in (64, 256):
+            path = make(self.home / str(size), "mixtral, tied")
+            config = json.loads((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps({**config, "intermediate_size": size}))
+            runs.append(dict(model=str(path), quantization="unweight", refused=True, enforce_eager=True))
+        (smaller, larger), _ = engines(runs)
+        self.assertRegex(str(smaller), r"shape \[128, 256\] does not fit into .*w13_weight of shape \[4, 128, 256\]")
+        self.assertIn("w13_weight (262144 of 524288 elements; see config.json's sizes)", str(larger))
+
     def test_files_next_to_and_below_the_model_are_ignored(self):
         import safetensors.torch
         import torch

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Optional
 
-from torch import nn
+from torch import Tensor, nn
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -104,7 +104,18 @@ def _counting_loader(
             raise ValueError(TWICE.format(f"{arrivals.prefix}.{name}{which}"))
         arrived.add(part)
         before = info.load_numel
-        result = load(*args, **kwargs)
+        try:
+            result = load(*args, **kwargs)
+        except AssertionError as error:
+            # vLLM's own has no text.
+            tensor, parameter = bound.arguments.get("loaded_weight"), bound.arguments.get("param")
+            if str(error) or not isinstance(tensor, Tensor) or not isinstance(parameter, Tensor):
+                raise
+            which = ", ".join(str(one) for one in part if one is not None and one != "")
+            raise ValueError(
+                f"unweight: a tensor of shape {list(tensor.shape)} does not fit into {arrivals.prefix}.{name} of shape "
+                f"{list(parameter.shape)} ({which}): config.json has other sizes than the model; fetch both again"
+            ) from error
         # The count of a complete layer restarts at 0, so the difference may be negative; such a layer is not checked.
         arrivals.numels[name] = arrivals.numels.get(name, 0) + max(0, info.load_numel - before)
         return result
@@ -121,8 +132,9 @@ def missing_tensors(layer: nn.Module) -> list[str]:
         return []
     missing = []
     for name, parameter in _parameters_to_pack(layer):
-        if arrivals.numels.get(name, 0) < _expected_numel(layer, parameter):
-            missing += _missing_parts(layer, arrivals, name)
+        expected = _expected_numel(layer, parameter)
+        if arrivals.numels.get(name, 0) < expected:
+            missing += _missing_parts(layer, arrivals, name, expected)
     return missing
 
 
@@ -142,7 +154,7 @@ def is_incomplete(layer: nn.Module) -> bool:
     return get_layerwise_info(layer).load_numel < expected
 
 
-def _missing_parts(layer: nn.Module, arrivals: Arrivals, name: str) -> list[str]:
+def _missing_parts(layer: nn.Module, arrivals: Arrivals, name: str, expected: int) -> list[str]:
     arrived = arrivals.arrived.get(name, set())
     whole = [f"{arrivals.prefix}.{name}"]
     if isinstance(layer, RoutedExperts):
@@ -158,7 +170,8 @@ def _missing_parts(layer: nn.Module, arrivals: Arrivals, name: str) -> list[str]
             for shard in shards
             if (shard, expert) not in arrived and layer._map_global_expert_id_to_local_expert_id(expert) != -1
         ]
-        return parts or whole
+        # If every tensor has arrived, they are too small.
+        return parts or [f"{whole[0]} ({arrivals.numels.get(name, 0)} of {expected} elements; see config.json's sizes)"]
     parent, _, leaf = arrivals.prefix.rpartition(".")
     names = arrivals.merged.get(leaf, [])
     if isinstance(layer, QKVParallelLinear):

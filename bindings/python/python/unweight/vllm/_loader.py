@@ -36,7 +36,7 @@ from vllm.platforms import current_platform
 
 from .._bundle import Bundle, TensorInfo
 from .._part import Part
-from ..ops import _bf16_experts
+from ..ops import _bf16_experts, _sizes
 from ._account import (
     TWICE,
     arrivals_of,
@@ -358,21 +358,18 @@ def _refuse_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str)
 
 
 def _log_packed(model: nn.Module) -> None:
-    """Logs how many layers are packed, their size in GiB packed and in BF16, and experts that cannot be packed."""
+    """Logs how many layers are packed, their size packed and in BF16, and experts that cannot be packed."""
     kinds = (LinearBase, VocabParallelEmbedding, RoutedExperts)
     # A head may share the weight of an embedding.
     layers = [layer for layer in model.modules() if isinstance(layer, kinds) and list(layer.parameters(recurse=False))]
     packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
-    gib = sum(weight.packed_nbytes for weight in packed) / 2**30
-    bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
     bf16 = sum(type(layer.quant_method) in plain for layer in layers)
     others = len(layers) - len(packed) - bf16
     logger.info(
-        "unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16%s",
+        "unweight: %d layers packed, %s of %s; %d in BF16%s",
         len(packed),
-        gib,
-        bf16_gib,
+        *_sizes(sum(weight.packed_nbytes for weight in packed), sum(weight.bf16_nbytes for weight in packed)),
         bf16,
         f", {others} in another quantization" if others else "",
     )
