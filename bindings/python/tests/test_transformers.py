@@ -632,6 +632,24 @@ class Models(unittest.TestCase):
         compiled = torch.compile(got, fullgraph=True, backend="aot_eager")
         self.assertTrue(torch.equal(compiled(TOKENS).logits, logits(expected)))
 
+    def test_a_rate_is_of_a_positive_time(self):
+        from vllm_gpu import ROUNDS, rates_of
+
+        fine, wrong = (0.5, 2.5), (3.0, 2.5)
+        for rounds, rates in (
+            ([fine] * ROUNDS, ROUNDS),
+            ([wrong, fine, (2.5, 2.5), *[fine] * (ROUNDS - 1)], ROUNDS),
+            ([fine, *[wrong] * (ROUNDS + 1)], 1),
+            ([wrong] * (ROUNDS + 1), 0),
+        ):
+            with self.subTest(rounds):
+                left = iter(rounds)
+                found, fault = rates_of(lambda: next(left), 100)
+                self.assertEqual(found, [50.0] * rates)
+                self.assertEqual(fault is None, rates == ROUNDS)
+                self.assertEqual(list(left), [])
+        self.assertIn("took as long as all in 4 rounds: 3.000 s and 2.500 s", fault)
+
     def test_gpu_checks_are_planned_without_a_gpu(self):
         import gpu_checks
 

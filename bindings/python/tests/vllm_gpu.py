@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from models import GEOMETRIES, of_geometry
@@ -52,7 +54,7 @@ RESULT_PREFIX = "RESULT "
 LOADED = {
     "read_seconds": r"Loading weights took ([\d.]+) seconds",
     "gpu_gib": r"Model loading took ([\d.]+) GiB",
-    "packed": r"unweight: (.* packed, .* GiB of .* GiB; \d+ in BF16)",
+    "packed": r"unweight: (.* packed, .* [GM]iB of .* [GM]iB; \d+ in BF16)",
     "read": r"unweight: (\d+ of \d+ bytes of the bundle read)",
 }
 
@@ -158,22 +160,47 @@ def engine(options: dict[str, Any]) -> None:
         "without_adapter": None if lora is None else quality(None),
         "tokens_per_second": {},
         "first_token_ms": {},
+        "faults": [],
     }
     print_result(result)
+
+    def timed(batch: int) -> tuple[float, float]:
+        return seconds(batch, options["prompt"], 1), seconds(batch, options["prompt"], options["tokens"])
+
     for batch in options["batches"]:
-        rates = []
-        for turn in range(ROUNDS + 1):
-            first = seconds(batch, options["prompt"], 1)
-            whole = seconds(batch, options["prompt"], options["tokens"])
-            if turn > 0:
-                rates.append(batch * (options["tokens"] - 1) / (whole - first))
-        result["tokens_per_second"][str(batch)] = sorted(rates)
+        # The first calls of a size may compile.
+        timed(batch)
+    for batch in options["batches"]:
+        rates, fault = rates_of(functools.partial(timed, batch), batch * (options["tokens"] - 1))
+        if rates:
+            result["tokens_per_second"][str(batch)] = sorted(rates)
+        if fault is not None:
+            result["faults"].append(f"batch {batch}: {fault}")
         print_result(result)
     for length in options["first"]:
         times = [seconds(1, length, 1) * 1e3 for _ in range(2 * ROUNDS + 1)]
         result["first_token_ms"][str(length)] = sorted(times[1:])
     result["is_whole"] = True
     print_result(result)
+
+
+def rates_of(timed: Callable[[], tuple[float, float]], tokens: int) -> tuple[list[float], str | None]:
+    """Returns the rates of `ROUNDS` rounds, and a fault if there were fewer.
+
+    `timed` returns the seconds to the first tokens and to all, of which `tokens` are later. A round in which the first
+    took as long as all gives no rate and is repeated, at most `ROUNDS` times in all.
+    """
+    rates: list[float] = []
+    rejected: list[str] = []
+    while len(rates) < ROUNDS and len(rejected) <= ROUNDS:
+        first, whole = timed()
+        if whole > first:
+            rates.append(tokens / (whole - first))
+        else:
+            rejected.append(f"{first:.3f} s and {whole:.3f} s")
+    if len(rates) == ROUNDS:
+        return rates, None
+    return rates, f"the first token took as long as all in {len(rejected)} rounds: {', '.join(rejected)}"
 
 
 def print_result(result: dict[str, Any]) -> None:
@@ -424,6 +451,7 @@ def main() -> None:
                 print(f"{name}: {fault or 'no time left'}", flush=True)
                 continue
             report["engines"][name] = result
+            report["faults"] += [f"{name}: {one}" for one in result["faults"]]
             bf16 = report["engines"].get(baseline)
             if bf16 is not None and result is not bf16:
                 result["beside_bf16"] = compared(bf16, result)

@@ -176,9 +176,9 @@ def sizes(model: pathlib.Path) -> dict[str, int]:
 
 def rest(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the size of the packed rest, as the engine logged it, to its BF16 size."""
-    found = re.search(r"([\d.]+) GiB of ([\d.]+) GiB", " ".join(result["loading"].get("packed", [])))
+    found = re.search(r"([\d.]+) [GM]iB of ([\d.]+) [GM]iB", " ".join(result["loading"].get("packed", [])))
     packed, bf16 = (0.0, 0.0) if found is None else (float(one) for one in found.groups())
-    # Otherwise nothing is packed, or the model is too small for the log's two decimals.
+    # Otherwise nothing is packed.
     return {"ratio": packed / bf16} if bf16 else {}
 
 
@@ -220,6 +220,7 @@ def measured(
             continue
         kernels = set(re.findall(r"(?:Using|Selected) (\w*Kernel)\b", log.read_text(errors="replace")))
         record["engines"][name] = result | {"kernels": sorted(kernels)}
+        record["faults"] += [f"{kind}, {name}: {one}" for one in result["faults"]]
         stock = record["engines"].get("stock")
         if stock is None or name == "stock":
             continue
