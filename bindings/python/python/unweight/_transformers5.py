@@ -158,14 +158,15 @@ class UnweightHfQuantizer(BaseQuantizer):
 _set_param = core_model_loading.set_param_for_module
 
 
-def _set_and_pack(model: Any, name: str, weight: Tensor, loading_info: Any, *more: Any) -> None:
+def _set_and_pack(model: Any, name: str, weight: Tensor, loading_info: Any, *more: Any, **named: Any) -> None:
     """Replaces `set_param_for_module`, which compares no shapes if there is a quantizer: makes it compare those of
     every tensor, and packs the ones that fit."""
-    quantizer = next((one for one in more if isinstance(one, UnweightHfQuantizer)), None)
-    if quantizer is None:
-        return _set_param(model, name, weight, loading_info, *more)
-    _set_param(model, name, weight, loading_info, *(None if one is quantizer else one for one in more))
-    if not any(name == mismatched for mismatched, *_ in loading_info.mismatched_keys):
+    quantizer = next((one for one in (*more, *named.values()) if isinstance(one, UnweightHfQuantizer)), None)
+    if quantizer is not None:
+        more = tuple(None if one is quantizer else one for one in more)
+        named = {key: None if one is quantizer else one for key, one in named.items()}
+    _set_param(model, name, weight, loading_info, *more, **named)
+    if quantizer is not None and all(name != mismatched for mismatched, *_ in loading_info.mismatched_keys):
         quantizer.pack_loaded(model, name, weight)
 
 
