@@ -2,6 +2,7 @@
 //! reconstruction, hostile metadata, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
+use crate::packed_problem::dot;
 use unweight_codegen::{
     VariantSpec,
     abi::GemmReconArgs,
@@ -195,12 +196,7 @@ impl Problem {
         let mut bad = 0;
         for row in 0..self.m {
             for column in 0..n {
-                let (mut sum, mut magnitude) = (0.0, 0.0);
-                for i in 0..k {
-                    let product = x[row * k + i] * w[column * k + i];
-                    sum += product;
-                    magnitude += product.abs();
-                }
+                let (mut sum, mut magnitude) = dot(&x[row * k..][..k], &w[column * k..][..k]);
                 if adds(spec) {
                     let old = bf16(self.y[row * n + column]);
                     sum += old;

@@ -212,10 +212,7 @@ pub fn mismatches(y: &[u16], before: &[u16], x: &[u16], weights: &[u16], k: usiz
     let x: Vec<f64> = x.iter().map(|&b| bf16(b)).collect();
     let w: Vec<f64> = weights.iter().map(|&b| bf16(b)).collect();
     // The product of a batch row and a row of W, and the sum of the magnitudes of its terms.
-    let product = |row: usize, column: usize| {
-        let terms = x[row * k..][..k].iter().zip(&w[column * k..][..k]).map(|(a, b)| a * b);
-        terms.fold((0.0, 0.0), |(sum, magnitude): (f64, f64), term| (sum + term, magnitude + term.abs()))
-    };
+    let product = |row: usize, column: usize| dot(&x[row * k..][..k], &w[column * k..][..k]);
     let columns = columns(epilogue, w.len() / k);
     let wrong = |(at, &got): (usize, &u16)| {
         let (row, column) = (at / columns, at % columns);
@@ -241,6 +238,21 @@ pub fn mismatches(y: &[u16], before: &[u16], x: &[u16], weights: &[u16], k: usiz
         error.is_nan() || error > sum.abs() / 256.0 + slack
     };
     y.iter().enumerate().filter(|element| wrong(*element)).count()
+}
+
+/// Returns the dot product, summed in order, and the sum of the magnitudes of its terms.
+///
+/// A plain loop: tests are not optimised, and iterators take longer there.
+pub fn dot(a: &[f64], b: &[f64]) -> (f64, f64) {
+    assert_eq!(a.len(), b.len());
+    let (mut sum, mut magnitude, mut i) = (0.0, 0.0, 0);
+    while i < a.len() {
+        let term = a[i] * b[i];
+        sum += term;
+        magnitude += if term < 0.0 { -term } else { term };
+        i += 1;
+    }
+    (sum, magnitude)
 }
 
 /// Returns the number of columns of Y.
