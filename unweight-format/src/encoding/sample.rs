@@ -27,9 +27,20 @@ pub struct Sample {
 pub(crate) const MAGNITUDES: usize = 1 << 12;
 
 /// Counts the magnitudes of little-endian BF16 elements.
-pub(crate) fn count_magnitudes(elements: &[u8], counts: &mut [u64]) {
-    for element in elements.as_chunks::<2>().0 {
-        counts[usize::from((u16::from_le_bytes(*element) & 0x7fff) >> 3)] += 1;
+pub(crate) fn count_magnitudes<'a>(pieces: impl Iterator<Item = &'a [u8]>, counts: &mut [u64]) {
+    // Adjacent elements use separate counters, because equal ones would wait for each other's store.
+    let mut counters = vec![[0u64; 2]; MAGNITUDES];
+    let counters: &mut [[u64; 2]; MAGNITUDES] = counters.as_mut_slice().try_into().expect("it has this length");
+    let mut add = |element: [u8; 2], at: usize| {
+        counters[usize::from(u16::from_le_bytes(element) >> 3) % MAGNITUDES][at] += 1;
+    };
+    for piece in pieces {
+        let (pairs, last) = piece.as_chunks::<2>().0.as_chunks::<2>();
+        pairs.iter().for_each(|pair| pair.iter().enumerate().for_each(|(at, &element)| add(element, at)));
+        last.iter().for_each(|&element| add(element, 0));
+    }
+    for (count, counter) in counts.iter_mut().zip(counters) {
+        *count += counter[0] + counter[1];
     }
 }
 
@@ -47,7 +58,7 @@ impl Sample {
         let mut magnitudes = Vec::new();
         if float == Float::Bf16 {
             magnitudes.resize(MAGNITUDES, 0);
-            pieces.iter().for_each(|piece| count_magnitudes(piece, &mut magnitudes));
+            count_magnitudes(pieces.iter().copied(), &mut magnitudes);
         }
         let mut sample = Self { float, histogram, limit, rows: 0, verbatim_rows: 0, coded_bits: 0, magnitudes };
         let Some(code) = Code::from_histogram(&sample.histogram, limit) else { return sample };

@@ -9,7 +9,8 @@ use std::cmp::Ordering;
 use rayon::prelude::*;
 
 use super::{
-    BLOCK, CHUNK, coder,
+    BLOCK, CHUNK,
+    coder::{self, prefetch, vectorised},
     model::{CLASSES, CONTEXTS, Contexts, Model, SYMBOLS_MAX, Symbols, TABLES_MAX, TOP_BITS, TOTAL, TableIds},
     numbers::code_bits,
 };
@@ -86,7 +87,7 @@ pub(super) fn predict_bits(histogram: &Histogram, magnitudes: &[u64]) -> u64 {
 fn sample(matrix: Matrix<'_>) -> Vec<u64> {
     let mut counts = vec![0; MAGNITUDES];
     let step = matrix.grid().elements().div_ceil(SAMPLE);
-    matrix.bytes().chunks(2 * BLOCK).step_by(step).for_each(|run| count_magnitudes(run, &mut counts));
+    count_magnitudes(matrix.bytes().chunks(2 * BLOCK).step_by(step), &mut counts);
     counts
 }
 
@@ -138,10 +139,13 @@ fn classes(matrix: Matrix<'_>, histogram: &Histogram) -> (Option<Vec<u8>>, Optio
     // Rows by a run of their elements at the same columns; columns by rows spread evenly.
     let run = cols.min(MEAN_OF);
     let skip = (cols - run) / 2;
+    let run_of = |row: usize| &bytes[2 * (row * cols + skip)..][..2 * run];
     let row_sum = |row: usize| {
-        let mut sums = [0; 64];
-        bytes[2 * (row * cols + skip)..][..2 * run].chunks(128).for_each(|part| add_magnitudes(part, floor, &mut sums));
-        sums.iter().sum::<u32>()
+        if run < cols && row + 2 < rows {
+            // The processor does not foresee a jump to another page.
+            prefetch(run_of(row + 2));
+        }
+        sum_magnitudes(run_of(row), floor)
     };
     let row_sums: Vec<u32> = (0..rows).into_par_iter().with_min_len(256).map(row_sum).collect();
     let step = (rows / MEAN_OF).max(1);
@@ -156,34 +160,29 @@ fn classes(matrix: Matrix<'_>, histogram: &Histogram) -> (Option<Vec<u8>>, Optio
 
 /// Adds the magnitudes of elements, less `floor` and at least 0, to sums.
 fn add_magnitudes(elements: &[u8], floor: u16, sums: &mut [u32]) {
-    #[cfg(target_arch = "x86_64")]
-    if coder::has_avx512() {
-        // SAFETY: the processor has the instructions.
-        return unsafe { add_magnitudes_avx512(elements, floor, sums) };
-    } else if coder::has_avx2() {
-        // SAFETY: the processor has the instructions.
-        return unsafe { add_magnitudes_avx2(elements, floor, sums) };
-    }
-    add_magnitudes_any(elements, floor, sums);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn add_magnitudes_avx512(elements: &[u8], floor: u16, sums: &mut [u32]) {
-    add_magnitudes_any(elements, floor, sums);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn add_magnitudes_avx2(elements: &[u8], floor: u16, sums: &mut [u32]) {
-    add_magnitudes_any(elements, floor, sums);
+    vectorised!(add_magnitudes_any(elements: &[u8], floor: u16, sums: &mut [u32]));
 }
 
 #[inline(always)]
 fn add_magnitudes_any(elements: &[u8], floor: u16, sums: &mut [u32]) {
     for (sum, element) in sums.iter_mut().zip(elements.as_chunks::<2>().0) {
-        *sum += u32::from(((u16::from_le_bytes(*element) & 0x7fff) >> 3).saturating_sub(floor));
+        *sum += u32::from(magnitude_above(*element, floor));
     }
+}
+
+/// The sum of the magnitudes of elements, less `floor` and at least 0.
+fn sum_magnitudes(elements: &[u8], floor: u16) -> u32 {
+    vectorised!(sum_magnitudes_any(elements: &[u8], floor: u16) -> u32)
+}
+
+#[inline(always)]
+fn sum_magnitudes_any(elements: &[u8], floor: u16) -> u32 {
+    elements.as_chunks::<2>().0.iter().map(|element| u32::from(magnitude_above(*element, floor))).sum()
+}
+
+#[inline(always)]
+fn magnitude_above(element: [u8; 2], floor: u16) -> u16 {
+    ((u16::from_le_bytes(element) & 0x7fff) >> 3).saturating_sub(floor)
 }
 
 /// Variance of an element's magnitude in 16ths of an octave, of the normal distribution: `(16 * 1.6)^2`.
@@ -218,16 +217,15 @@ fn count(matrix: Matrix<'_>, symbols: Symbols, contexts: &Contexts) -> Vec<Count
     let count_chunk = |(chunk, elements): (usize, &[u8])| {
         let mut counts = vec![0u32; COUNTERS];
         let counters: &mut [u32; COUNTERS] = counts.as_mut_slice().try_into().expect("it has this length");
-        let (mut of, mut codes, mut nibbles) = ([CLASSES as u8; BLOCK], [0; BLOCK], [0; BLOCK / 2]);
+        let (mut of, mut places) = ([CLASSES as u8; BLOCK], [0; BLOCK]);
         for (block, elements) in elements.chunks(2 * BLOCK).enumerate().step_by(step) {
             let len = elements.len() / 2;
-            coder::split(symbols, elements, &mut codes[..len], &mut nibbles[..len.div_ceil(2)]);
             if !single {
                 ids.fill(chunk * CHUNK + block * BLOCK, &mut of[..len]);
             }
-            // First all places, which the compiler vectorises.
-            codes.iter_mut().zip(&of).for_each(|(code, &context)| *code = u16::from(context) << 8 | *code & 0xff);
-            codes[..len].iter().for_each(|&place| counters[usize::from(place) % COUNTERS] += 1);
+            // First all places, in vectors.
+            coder::places(symbols, elements, &of[..len], &mut places[..len]);
+            places[..len].iter().for_each(|&place| counters[usize::from(place) % COUNTERS] += 1);
         }
         counts
     };
@@ -262,16 +260,27 @@ fn group(counts: &[Counts], symbols: usize) -> (u32, u64) {
     // cost[tables][contexts], and where the last group begins.
     let mut best = vec![vec![(u64::MAX, 0); count + 1]; TABLES_MAX + 1];
     best[0][0].0 = 0;
+    // Per context the symbols that occur in it: in a group, the weights of no others change with it.
+    let occurring = |counts: &Counts| -> Vec<(usize, u64)> {
+        counts[..symbols].iter().copied().enumerate().filter(|&(_, count)| count > 0).collect()
+    };
+    let contexts: Vec<_> = counts[first..end].iter().map(occurring).collect();
     for start in 0..count {
-        let mut sum = [0; SYMBOLS_MAX];
+        let (mut sums, mut total, mut weight) = ([(0, 0); SYMBOLS_MAX], 0, 0);
         for stop in start + 1..=count {
-            let next = &counts[first + stop - 1][..symbols];
-            sum.iter_mut().zip(next).for_each(|(sum, count)| *sum += count);
-            let cost = table_cost(&sum, symbols);
+            for &(symbol, count) in &contexts[stop - 1] {
+                let (sum, before) = &mut sums[symbol];
+                *sum += count;
+                total += count;
+                let after = weighted(*sum);
+                weight += after - *before;
+                *before = after;
+            }
+            let cost = weighted(total).saturating_sub(weight) + table_bits(symbols);
             for tables in 0..TABLES_MAX {
-                let total = best[tables][start].0.saturating_add(cost);
-                if total < best[tables + 1][stop].0 {
-                    best[tables + 1][stop] = (total, start);
+                let all = best[tables][start].0.saturating_add(cost);
+                if all < best[tables + 1][stop].0 {
+                    best[tables + 1][stop] = (all, start);
                 }
             }
         }
@@ -289,36 +298,29 @@ fn group(counts: &[Counts], symbols: usize) -> (u32, u64) {
 
 /// Bits of the symbols under their own table, and of the table, as a fixed-point number.
 fn table_cost(counts: &Counts, symbols: usize) -> u64 {
-    entropy(&counts[..symbols]) + ((symbols as u64 * FREQUENCY_BITS) << FRACTION)
+    entropy(&counts[..symbols]) + table_bits(symbols)
+}
+
+/// Estimated bits of a table, as a fixed-point number.
+fn table_bits(symbols: usize) -> u64 {
+    (symbols as u64 * FREQUENCY_BITS) << FRACTION
 }
 
 /// Bits of all elements under an ideal code, as a fixed-point number.
 fn entropy(counts: &[u64]) -> u64 {
-    // No overflow: a tensor has at most 2^34 elements.
-    let weighted = |count: u64| match SMALL.get(count as usize) {
-        Some(&bits) => bits,
-        None => count * log2(count),
-    };
     let sum: u64 = counts.iter().map(|&count| weighted(count)).sum();
     weighted(counts.iter().sum()).saturating_sub(sum)
 }
 
-/// `count * log2(count)` of the counts that occur most.
-static SMALL: [u64; 2048] = {
-    let mut table = [0; 2048];
-    let mut count = 1;
-    while count < table.len() {
-        table[count] = count as u64 * log2(count as u64);
-        count += 1;
-    }
-    table
-};
+/// A count times its logarithm, which grows with the count. It does not overflow: a tensor has at most 2^34 elements.
+fn weighted(count: u64) -> u64 {
+    // Without a branch for 0, which would be mispredicted.
+    count * log2(count.max(1))
+}
 
-/// Logarithms of 1, 1 + 1/256, ..., 2.
-const LOGARITHMS: [u32; 257] = logarithms();
-
-const fn logarithms() -> [u32; 257] {
-    let mut table = [0; 257];
+/// Logarithms of 1 and 1 + 1/256, of 1 + 1/256 and 1 + 2/256, ..., up to that of 2.
+static LOGARITHMS: [[u32; 2]; 256] = {
+    let mut table = [[0; 2]; 256];
     let mut i = 0;
     while i < 256 {
         // Each squaring of the number in 1..2 yields another bit of its logarithm.
@@ -328,22 +330,25 @@ const fn logarithms() -> [u32; 257] {
             x = (x * x) >> 30;
             if x >= 2 << 30 {
                 x >>= 1;
-                table[i] |= 1 << bit;
+                table[i][0] |= 1 << bit;
             }
+        }
+        if i > 0 {
+            table[i - 1][1] = table[i][0];
         }
         i += 1;
     }
-    table[256] = 1 << FRACTION;
+    table[255][1] = 1 << FRACTION;
     table
-}
+};
 
-/// The binary logarithm of a positive number, as a fixed-point number: interpolated between 257 points.
-const fn log2(number: u64) -> u64 {
-    let whole = number.ilog2();
-    let fraction = number << (63 - whole) << 1;
-    let (index, rest) = ((fraction >> 56) as usize, fraction >> 40 & 0xffff);
-    let (low, high) = (LOGARITHMS[index] as u64, LOGARITHMS[index + 1] as u64);
-    ((whole as u64) << FRACTION) + low + (((high - low) * rest) >> 16)
+/// The binary logarithm of a positive number below 2^53, as a fixed-point number: interpolated between 257 points.
+fn log2(number: u64) -> u64 {
+    // The conversion to a float, which is exact, finds the highest bit faster than integer instructions do.
+    let bits = (number as i64 as f64).to_bits();
+    let (whole, index, rest) = ((bits >> 52) - 1023, bits >> 44 & 0xff, bits >> 28 & 0xffff);
+    let [low, high] = LOGARITHMS[index as usize];
+    (whole << FRACTION) + u64::from(low) + ((u64::from(high - low) * rest) >> 16)
 }
 
 /// Frequencies in proportion to the counts, at least 1 where there is a count. Their sum is [`TOTAL`].
@@ -386,7 +391,7 @@ mod tests {
 
     #[test]
     fn logarithms_are_close() {
-        for number in (1..5000).chain([u64::MAX, 1 << 40, (1 << 40) - 1, 123_456_789]) {
+        for number in (1..5000).chain([(1 << 53) - 1, 1 << 40, (1 << 40) - 1, 123_456_789]) {
             let got = log2(number) as f64 / f64::from(1 << FRACTION);
             assert!((got - (number as f64).log2()).abs() < 5e-5, "{number}: {got}");
         }
@@ -412,7 +417,7 @@ mod tests {
     fn the_head_has_the_exponents_with_unequal_mantissas() {
         let weights = Weights::TRAINED.bytes(1 << 18, 2);
         let mut magnitudes = vec![0; MAGNITUDES];
-        count_magnitudes(&weights, &mut magnitudes);
+        count_magnitudes(std::iter::once(&weights[..]), &mut magnitudes);
         let symbols = symbols(&Histogram::of(&weights), &magnitudes);
         // 0.02 is 1.28 * 2^-6: exponents 119 to 123 are half to eight times the standard deviation.
         let head = symbols.first + symbols.below..symbols.first + symbols.below + symbols.head;

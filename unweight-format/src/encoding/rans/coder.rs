@@ -24,7 +24,9 @@ const WHOLE_BITS: u32 = super::model::TOP_BITS;
 /// relative error of at most 2^-24, and AVX-512's reciprocal one of 2^-28 more: together less than what this constant
 /// takes away; so the quotient is never too high. As it is below 2^20, it is too low by less than a half: one at
 /// most, which the rest shows. The rest is below twice the frequency, so that its lower 16 bits determine it.
-#[cfg(target_arch = "x86_64")]
+///
+/// AVX2 converts half of the number, rounded down, and multiplies it by [`twice_reciprocal`]: the lost half takes
+/// another `1 / frequency`, a half at most, from the quotient. With frequency 1 nothing else is lost: all is exact.
 const RECIPROCAL: f32 = 1.0 - 1.0 / (1 << 22) as f32;
 /// Free bytes that the vector encoder needs ahead of its words.
 pub(super) const SLACK: usize = 16;
@@ -33,15 +35,20 @@ const ENTRIES: usize = 256;
 /// A code: the symbol, and above its eight bits those that follow it.
 const EXTRA_SHIFT: u32 = 8;
 
-/// Lookup tables of a model.
+/// What the decoder needs of a model.
 #[derive(Debug)]
-pub(super) struct Tables {
+pub(super) struct DecodeTables {
     /// `[tables, 4096]`: for each value of a state's lower 12 bits the symbol (8 bits), its frequency less 1 (12 bits)
     /// and by how much the value exceeds the sum of the earlier frequencies (12 bits).
     slots: Vec<u32>,
-    /// `[tables, 256]`: an [`entry`] per symbol.
-    entries: Vec<u32>,
     symbols: Symbols,
+}
+
+/// What the encoder needs of a model.
+#[derive(Debug)]
+pub(super) struct EncodeTables {
+    /// `[tables, 256]`: per symbol an [`entry`], and the bits of [`twice_reciprocal`].
+    entries: Vec<[u32; 2]>,
 }
 
 /// Position of the frequency in an element of `slots`, which is above the symbol.
@@ -49,40 +56,76 @@ const FREQUENCY_AT: u32 = 8;
 /// Position of the offset in an element of `slots`.
 const OFFSET_AT: u32 = FREQUENCY_AT + PROBABILITY_BITS;
 
-/// Frequency less 1 (12 bits), sum of the earlier frequencies (12 bits), and the number of bits that follow the symbol.
+/// Frequency less 1 (12 bits), sum of the earlier frequencies (12 bits), the number of bits that follow the symbol
+/// (3 bits) and 20 less this number (5 bits), so that vectors get both shifts by a constant one.
 const fn entry(frequency: u32, start: u32, extra_bits: u32) -> u32 {
-    (frequency - 1) | start << PROBABILITY_BITS | extra_bits << (2 * PROBABILITY_BITS)
+    let shift = 32 - PROBABILITY_BITS - extra_bits;
+    (frequency - 1) | start << PROBABILITY_BITS | extra_bits << EXTRA_BITS_AT | shift << SHIFT_AT
 }
 
-/// The fields of an entry.
+/// Position of the number of bits that follow a symbol in an entry.
+const EXTRA_BITS_AT: u32 = 2 * PROBABILITY_BITS;
+/// Position of 20 less this number.
+const SHIFT_AT: u32 = 27;
+
+/// The fields of an entry: frequency, sum of the earlier ones, bits that follow.
 const fn fields(entry: u32) -> (u32, u32, u32) {
-    ((entry & (TOTAL - 1)) + 1, entry >> PROBABILITY_BITS & (TOTAL - 1), entry >> (2 * PROBABILITY_BITS))
+    ((entry & (TOTAL - 1)) + 1, entry >> PROBABILITY_BITS & (TOTAL - 1), entry >> EXTRA_BITS_AT & WHOLE_BITS)
 }
 
-impl Tables {
+/// Twice the reciprocal of a frequency, a little too low.
+fn twice_reciprocal(frequency: u32) -> f32 {
+    2.0 * if frequency == 1 { 1.0 } else { RECIPROCAL / frequency as f32 }
+}
+
+impl EncodeTables {
     pub fn new(model: &Model) -> Self {
-        let mut slots = Vec::with_capacity(model.tables.len() * TOTAL as usize);
-        let mut entries = vec![0; model.tables.len() * ENTRIES];
+        let mut entries = vec![[0; 2]; model.tables.len() * ENTRIES];
         for (table, entries) in model.tables.iter().zip(entries.chunks_exact_mut(ENTRIES)) {
             let mut start = 0;
             for (symbol, &frequency) in table.iter().enumerate().filter(|(_, frequency)| **frequency > 0) {
                 let extra_bits = if model.symbols.is_whole(symbol) { WHOLE_BITS } else { 0 };
-                entries[symbol] = entry(frequency.into(), start, extra_bits);
-                let slot = symbol as u32 | u32::from(frequency - 1) << FREQUENCY_AT;
-                slots.extend((0..u32::from(frequency)).map(|offset| slot | offset << OFFSET_AT));
-                start += u32::from(frequency);
+                let frequency = u32::from(frequency);
+                entries[symbol] = [entry(frequency, start, extra_bits), twice_reciprocal(frequency).to_bits()];
+                start += frequency;
             }
         }
-        Self { slots, entries, symbols: model.symbols }
+        Self { entries }
     }
 
     /// Checks that all tables exist, so that vectors may gather from them.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
     fn check(&self, ids: &[u8]) {
-        let most = ids.iter().fold(0, |most, &id| most.max(id));
-        assert!(usize::from(most) < self.entries.len() / ENTRIES);
+        assert!(highest(ids) < self.entries.len() / ENTRIES);
     }
+}
+
+impl DecodeTables {
+    pub fn new(model: &Model) -> Self {
+        let mut slots = Vec::with_capacity(model.tables.len() * TOTAL as usize);
+        for table in &model.tables {
+            for (symbol, &frequency) in table.iter().enumerate().filter(|(_, frequency)| **frequency > 0) {
+                let slot = symbol as u32 | u32::from(frequency - 1) << FREQUENCY_AT;
+                slots.extend((0..u32::from(frequency)).map(|offset| slot | offset << OFFSET_AT));
+            }
+        }
+        Self { slots, symbols: model.symbols }
+    }
+
+    /// As [`EncodeTables::check`].
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn check(&self, ids: &[u8]) {
+        assert!(highest(ids) < self.slots.len() / TOTAL as usize);
+    }
+}
+
+/// The highest of some tables.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn highest(ids: &[u8]) -> usize {
+    ids.iter().fold(0, |most, &id| most.max(id)).into()
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -98,6 +141,54 @@ pub(super) fn has_avx512() -> bool {
         && is_x86_feature_detected!("popcnt")
 }
 
+/// Calls a function, compiled for the vectors of this processor.
+macro_rules! vectorised {
+    ($function:ident($($name:ident: $type:ty),*) $(-> $result:ty)?) => {{
+        #[cfg(target_arch = "x86_64")]
+        if $crate::encoding::rans::coder::has_avx512() {
+            #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+            fn with_avx512($($name: $type),*) $(-> $result)? {
+                $function($($name),*)
+            }
+            // SAFETY: the processor has the instructions.
+            return unsafe { with_avx512($($name),*) };
+        } else if $crate::encoding::rans::coder::has_avx2() {
+            #[target_feature(enable = "avx2")]
+            fn with_avx2($($name: $type),*) $(-> $result)? {
+                $function($($name),*)
+            }
+            // SAFETY: the processor has the instructions.
+            return unsafe { with_avx2($($name),*) };
+        }
+        $function($($name),*)
+    }};
+}
+pub(super) use vectorised;
+
+/// Requests memory that will be read soon, in whole lines.
+pub(super) fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in bytes.as_chunks::<64>().0 {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every processor of this architecture has the instruction, which changes no data and never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
+}
+
+/// The place of each element's symbol in a table of counters: above its eight bits the element's context.
+pub(super) fn places(symbols: Symbols, elements: &[u8], contexts: &[u8], places: &mut [u16]) {
+    vectorised!(places_any(symbols: Symbols, elements: &[u8], contexts: &[u8], places: &mut [u16]));
+}
+
+#[inline(always)]
+fn places_any(symbols: Symbols, elements: &[u8], contexts: &[u8], places: &mut [u16]) {
+    for ((element, &context), place) in elements.as_chunks::<2>().0.iter().zip(contexts).zip(places) {
+        *place = u16::from(context) << 8 | symbols.split((u16::from_le_bytes(*element) & 0x7fff) >> 3).0;
+    }
+}
+
 /// Splits elements into codes and nibbles (two per byte). An odd last element gets a byte of its own.
 pub(super) fn split(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibbles: &mut [u8]) {
     let done = 0;
@@ -107,17 +198,11 @@ pub(super) fn split(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibble
         unsafe { avx512::split(symbols, elements, codes, nibbles) }
     } else if has_avx2() {
         // SAFETY: the processor has the instructions.
-        return unsafe { split_avx2(symbols, elements, codes, nibbles) };
+        unsafe { avx2::split(symbols, elements, codes, nibbles) }
     } else {
         done
     };
     split_any(symbols, &elements[2 * done..], &mut codes[done..], &mut nibbles[done / 2..]);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn split_avx2(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibbles: &mut [u8]) {
-    split_any(symbols, elements, codes, nibbles);
 }
 
 #[inline(always)]
@@ -139,18 +224,7 @@ fn split_any(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibbles: &mut
 
 /// Joins codes, which it replaces by magnitudes, and nibbles to elements.
 pub(super) fn join(symbols: Symbols, codes: &mut [u16], nibbles: &[u8], elements: &mut [u8]) {
-    #[cfg(target_arch = "x86_64")]
-    if has_avx2() {
-        // SAFETY: the processor has the instructions.
-        return unsafe { join_avx2(symbols, codes, nibbles, elements) };
-    }
-    join_any(symbols, codes, nibbles, elements);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn join_avx2(symbols: Symbols, codes: &mut [u16], nibbles: &[u8], elements: &mut [u8]) {
-    join_any(symbols, codes, nibbles, elements);
+    vectorised!(join_any(symbols: Symbols, codes: &mut [u16], nibbles: &[u8], elements: &mut [u8]));
 }
 
 #[inline(always)]
@@ -172,7 +246,7 @@ fn join_any(symbols: Symbols, codes: &mut [u16], nibbles: &[u8], elements: &mut 
 /// Encodes a block, its last element first. The words are written in front of `words[*at..]`, which has at least two
 /// bytes per element and [`SLACK`] in front of `at`.
 pub(super) fn encode(
-    tables: &Tables,
+    tables: &EncodeTables,
     states: &mut [u32; STATES],
     (words, at): (&mut [u8], &mut usize),
     ids: &[u8],
@@ -194,7 +268,7 @@ pub(super) fn encode(
 }
 
 fn encode_any(
-    tables: &Tables,
+    tables: &EncodeTables,
     states: &mut [u32; STATES],
     (words, at): (&mut [u8], &mut usize),
     ids: &[u8],
@@ -203,7 +277,7 @@ fn encode_any(
     for (i, (&id, &code)) in ids.iter().zip(codes).enumerate().rev() {
         let state = &mut states[i % STATES];
         let (frequency, start, extra_bits) =
-            fields(tables.entries[usize::from(id) * ENTRIES + usize::from(code & 0xff)]);
+            fields(tables.entries[usize::from(id) * ENTRIES + usize::from(code & 0xff)][0]);
         // The state after this symbol must stay below 2^32.
         if u64::from(*state) >= u64::from(frequency) << (32 - PROBABILITY_BITS - extra_bits) {
             *at -= 2;
@@ -217,7 +291,7 @@ fn encode_any(
 
 /// Decodes a block from `words[*at..]`. `false` if it needs more words.
 pub(super) fn decode(
-    tables: &Tables,
+    tables: &DecodeTables,
     states: &mut [u32; STATES],
     (words, at): (&[u8], &mut usize),
     ids: &[u8],
@@ -238,7 +312,7 @@ pub(super) fn decode(
 }
 
 fn decode_any(
-    tables: &Tables,
+    tables: &DecodeTables,
     states: &mut [u32; STATES],
     (words, at): (&[u8], &mut usize),
     ids: &[u8],
@@ -288,13 +362,13 @@ mod tests {
         Model { symbols, contexts: Contexts { starts: 0b1111, rows: None, cols: None }, tables }
     }
 
-    type Encode = fn(&Tables, &mut [u32; STATES], (&mut [u8], &mut usize), &[u8], &[u16]);
-    type Decode = fn(&Tables, &mut [u32; STATES], (&[u8], &mut usize), &[u8], &mut [u16]) -> bool;
+    type Encode = fn(&EncodeTables, &mut [u32; STATES], (&mut [u8], &mut usize), &[u8], &[u16]);
+    type Decode = fn(&DecodeTables, &mut [u32; STATES], (&[u8], &mut usize), &[u8], &mut [u16]) -> bool;
 
     /// The encoder for processors without AVX-512.
     #[cfg(target_arch = "x86_64")]
     fn encode_avx2(
-        tables: &Tables,
+        tables: &EncodeTables,
         states: &mut [u32; STATES],
         (words, at): (&mut [u8], &mut usize),
         ids: &[u8],
@@ -309,7 +383,7 @@ mod tests {
     /// The decoder for processors without AVX-512.
     #[cfg(target_arch = "x86_64")]
     fn decode_avx2(
-        tables: &Tables,
+        tables: &DecodeTables,
         states: &mut [u32; STATES],
         (words, at): (&[u8], &mut usize),
         ids: &[u8],
@@ -324,7 +398,7 @@ mod tests {
     fn vectors_code_like_the_portable_functions() {
         let mut random = Random::new(1);
         let model = model(&mut random);
-        let tables = Tables::new(&model);
+        let (tables, decode_tables) = (EncodeTables::new(&model), DecodeTables::new(&model));
         for len in [1, 31, 32, 33, 64, 1000, 4096, 4095] {
             let ids: Vec<u8> = (0..len).map(|_| random.below(4) as u8).collect();
             let codes: Vec<u16> = ids
@@ -355,13 +429,13 @@ mod tests {
                 [decode as Decode, decode_any as Decode, if has_avx2() { decode_avx2 as Decode } else { decode_any }];
             for decode in decoders {
                 let (mut states, mut at, mut back) = (states, 0, vec![0; len]);
-                assert!(decode(&tables, &mut states, (&words, &mut at), &ids, &mut back));
+                assert!(decode(&decode_tables, &mut states, (&words, &mut at), &ids, &mut back));
                 assert!(back == codes && at == words.len() && states == [STATE_MIN; STATES]);
             }
             // Without its last word, the block cannot be decoded.
             if let Some(cut) = words.len().checked_sub(2) {
                 let (mut states, mut at, mut back) = (states, 0, vec![0; len]);
-                assert!(!decode(&tables, &mut states, (&words[..cut], &mut at), &ids, &mut back));
+                assert!(!decode(&decode_tables, &mut states, (&words[..cut], &mut at), &ids, &mut back));
             }
         }
     }
@@ -375,7 +449,7 @@ mod tests {
             let mut table = vec![0; symbols.count()];
             (table[0], table[1]) = (frequency as u16, (TOTAL - frequency) as u16);
             let contexts = Contexts { starts: 1, rows: None, cols: None };
-            let tables = Tables::new(&Model { symbols, contexts, tables: vec![table] });
+            let tables = EncodeTables::new(&Model { symbols, contexts, tables: vec![table] });
             let most = u64::from(frequency) << (32 - PROBABILITY_BITS);
             let states: [u32; STATES] = std::array::from_fn(|i| {
                 let shift = i / 8 * 2 + random.below(2) as usize;

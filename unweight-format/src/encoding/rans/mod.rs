@@ -20,7 +20,7 @@ use rayon::prelude::*;
 
 pub(crate) use self::model::{Model, Symbols};
 use self::{
-    coder::{STATE_MIN, STATES, Tables},
+    coder::{DecodeTables, EncodeTables, STATE_MIN, STATES},
     model::TableIds,
     streams::Streams,
 };
@@ -116,7 +116,7 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> RansTensor<Vec<u8>> 
 /// A symbol of the matrix has no frequency.
 fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
     let grid = matrix.grid();
-    let (tables, ids) = (Tables::new(&model), TableIds::new(&model.contexts, grid.cols()));
+    let (tables, ids) = (EncodeTables::new(&model), TableIds::new(&model.contexts, grid.cols()));
     let mut nibbles = zeroed(nibble_bytes(grid));
     let streams = Streams::of_symbols(grid.elements(), matrix.bytes().len());
     let chunks = matrix.bytes().par_chunks(2 * CHUNK).zip(nibbles.par_chunks_mut(CHUNK / 2)).enumerate();
@@ -133,16 +133,18 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
 
 /// Encodes the elements of a chunk, of which `first` is the index of the first: words in front of `at`, and nibbles.
 fn encode_chunk(
-    (tables, ids, symbols): (&Tables, &TableIds<'_>, Symbols),
+    (tables, ids, symbols): (&EncodeTables, &TableIds<'_>, Symbols),
     (first, elements, nibbles): (usize, &[u8], &mut [u8]),
     states: &mut [u32; STATES],
     (words, at): (&mut [u8], &mut usize),
 ) {
     let (mut of, mut codes) = ([0; BLOCK], [0; BLOCK]);
-    let blocks = elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate();
-    for (block, (elements, nibbles)) in blocks.collect::<Vec<_>>().into_iter().rev() {
+    let (chunk, blocks) = (elements, elements.chunks(2 * BLOCK).zip(nibbles.chunks_mut(BLOCK / 2)).enumerate());
+    for (block, (elements, nibbles)) in blocks.rev() {
         let len = elements.len() / 2;
         coder::split(symbols, elements, &mut codes[..len], nibbles);
+        // The processor does not foresee that the earlier block is the next.
+        coder::prefetch(&chunk[2 * BLOCK * block.saturating_sub(1)..2 * BLOCK * block]);
         if !ids.is_single() {
             ids.fill(first + block * BLOCK, &mut of[..len]);
         }
@@ -166,7 +168,7 @@ pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &RansTensor<B>) -> Result<Vec<u8>, 
 /// `out` is not `n * k * 2` bytes long, or the words of a chunk are not those of any elements.
 fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &RansTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     check_out(tensor.grid, out)?;
-    let (tables, ids) = (Tables::new(&tensor.model), TableIds::new(&tensor.model.contexts, tensor.grid.cols()));
+    let (tables, ids) = (DecodeTables::new(&tensor.model), TableIds::new(&tensor.model.contexts, tensor.grid.cols()));
     let chunks = out.par_chunks_mut(2 * CHUNK).zip(tensor.nibbles.as_ref().par_chunks(CHUNK / 2)).enumerate();
     chunks.try_for_each(|(chunk, (out, nibbles))| {
         let (mut states, words) = tensor.chunk(chunk);

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::{
     BLOCK, CHUNK, MISSING_WORDS, UNEQUAL_END, choose, chunk_head, chunk_starts,
-    coder::{self, STATE_MIN, Tables},
+    coder::{self, DecodeTables, EncodeTables, STATE_MIN},
     model::{self, Contexts, Model, SYMBOLS_MAX, Symbols},
     numbers::{NumberReader, NumberWriter},
     streams::Streams,
@@ -91,7 +91,7 @@ fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
     frequencies.iter().for_each(|table| model::put_table(&mut numbers, table));
     section.extend(numbers.finish());
     section.resize(section.len().next_multiple_of(SECTION_ALIGN), 0);
-    let (tables, ids) = (tables(frequencies), ids(width));
+    let (tables, ids) = (EncodeTables::new(&model_of(frequencies)), ids(width));
     let streams = Streams::of_symbols(bytes.len(), bytes.len());
     bytes.par_chunks(CHUNK).enumerate().for_each(|(number, chunk)| {
         streams.add(number, chunk.len(), |states, words, at| {
@@ -114,10 +114,10 @@ fn count(width: usize, bytes: &[u8]) -> Vec<[u64; SYMBOLS_MAX]> {
     counts
 }
 
-/// The lookup tables of these frequencies: 256 symbols, none of which stands for several.
-fn tables(frequencies: Vec<Vec<u16>>) -> Tables {
+/// The model of these frequencies: 256 symbols, none of which stands for several.
+fn model_of(frequencies: Vec<Vec<u16>>) -> Model {
     let contexts = Contexts { starts: (1 << frequencies.len()) - 1, rows: None, cols: None };
-    Tables::new(&Model { symbols: Symbols { first: 0, below: 0, head: 16, above: 0 }, contexts, tables: frequencies })
+    Model { symbols: Symbols { first: 0, below: 0, head: 16, above: 0 }, contexts, tables: frequencies }
 }
 
 /// The tables of the bytes of a block.
@@ -130,7 +130,7 @@ struct Stored<'a> {
     width: usize,
     /// Bytes of the elements.
     bytes: usize,
-    tables: Tables,
+    tables: DecodeTables,
     streams: &'a [u8],
     /// First byte of each chunk in `streams`.
     starts: Vec<usize>,
@@ -160,7 +160,7 @@ impl<'a> Stored<'a> {
         let width = usize::from(width);
         let bytes = grid.elements() * width;
         let starts = chunk_starts(bytes, streams).map_err(of_streams)?;
-        Ok(Self { width, bytes, tables: tables(frequencies), streams, starts })
+        Ok(Self { width, bytes, tables: DecodeTables::new(&model_of(frequencies)), streams, starts })
     }
 
     fn decode(&self, out: &mut [u8]) -> Result<(), CodecError> {

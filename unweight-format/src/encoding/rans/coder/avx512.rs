@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::{
-    EXTRA_SHIFT, FREQUENCY_AT, OFFSET_AT, PROBABILITY_BITS, RECIPROCAL, STATES, Symbols, TOTAL, Tables, WHOLE_BITS,
+    DecodeTables, EXTRA_BITS_AT, EXTRA_SHIFT, EncodeTables, FREQUENCY_AT, OFFSET_AT, RECIPROCAL, SHIFT_AT, STATES,
+    Symbols, TOTAL, WHOLE_BITS,
 };
 
 /// States of a vector.
@@ -65,7 +66,7 @@ pub fn split(symbols: Symbols, elements: &[u8], codes: &mut [u16], nibbles: &mut
 /// Decodes whole groups of states while enough words are left. Returns the number of decoded elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,popcnt")]
 pub fn decode(
-    tables: &Tables,
+    tables: &DecodeTables,
     states: &mut [u32; STATES],
     (words, at): (&[u8], &mut usize),
     ids: &[u8],
@@ -127,7 +128,7 @@ pub fn decode(
 /// Encodes whole groups of states.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,popcnt")]
 pub fn encode(
-    tables: &Tables,
+    tables: &EncodeTables,
     states: &mut [u32; STATES],
     (words, at): (&mut [u8], &mut usize),
     ids: &[u8],
@@ -139,6 +140,7 @@ pub fn encode(
     let entries = tables.entries.as_ptr().cast::<i32>();
     let (low_slot, total) = (_mm512_set1_epi32(TOTAL as i32 - 1), _mm512_set1_epi32(TOTAL as i32));
     let (one, low_word, low_byte) = (_mm512_set1_epi32(1), _mm512_set1_epi32(0xffff), _mm512_set1_epi32(0xff));
+    let whole_bits = _mm512_set1_epi32(WHOLE_BITS as i32);
     let [mut a, mut b] = load(states);
     let mut next = *at;
     macro_rules! step {
@@ -152,12 +154,13 @@ pub fn encode(
             };
             let (id, code) = (_mm512_cvtepu8_epi32(id), _mm512_cvtepu16_epi32(code));
             let index = _mm512_or_si512(_mm512_slli_epi32::<8>(id), _mm512_and_si512(code, low_byte));
-            // SAFETY: `entries` has 256 words per table.
-            let entry = unsafe { _mm512_i32gather_epi32::<4>(index, entries) };
+            // SAFETY: `entries` has 256 pairs of words per table.
+            let entry = unsafe { _mm512_i32gather_epi32::<8>(index, entries) };
             let frequency = _mm512_add_epi32(_mm512_and_si512(entry, low_slot), one);
             let start = _mm512_and_si512(_mm512_srli_epi32::<12>(entry), low_slot);
-            let extra_bits = _mm512_srli_epi32::<24>(entry);
-            let most_shift = _mm512_sub_epi32(_mm512_set1_epi32(32 - PROBABILITY_BITS as i32), extra_bits);
+            // The compiler sees that both are below 32.
+            let extra_bits = _mm512_and_si512(_mm512_srli_epi32::<EXTRA_BITS_AT>(entry), whole_bits);
+            let most_shift = _mm512_srli_epi32::<SHIFT_AT>(entry);
             let full = _mm512_cmpge_epu32_mask(_mm512_srlv_epi32($state, most_shift), frequency);
             let emitted = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full, $state));
             let count = full.count_ones();
