@@ -62,9 +62,9 @@ impl Histogram {
 /// Counts exponents fast.
 ///
 /// Plain counting costs one memory increment per element. Almost all elements of a tensor have one of 16 exponents, so
-/// with AVX-512, 64 elements at a time are compared with each of these, and only the others are counted one by one. With
-/// AVX2 they are successive, and a shuffle of 32 elements counts two. The 16 are guessed from the first bytes; a wrong
-/// guess costs time, not correctness.
+/// with AVX-512, 64 elements at a time are compared with each of these, and only the others are counted one by one.
+/// With AVX2 they are successive, and a shuffle of 32 elements counts two. The 16 are guessed from the first bytes; a
+/// wrong guess costs time, not correctness.
 #[derive(Debug)]
 pub(crate) struct Counter {
     /// Adjacent elements use separate tables, because equal exponents would wait for each other's store.

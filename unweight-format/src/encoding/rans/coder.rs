@@ -396,6 +396,12 @@ mod tests {
 
     #[test]
     fn vectors_code_like_the_portable_functions() {
+        #[cfg(target_arch = "x86_64")]
+        for (name, has) in [("AVX2", has_avx2()), ("AVX-512", has_avx512())] {
+            if !has {
+                eprintln!("skipped: this processor has no {name}");
+            }
+        }
         let mut random = Random::new(1);
         let model = model(&mut random);
         let (tables, decode_tables) = (EncodeTables::new(&model), DecodeTables::new(&model));
