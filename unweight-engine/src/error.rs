@@ -162,7 +162,7 @@ impl EngineError {
 pub struct UnsupportedSize {
     /// The key in `config.json`; of experts, whose keys differ between families, what it means.
     pub key: &'static str,
-    /// Its value.
+    /// The value of the key.
     pub value: u32,
     /// The supported values.
     pub takes: &'static str,
@@ -197,7 +197,7 @@ pub struct NoMemory {
     /// The number of tokens of that sequence.
     pub context: u32,
     /// Whether the model is a mixture of experts.
-    pub mixture: bool,
+    pub(crate) mixture: bool,
 }
 
 impl NoMemory {

@@ -35,7 +35,7 @@ pub use constraint::{Constraint, ConstraintState};
 #[doc(inline)]
 pub use engine::{Engine, LoadProgress};
 #[doc(inline)]
-pub use error::{EngineError, NoHostMemory, NoMemory, UnsupportedSize};
+pub use error::{EngineError, NoHostMemory, NoMemory};
 #[doc(inline)]
 pub use memory::Memory;
 #[doc(inline)]

@@ -162,6 +162,24 @@ impl MlpWeights {
             Self::Mixture { .. } => None,
         }
     }
+
+    /// Returns the tensors of the experts, the shared one included; none of a dense layer.
+    #[doc(hidden)]
+    pub fn expert_tensors(&self) -> Vec<&str> {
+        let Self::Mixture { experts, shared, .. } = self else { return Vec::new() };
+        let mut names: Vec<&str> = match experts {
+            ExpertWeights::Each(experts) => experts.iter().flat_map(GatedWeights::tensors).collect(),
+            ExpertWeights::Stacked { gate_up, down } => vec![gate_up, down],
+        };
+        names.extend(shared.iter().flat_map(|shared| shared.mlp.tensors()));
+        names
+    }
+}
+
+impl GatedWeights {
+    fn tensors(&self) -> [&str; 3] {
+        [&self.gate, &self.up, &self.down]
+    }
 }
 
 /// The reason why the tensors do not match the configuration.

@@ -6,7 +6,7 @@ use unweight_codegen::{VariantSpec, kv::packed, spec::EmbedSource};
 #[cfg(feature = "pipelines")]
 use unweight_format::bundle::Profile;
 use unweight_format::{EncodingId, bundle::Bundle};
-use unweight_model::{Activation, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelConfig, ModelWeights};
+use unweight_model::{Activation, LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     ContextSize, ExecContext, KernelSet, LayerBuilder, LoadOptions, Loader, Placement, Stream,
     cache::Progress,
@@ -285,7 +285,7 @@ impl WeightBytes {
         let packed = config.weight_bytes(Placement::Packed);
         let mut saved = 0u64;
         let tied = names.embed == names.lm_head;
-        let experts: HashSet<&str> = names.layers.iter().flat_map(|layer| expert_tensors(&layer.mlp)).collect();
+        let experts: HashSet<&str> = names.layers.iter().flat_map(|layer| layer.mlp.expert_tensors()).collect();
         for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == EncodingId::COMPACT) {
             let name = &tensor.entry().name;
             // Experts, and tensors that ids are looked up in, are packed.
@@ -310,25 +310,6 @@ impl WeightBytes {
     fn random(config: &ModelConfig) -> Self {
         let of = |placement| config.weight_bytes(placement);
         Self { packed: of(Placement::Packed), compact: Some(of(Placement::Compact)) }
-    }
-}
-
-fn gated_tensors(weights: &GatedWeights) -> [&str; 3] {
-    [&weights.gate, &weights.up, &weights.down]
-}
-
-/// The names of the weights of a layer's experts, the shared one included.
-fn expert_tensors(mlp: &MlpWeights) -> Vec<&str> {
-    match mlp {
-        MlpWeights::Mixture { experts, shared, .. } => {
-            let mut names: Vec<&str> = match experts {
-                ExpertWeights::Each(experts) => experts.iter().flat_map(gated_tensors).collect(),
-                ExpertWeights::Stacked { gate_up, down } => vec![gate_up, down],
-            };
-            names.extend(shared.iter().flat_map(|shared| gated_tensors(&shared.mlp)));
-            names
-        }
-        _ => Vec::new(),
     }
 }
 

@@ -90,7 +90,7 @@ UW_DEVICE float score_of(const u16* logit) {
     return ptx::max(ptx::div(1.0f, ptx::add(1.0f, ptx::ex2_approx(x * -1.44269504f))), 0.0f);
 }
 
-// A float that is not a NaN, as an integer of the same order; both zeros are one. 0 is no float.
+// A float that is not a NaN, as an integer of the same order; both zeros are one. No float has key 0.
 UW_DEVICE u32 key_of(float value) {
     const u32 bits = ptx::bits_from_float(ptx::add(value, 0.0f));
     return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
@@ -160,7 +160,7 @@ UW_DEVICE void topk(const RouteArgs& args, u32 token) {
         sum = warp_sum(sum);
     }
 
-    // Lane j keeps place j: what it has of it is computed for all places at once, after the loop.
+    // Lane j keeps the expert in place j; the weights of all places are computed together, after the loop.
     u32 id = 0, key = 0;
     float weight = 0.0f;
     for (u32 place = 0; place < args.top_k; ++place) {
