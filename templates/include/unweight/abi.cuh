@@ -103,15 +103,14 @@ struct GemmGroupedArgs {
     const u8* x_data;                 // bf16 [pairs / pairs_per_row, k]
     u64 x_row_bytes;
     const u32* pairs;                 // [pairs], sorted by expert: rows of Y, and pairs_per_row times rows of X
-    const u32* items;                 // [items, 4]: expert, first entry of `pairs`, entries (0: none, at the end), 0;
-                                      // is_pairs: [items], the expert of each pair, and `pairs` is not read
+    const u32* items;                 // [items, 4]: expert, first entry of `pairs`, entries (0: none, at the end), 0
     float scale;                      // 2^(base - 112): the factor between the operands and the weights
     u32 escape_words;
     u32 n;                            // of an expert
     u32 k;
     u32 tile_cols;                    // k / 64
     u32 pairs_per_row;                // pairs that share a row of X, at least 1
-    u32 is_pairs;                     // item i is pair i, of one entry, or of none if its expert is not below `experts`
+    u32 is_pairs;                     // items are [items], the expert of each pair, or not below `experts`; no `pairs`
     u32 experts;
 };
 

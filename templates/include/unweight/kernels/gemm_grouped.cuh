@@ -14,7 +14,8 @@
 // Launch: kThreads threads, Smem::kBytes of dynamic shared memory,
 //   grid = items * ceil(n / 16 / kRowBlocks). The row blocks of an expert are distributed evenly over the groups
 //   of each item.
-//   The grid is sized for the maximum number of items: those without rows are last, and their blocks exit at once.
+//   The grid is sized for the maximum number of items. Blocks of items without rows exit at once: in lists these are
+//   last; if each pair is an item (GemmGroupedArgs::is_pairs), those of experts that this device does not hold.
 //
 // Roles, barriers, shared memory: those of gemm_mma with kAsync.
 //   Preceding kernels write items, pairs and X: griddepcontrol.wait or stream order precedes their reads.

@@ -155,7 +155,7 @@ struct Kernel {
 
         UW_DEVICE Share(const Args& a, u32 batch_tiles) {
             if constexpr (kItems) {
-                // Blocks with the same batch rows are adjacent, and items without rows come last.
+                // Blocks with the same batch rows are adjacent.
                 const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
                 const u32 index = ptx::ctaid() / groups, group = ptx::ctaid() - index * groups;
                 const U32x4 item = item_of(a, index);
