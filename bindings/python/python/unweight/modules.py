@@ -730,7 +730,7 @@ def _experts_in(module: nn.Module) -> list[LayerReport]:
     return reports
 
 
-_EXPERTS = "pack_model packs nn.Linear only; UnweightConfig packs such experts while transformers loads them"
+_EXPERTS = "pack_model packs nn.Linear only; UnweightConfig packs most layouts of experts while transformers loads them"
 
 
 def _pack_weight(weight: Tensor, target: Optional[torch.device], to_cpu: bool) -> Union[_Held, str]:

@@ -9,6 +9,7 @@ On NVIDIA GPUs from Ampere on, its kernels multiply by the packed weights, on an
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 from ._extras import require
@@ -537,6 +538,9 @@ def _refuse_state(is_packed: bool) -> None:
         )
 
 
+_INDEX_TYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 class Experts(nn.Module):
     """Packed matrices of one shape, such as those of a layer's experts, each with its own exponent window.
 
@@ -582,12 +586,17 @@ class Experts(nn.Module):
 
     def __getitem__(self, expert: Any) -> Tensor:
         """Returns `unpacked(expert)`, as a model expects that indexes its weights `[experts, n, k]`."""
-        if isinstance(expert, Tensor) and expert.dim() == 0:
-            # A tensor as an index would copy the arena.
-            expert = int(expert)
-        if not isinstance(expert, int):
+        # A tensor as an index would copy the arena.
+        is_whole = not isinstance(expert, (bool, Tensor)) or (
+            isinstance(expert, Tensor) and expert.dim() == 0 and expert.dtype in _INDEX_TYPES
+        )
+        try:
+            expert = operator.index(expert) if is_whole else None
+        except TypeError:
+            expert = None
+        if expert is None:
             raise TypeError(
-                f"packed experts are indexed by one whole number, got {type(expert).__name__}; in transformers, call "
+                "packed experts are indexed by one whole number; in transformers, call "
                 "model.set_experts_implementation('eager'), which takes one after another"
             )
         return self.unpacked(expert)
