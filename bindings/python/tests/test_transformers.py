@@ -169,6 +169,36 @@ class Models(unittest.TestCase):
         self.assertTrue(torch.equal(logits(got), logits(expected)))
         self.assertLess(got.get_memory_footprint(), expected.get_memory_footprint() * 0.85)
 
+    def test_weights_that_a_parent_initializes_are_packed(self):
+        sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+        image = dict(**sizes, image_size=32, patch_size=8)
+        text = dict(**sizes, num_key_value_heads=2, head_dim=32, vocab_size=512)
+        gemma = dict(text_config=text, vision_config=image, mm_tokens_per_image=4)
+        gemma |= dict(image_token_index=500, boi_token_index=501, eoi_token_index=502)
+        siglip = dict(text_config=dict(**sizes, vocab_size=512, projection_size=128), vision_config=image)
+        mamba = dict(hidden_size=128, num_hidden_layers=2, vocab_size=512)
+        pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
+        for name, options, inputs, count in [
+            ("Gemma3ForConditionalGeneration", gemma, {}, 28),
+            ("SiglipModel", siglip, dict(pixel_values=pixels), 27),
+            ("MambaForCausalLM", mamba, {}, 4),
+        ]:
+            with self.subTest(name), torch.no_grad():
+                kind = getattr(transformers, name)
+                torch.manual_seed(5)
+                model = kind(kind.config_class(**options))
+                for parameter in model.parameters():
+                    if parameter.dim() == 2:
+                        parameter.normal_(0, 0.02)
+                model.to(torch.bfloat16).save_pretrained(self.home / name)
+                plain = kind.from_pretrained(self.home / name, dtype="auto")
+                loaded = kind.from_pretrained(self.home / name, dtype="auto", quantization_config=UnweightConfig())
+                self.assertEqual(packed(loaded), count)
+                for layer in loaded.modules():
+                    self.assertFalse(isinstance(layer, Linear) and layer.is_packed and hasattr(layer, "weight"))
+                wanted, outputs = (one(input_ids=TOKENS[:1], **inputs).to_tuple() for one in (plain, loaded))
+                torch.testing.assert_close(outputs[0], wanted[0], rtol=0, atol=0)
+
     @unittest.skipIf(IS_4, "in transformers 4, experts are linear layers")
     def test_experts_are_packed_and_their_bf16_is_freed(self):
         model = make(self.home / "model", "mixtral")

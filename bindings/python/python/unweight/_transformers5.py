@@ -96,6 +96,14 @@ def _initialize_missing(model: modeling_utils.PreTrainedModel, loaded: set[str])
                 nn.init.zeros_(parameter) if name == "bias" else nn.init.normal_(parameter, std=deviation)
 
 
+def _leave_meta_weight(module: Linear) -> None:
+    """Gives a packed layer a weight on the meta device, which is no parameter and counts as initialized: until the
+    model is loaded, the `_init_weights` of a parent may initialize the weight, as T5's and Mamba's do."""
+    weight = torch.empty(module.out_features, module.in_features, dtype=torch.bfloat16, device="meta")
+    weight._is_hf_initialized = True
+    vars(module)["weight"] = weight
+
+
 class UnweightHfQuantizer(BaseQuantizer):
     """The hooks of transformers 5."""
 
@@ -133,7 +141,8 @@ class UnweightHfQuantizer(BaseQuantizer):
         if not self._is_to_pack(module, name) or not may_pack(weight):
             return
         if isinstance(module, Linear):
-            module.pack(weight)
+            if module.pack(weight):
+                _leave_meta_weight(module)
         elif (reason := _pack_experts(module, name, weight)) is not None:
             self._unpackable[param_name] = reason
 
@@ -150,6 +159,8 @@ class UnweightHfQuantizer(BaseQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **arguments: Any) -> Any:
         _initialize_missing(model, self._loaded)
         for module in model.modules():
+            if isinstance(module, Linear) and module.is_packed:
+                vars(module).pop("weight", None)
             if any(isinstance(child, Experts) for child in module.children()):
                 _set_experts_implementation(module)
         return super()._process_model_after_weight_loading(model, **arguments)
