@@ -109,7 +109,7 @@ pub struct HostMemory {
 
 impl HostMemory {
     /// Smaller tensors and sections are not worth a copy of their own.
-    const BYTES_MIN: usize = 256 << 10;
+    pub(crate) const BYTES_MIN: usize = 256 << 10;
     /// Sections begin at multiples of this number of bytes.
     const ALIGN: usize = 256;
 
@@ -171,7 +171,8 @@ impl HostMemory {
         }
         let buffer = Arc::new(download.finish()?);
         let section = |place: Range<usize>| SectionBytes::part(buffer.clone(), place);
-        places.into_iter().map(section).collect::<Option<_>>().ok_or_else(|| unreachable!("the places are inside"))
+        let sections: Option<Vec<_>> = places.into_iter().map(section).collect();
+        Ok(sections.unwrap_or_else(|| unreachable!("`places` returned ranges inside the buffer")))
     }
 }
 

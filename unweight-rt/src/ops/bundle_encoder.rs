@@ -36,7 +36,7 @@ pub struct BundleEncoder {
 /// The pinned memory of a run.
 #[derive(Debug)]
 enum Memory {
-    /// The memory is allocated when it is first needed; `None` if it would be too small.
+    /// Bytes for tensors and for sections, not allocated yet; `None` if they would be few.
     Reserved(Option<[usize; 2]>),
     /// Allocated; `None` if it could not be pinned.
     Allocated(Option<Arc<HostMemory>>),
@@ -78,15 +78,17 @@ impl BundleEncoder {
         })
     }
 
-    /// Returns the run's pinned memory, if it has some.
-    fn host_memory(&self) -> Option<Arc<HostMemory>> {
+    /// Returns the run's pinned memory, which is allocated for the first tensor that finds room in it. `bytes` are those
+    /// of a tensor to read; `None` if one is encoded, for which nothing is allocated.
+    fn host_memory(&self, bytes: Option<usize>) -> Option<Arc<HostMemory>> {
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Memory::Reserved(reserved) = *memory {
-            let allocate = |[tensors, sections]: [usize; 2]| {
-                let allocate = || HostMemory::new(&self.device, tensors, sections).ok();
-                self.trace.time("pin memory", (tensors + sections) as u64, allocate).map(Arc::new)
-            };
-            *memory = Memory::Allocated(reserved.and_then(allocate));
+        if let Memory::Reserved(Some([tensors, sections])) = *memory
+            && bytes.is_some_and(|bytes| (HostMemory::BYTES_MIN..=tensors).contains(&bytes))
+        {
+            // Without pinned memory, tensors and sections are in other memory.
+            let allocate = || HostMemory::new(&self.device, tensors, sections).ok();
+            let allocated = self.trace.time("pin memory", (tensors + sections) as u64, allocate);
+            *memory = Memory::Allocated(allocated.map(Arc::new));
         }
         match &*memory {
             Memory::Allocated(memory) => memory.clone(),
@@ -257,7 +259,7 @@ impl EncoderMemory for BundleEncoder {
     }
 
     fn buffer(&self, bytes: usize) -> Option<EncoderBuffer> {
-        let buffer = self.host_memory()?.tensor(bytes)?;
+        let buffer = self.host_memory(Some(bytes))?.tensor(bytes)?;
         Some(Box::new(buffer))
     }
 
@@ -267,7 +269,7 @@ impl EncoderMemory for BundleEncoder {
         encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<SectionBytes>), EncoderError> {
-        self.encode_with(matrix, encoding, limit, self.host_memory().as_deref())
+        self.encode_with(matrix, encoding, limit, self.host_memory(None).as_deref())
     }
 }
 

@@ -9,6 +9,8 @@
 //! ones are uploaded. The link copies in both directions at once, so what remains after the last upload are the kernels
 //! and the coded exponents.
 
+use std::sync::Arc;
+
 use unweight_codegen::{abi::EncodeHuffmanArgs, plan::GemmShape, spec::EncodeHuffmanStage};
 use unweight_format::{EncodingId, Matrix, StoredTensor, bundle::SectionBytes, raw::Section};
 
@@ -96,30 +98,32 @@ impl GpuEncoder {
             Some(copies) => copies,
             None => copies.insert(CopyStreams::new(stream.device())?),
         };
+        let is_pinned = memory.is_some_and(|memory| memory.contains(matrix.bytes()));
         let mut plane =
             memory.and_then(|memory| memory.section(grid.elements())).map(|buffer| Download::new(&copies.down, buffer));
-        trace.time("upload", bytes, || {
-            if memory.is_some_and(|memory| memory.contains(matrix.bytes())) {
-                self.enqueue_pieces(buffers, copies, matrix, plane.as_mut())
-            } else {
-                copier.upload(&mut buffers.weights, matrix.bytes())?;
-                buffers.scratch.fill_bytes(stream, 0)?;
-                self.enqueue_split(buffers, copies, (0, grid.elements()), plane.as_mut())
-            }
-        })?;
         let stages = match coding {
             Coding::Huffman => HUFFMAN_STAGES,
             Coding::Palette => PALETTE_STAGES,
         };
-        let kernels = || {
+        trace.time("upload", bytes, || {
+            // After the work of an earlier tensor that failed.
+            copies.up.wait_for(stream)?;
+            buffers.scratch.fill_bytes(stream, 0)?;
+            let mut upload = Upload::new(&copies.up, matrix.bytes());
+            if is_pinned {
+                self.enqueue_pieces(buffers, copies, &mut upload, plane.as_mut())?;
+            } else {
+                copier.upload(&mut buffers.weights, matrix.bytes())?;
+                self.enqueue_split(buffers, copies, (0, grid.elements()), plane.as_mut())?;
+            }
             for stage in &stages[1..] {
                 // SAFETY: `stats` has been enqueued for every element, after the scratch was cleared, and the stages
                 // follow in their order; the buffers are borrowed mutably meanwhile.
                 unsafe { self.enqueue_stage(buffers, *stage) }?;
             }
-            buffers.totals()
-        };
-        let totals = trace.time("kernels", bytes, kernels)?;
+            upload.finish()
+        })?;
+        let totals = trace.time("kernels", bytes, || buffers.totals())?;
         let download = || -> Result<_, DeviceError> {
             let mut parts = match coding {
                 Coding::Huffman => buffers.huffman_parts(totals)?,
@@ -134,8 +138,7 @@ impl GpuEncoder {
             if let Some(plane) = plane {
                 let buffer = plane.finish()?;
                 let all = 0..buffer.len();
-                sections
-                    .extend(SectionBytes::part(std::sync::Arc::new(buffer), all).map(|b| (Section::SIGN_MANTISSA, b)));
+                sections.extend(SectionBytes::part(Arc::new(buffer), all).map(|b| (Section::SIGN_MANTISSA, b)));
             }
             Ok(sections)
         };
@@ -148,28 +151,23 @@ impl GpuEncoder {
         Ok(trace.time("check", bytes, || StoredTensor::new(encoding, grid, in_order))?)
     }
 
-    /// Uploads a matrix in pinned memory piece by piece. Each piece is split when it is there, and its signs and
-    /// mantissas are downloaded to `plane`. Waits for the uploads.
+    /// Enqueues the upload of a matrix in pinned memory piece by piece. Each piece is split when it is there, and its
+    /// signs and mantissas are downloaded to `plane`.
     fn enqueue_pieces(
         &self,
         buffers: &mut EncodeBuffers,
         copies: &CopyStreams,
-        matrix: Matrix<'_>,
+        upload: &mut Upload<'_, '_>,
         mut plane: Option<&mut Download<'_>>,
     ) -> Result<(), DeviceError> {
-        let stream = buffers.stream.clone();
-        // After the work of an earlier tensor that failed.
-        copies.up.wait_for(&stream)?;
-        buffers.scratch.fill_bytes(&stream, 0)?;
-        let mut upload = Upload::new(&copies.up, matrix.bytes());
-        for piece in pieces(matrix.grid().elements(), PIECE) {
+        for piece in pieces(buffers.grid.elements(), PIECE) {
             let bytes = 2 * piece.start..2 * piece.end;
             upload.add(bytes.clone(), &mut buffers.weights, bytes.start)?;
             copies.up.record(&copies.uploaded)?;
-            stream.wait(&copies.uploaded)?;
+            buffers.stream.wait(&copies.uploaded)?;
             self.enqueue_split(buffers, copies, (piece.start, piece.len()), plane.as_deref_mut())?;
         }
-        upload.finish()
+        Ok(())
     }
 
     /// Enqueues `stats` for `len` elements from index `at`, and the download of their signs and mantissas to `plane`.
