@@ -353,12 +353,13 @@ mod tests {
             };
             scope.spawn(move || ask(8));
             queued(2);
-            scope.spawn(move || ask(1));
+            // Fits next to 5 bytes but not next to 8, so it is last.
+            scope.spawn(move || ask(3));
             queued(3);
             assert!(order.lock().unwrap().is_empty());
             budget.release(5);
         });
-        assert_eq!(order.into_inner().unwrap(), [8, 1]);
+        assert_eq!(order.into_inner().unwrap(), [8, 3]);
     }
 
     #[test]

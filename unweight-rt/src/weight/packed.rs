@@ -7,6 +7,7 @@ use unweight_format::{
     bundle::SectionBytes,
     raw::{
         PackedTensor,
+        layout::SECTION_ALIGN,
         packed::{self, Window},
     },
 };
@@ -95,7 +96,9 @@ impl DevicePacked {
         copier: &mut Copier,
     ) -> Result<StoredTensor<SectionBytes>, DeviceError> {
         let mut sections = vec![SectionBytes::from(self.window.stored().to_vec())];
-        sections.extend(HostMemory::download(memory, copier, &self.parts()?)?);
+        let [escape_heads, escapes, packed] = self.parts()?;
+        let parts = [escape_heads, escapes.padded(SECTION_ALIGN), packed];
+        sections.extend(HostMemory::download(memory, copier, &parts)?);
         Ok(StoredTensor::new(EncodingId::PACKED, self.grid, sections)?)
     }
 
