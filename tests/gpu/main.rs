@@ -10,6 +10,7 @@ mod decode_compact;
 mod decode_huffman;
 mod encode_compact;
 mod encode_huffman;
+mod encode_pinned;
 mod engine;
 mod expert_slots;
 mod exponents;

@@ -9,11 +9,18 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::Placement;
-use unweight_format::{CodeLimit, Matrix, bundle::Profile};
+use unweight_format::{
+    CodeLimit, Matrix, StoredTensor,
+    bundle::{Profile, SectionBytes},
+    raw::{huffman, palette},
+};
 use unweight_model::ModelConfig;
 use unweight_rt::{
-    DeviceInfo, KernelSet,
-    raw::ops::encode_huffman::{EncodeWorkspace, GpuEncoder},
+    DeviceError, DeviceInfo, KernelSet,
+    raw::{
+        device::HostMemory,
+        ops::encode_huffman::{EncodeWorkspace, GpuEncoder},
+    },
 };
 
 use crate::{
@@ -222,40 +229,73 @@ fn steps(
     Ok(tuned)
 }
 
-/// Measures table 12: encodes one tensor from host memory to new host memory, including copies. Device memory is kept
-/// from round to round, as by PyTorch's allocator.
+/// Measures table 12: encodes one tensor, including copies. Device memory is kept from round to round, as by PyTorch's
+/// allocator. Host memory is either pageable, for the sections new in each round; or pinned and kept, as by PyTorch's
+/// allocator of pinned memory. Each round begins with the tensor and ends with all sections in host memory. The sections
+/// of another round in the same memory are compared with those of the CPU.
 fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> Result<(), BenchError> {
     let (n, k) = (GATE.0 as usize, GATE.1 as usize);
     let bytes = normal_bf16(n * k, 0.02, 1);
     let matrix = Matrix::new(&bytes, n, k)?;
     let encoder = GpuEncoder::new(kernels, CodeLimit::DEFAULT)?;
     let mut workspace = EncodeWorkspace::new(&kernels.device().stream()?);
-    for (theirs, name) in TABLE_12.into_iter().zip(["Huffman", "palette"]) {
-        let mut times = Vec::new();
-        for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
-            let start = Instant::now();
-            if name == "Huffman" {
-                encoder.encode_in(&mut workspace, matrix)?;
-            } else {
-                encoder.encode_palette_in(&mut workspace, matrix)?;
-            }
-            if round >= timing.warmup_rounds {
-                times.push(start.elapsed().as_secs_f64() * 1e3);
-            }
-        }
-        times.sort_by(f64::total_cmp);
+    let mut add = |name: &str, theirs, times: f64| {
         figures.push(Figure {
             table: 12,
             what: format!("encode {name}"),
             batch: None,
             unit: "ms",
-            ours: times.get(times.len() / 2).copied().unwrap_or(f64::NAN),
+            ours: times,
             theirs: Some(theirs),
             our_ratio: None,
             their_ratio: None,
         });
-    }
+    };
+    let [huffman_ms, palette_ms] = TABLE_12;
+    let huffman = median_ms(timing, || encoder.encode_in(&mut workspace, matrix).map(drop))?;
+    add("Huffman, pageable memory", huffman_ms, huffman);
+    let palette = median_ms(timing, || encoder.encode_palette_in(&mut workspace, matrix).map(drop))?;
+    add("palette, pageable memory", palette_ms, palette);
+
+    // Sections are not larger than the tensor.
+    let memory = HostMemory::new(kernels.device(), bytes.len(), bytes.len())?;
+    let mut pinned = memory.tensor(bytes.len()).ok_or(DeviceError::HostRoom { bytes: bytes.len() as u64 })?;
+    pinned.copy_from_slice(&bytes);
+    let matrix = Matrix::new(&pinned, n, k)?;
+    let huffman = median_ms(timing, || encoder.encode_pinned(&mut workspace, matrix, Some(&memory)).map(drop))?;
+    memory.poison(0xa5);
+    let expected = huffman::encode(matrix, CodeLimit::DEFAULT)?.into();
+    same_sections(&encoder.encode_pinned(&mut workspace, matrix, Some(&memory))?, &expected)?;
+    add("Huffman, pinned memory", huffman_ms, huffman);
+    let palette = median_ms(timing, || encoder.encode_palette_pinned(&mut workspace, matrix, Some(&memory)).map(drop))?;
+    memory.poison(0xa5);
+    let expected = palette::encode(matrix, CodeLimit::DEFAULT)?.into();
+    same_sections(&encoder.encode_palette_pinned(&mut workspace, matrix, Some(&memory))?, &expected)?;
+    add("palette, pinned memory", palette_ms, palette);
     Ok(())
+}
+
+/// Compares the sections of the GPU with those of the CPU.
+fn same_sections(got: &StoredTensor<SectionBytes>, expected: &StoredTensor<Vec<u8>>) -> Result<(), BenchError> {
+    if got.sections().eq(expected.sections()) {
+        Ok(())
+    } else {
+        Err(BenchError::WrongBits { kernel: "encode_huffman" })
+    }
+}
+
+/// Returns the median time of `encode` in milliseconds.
+fn median_ms(timing: &Timing, mut encode: impl FnMut() -> Result<(), DeviceError>) -> Result<f64, BenchError> {
+    let mut times = Vec::new();
+    for round in 0..timing.warmup_rounds + timing.rounds.max(1) {
+        let start = Instant::now();
+        encode()?;
+        if round >= timing.warmup_rounds {
+            times.push(start.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
 }
 
 /// Prints Markdown tables.

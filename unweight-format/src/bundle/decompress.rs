@@ -22,7 +22,7 @@ use super::{
     base::Base,
     files::{self, CHUNK, Contents, Input, check_sizes},
     manifest_file::read_manifest,
-    pipeline::{ByteBudget, ReadUnit, batch_bytes_max, join, on_threads, spawn},
+    pipeline::{ByteBudget, ReadUnit, batch_bytes_max, join, on_threads, ram_bytes, spawn},
     report::peak_rss_bytes,
     shard::Shard,
     stage::{Replaceable, Stage},
@@ -271,7 +271,7 @@ impl Job<'_> {
         at: u64,
         write: impl Fn(&[u8], u64) -> Result<(), BundleError> + Sync,
     ) -> Result<(), BundleError> {
-        let budget = ByteBudget::new(self.options.ram_bytes);
+        let budget = ByteBudget::new(ram_bytes(self.options.ram_bytes));
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Decoded>();
         let remaining = shard.read_units_from(first, bytes_of_batches(self.options.ram_bytes));

@@ -3,8 +3,10 @@
 use std::error::Error;
 
 use crate::{
-    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, StoredTensor, Survey, bundle::StageTime,
-    encoding::NotEncodable, packed::Unpackable,
+    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, StoredTensor, Survey,
+    bundle::{EncoderBuffer, SectionBytes, StageTime},
+    encoding::NotEncodable,
+    packed::Unpackable,
 };
 
 /// Encodes matrices. All encoders produce the same bytes, so a bundle does not depend on the encoder.
@@ -24,6 +26,50 @@ pub trait Encoder: Sync {
     /// The encoder's own stages so far, as parts of the stage `encode`.
     fn stages(&self) -> Vec<StageTime> {
         Vec::new()
+    }
+
+    /// The encoder's own memory, if it reads tensors from there faster than from other memory.
+    #[doc(hidden)]
+    fn memory(&self) -> Option<&dyn EncoderMemory> {
+        None
+    }
+}
+
+/// An encoder that reads tensors from memory of its own and leaves their sections there, such as pinned memory for the
+/// copy engine of a GPU. All of it may be in use at any time: then tensors and sections are in other memory.
+#[doc(hidden)]
+pub trait EncoderMemory: Sync {
+    /// Bounds the memory of the next run, which encodes `tensor_bytes` bytes and may hold `ram_bytes` bytes in all.
+    /// Returns the bytes of them that this memory takes up at most.
+    fn reserve(&self, ram_bytes: u64, tensor_bytes: u64) -> u64;
+
+    /// Returns a buffer of `bytes` bytes with any contents; `None` if none is free. Never waits.
+    fn buffer(&self, bytes: usize) -> Option<EncoderBuffer>;
+
+    /// Like [`Encoder::encode`]; the matrix may be in such a buffer.
+    ///
+    /// # Errors
+    /// As for [`Encoder::encode`].
+    fn encode_here(
+        &self,
+        matrix: FloatMatrix<'_>,
+        encoding: EncodingId,
+        limit: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<SectionBytes>), EncoderError>;
+}
+
+impl dyn Encoder + '_ {
+    /// Encodes in the encoder's own memory, if it has some.
+    pub(crate) fn encode_anywhere(
+        &self,
+        matrix: FloatMatrix<'_>,
+        encoding: EncodingId,
+        limit: CodeLimit,
+    ) -> Result<(Digest, StoredTensor<SectionBytes>), EncoderError> {
+        match self.memory() {
+            Some(memory) => memory.encode_here(matrix, encoding, limit),
+            None => self.encode(matrix, encoding, limit).map(|(digest, tensor)| (digest, tensor.into())),
+        }
     }
 }
 

@@ -40,6 +40,7 @@ pub(crate) mod plan;
 mod progress;
 mod read;
 pub(crate) mod report;
+mod section_bytes;
 mod shard;
 mod sign;
 mod signer;
@@ -56,6 +57,8 @@ pub use attached::{
 };
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
+#[doc(hidden)]
+pub use encoder::EncoderMemory;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy, io_code};
 pub use handle::TensorHandle;
@@ -74,6 +77,8 @@ pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, EncodingTotal, FileReport, LargeCopy, PlanReport,
     Problem, RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,
 };
+#[doc(hidden)]
+pub use section_bytes::{EncoderBuffer, SectionBytes};
 pub use shard::TensorPart;
 pub use signer::Signer;
 pub(crate) use trace::{StageTime, Trace};

@@ -100,9 +100,14 @@ impl ReadUnit {
     }
 }
 
+/// Maximum bytes in flight.
+pub(crate) fn ram_bytes(requested: Option<u64>) -> u64 {
+    requested.unwrap_or(DEFAULT_RAM_BYTES)
+}
+
 /// Maximum bytes of a batch of more than one tensor.
-pub(crate) fn batch_bytes_max(ram_bytes: Option<u64>) -> u64 {
-    BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4)
+pub(crate) fn batch_bytes_max(requested: Option<u64>) -> u64 {
+    BATCH_BYTES.min(ram_bytes(requested) / 4)
 }
 
 /// Divides a sequence of (bytes, is raw) into batches of at most `limit` bytes, or of one tensor.
@@ -184,13 +189,8 @@ impl Held {
 }
 
 impl ByteBudget {
-    pub(crate) fn new(ram_bytes: Option<u64>) -> Self {
-        Self {
-            limit: ram_bytes.unwrap_or(DEFAULT_RAM_BYTES),
-            held: Mutex::default(),
-            changed: Condvar::new(),
-            released_all: AtomicBool::new(false),
-        }
+    pub(crate) fn new(limit: u64) -> Self {
+        Self { limit, held: Mutex::default(), changed: Condvar::new(), released_all: AtomicBool::new(false) }
     }
 
     /// Maximum bytes in flight.
@@ -216,14 +216,24 @@ impl ByteBudget {
         self.changed.notify_all();
     }
 
-    /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight.
+    /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight. Drops idle buffers that take
+    /// up the room.
     pub(crate) fn acquire(&self, bytes: u64) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let request = held.queue();
-        while !(self.is_next(&held, request) && self.fits(&held, 0, bytes)) {
-            held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let is_next = self.is_next(&held, request);
+            if is_next && self.fits(&held, 0, bytes) {
+                return self.admit(&mut held, bytes);
+            }
+            match held.idle.pop() {
+                Some(buffer) if is_next => held.bytes = held.bytes.saturating_sub(buffer.len() as u64),
+                kept => {
+                    held.idle.extend(kept);
+                    held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
         }
-        self.admit(&mut held, bytes);
     }
 
     /// Waits until a buffer of `bytes` bytes and `more` bytes fit. Returns a buffer that was given back, or an empty
@@ -330,7 +340,7 @@ mod tests {
     /// A large request is not overtaken by later small ones, which would fit earlier.
     #[test]
     fn requests_are_admitted_in_order() {
-        let budget = ByteBudget::new(Some(10));
+        let budget = ByteBudget::new(10);
         budget.acquire(5);
         let order = Mutex::new(Vec::new());
         thread::scope(|scope| {
@@ -343,17 +353,18 @@ mod tests {
             };
             scope.spawn(move || ask(8));
             queued(2);
-            scope.spawn(move || ask(1));
+            // Fits next to 5 bytes but not next to 8, so it is last.
+            scope.spawn(move || ask(3));
             queued(3);
             assert!(order.lock().unwrap().is_empty());
             budget.release(5);
         });
-        assert_eq!(order.into_inner().unwrap(), [8, 1]);
+        assert_eq!(order.into_inner().unwrap(), [8, 3]);
     }
 
     #[test]
     fn budget_bounds_memory_without_blocking_a_single_item() {
-        let budget = ByteBudget::new(Some(10));
+        let budget = ByteBudget::new(10);
         budget.acquire(100);
         thread::scope(|scope| {
             let waiting = scope.spawn(|| {
@@ -368,7 +379,7 @@ mod tests {
 
     #[test]
     fn idle_buffers_count_and_make_room() {
-        let budget = ByteBudget::new(Some(100));
+        let budget = ByteBudget::new(100);
         let held = || budget.held.lock().unwrap().bytes;
         assert!(budget.acquire_buffer(30, 20).is_empty());
         budget.give_back(vec![0; 30]);
@@ -391,10 +402,31 @@ mod tests {
         assert_eq!(budget.acquire_buffer(40, 1000).len(), 40);
     }
 
+    /// Idle buffers make room for bytes without a buffer, too: they would take it up forever.
+    #[test]
+    fn idle_buffers_make_room_for_plain_bytes() {
+        let budget = ByteBudget::new(100);
+        let held = || {
+            let held = budget.held.lock().unwrap();
+            (held.bytes, held.idle.len())
+        };
+        for _ in 0..3 {
+            assert!(budget.acquire_buffer(30, 0).is_empty());
+        }
+        (0..3).for_each(|_| budget.give_back(vec![0; 30]));
+        budget.acquire(10);
+        assert_eq!(held(), (100, 3));
+        budget.acquire(31);
+        assert_eq!(held(), (71, 1));
+        budget.release(41);
+        budget.acquire(1000);
+        assert_eq!(held(), (1000, 0));
+    }
+
     /// A buffer that is given back while a thread waits makes room for it.
     #[test]
     fn a_returned_buffer_wakes_the_waiting_thread() {
-        let budget = ByteBudget::new(Some(100));
+        let budget = ByteBudget::new(100);
         assert!(budget.acquire_buffer(60, 0).is_empty());
         thread::scope(|scope| {
             let waiting = scope.spawn(|| budget.acquire_buffer(80, 10).len());

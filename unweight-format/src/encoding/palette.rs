@@ -179,24 +179,29 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
         };
         Section::SIGN_MANTISSA.check(grid, &tensor.sign_mantissa)?;
         Section::PALETTE_INDEX.check(grid, &tensor.palette_index)?;
-        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |_, _| Ok(0))?;
+        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |_, _, _| Ok(0))?;
         tensor.check_unused_indices()?;
         Ok(tensor)
     }
 
     /// Checks that the indices of verbatim rows, pad rows and pad columns are 0.
     fn check_unused_indices(&self) -> Result<(), CodecError> {
-        for (tile, rows) in self.palette_index.as_ref().chunks_exact(PALETTE_TILE_BYTES).enumerate() {
-            let (tile_row, tile_col) = (tile / self.grid.tile_cols(), tile % self.grid.tile_cols());
-            let (bitmask, width) = (self.metadata(tile).bitmask(), self.grid.cols_in(tile_col));
-            let coded = low_bits(self.grid.rows_in(tile_row)) & !bitmask;
-            if coded == u64::MAX && width == TILE {
-                continue;
-            }
-            for (row, indices) in rows.chunks_exact(TILE / 2).enumerate() {
+        let grid = self.grid;
+        let places = (0..grid.tile_rows()).flat_map(|row| (0..grid.tile_cols()).map(move |col| (row, col)));
+        let tiles = self.palette_index.as_ref().chunks_exact(PALETTE_TILE_BYTES);
+        for ((tile, indices), (tile_row, tile_col)) in tiles.enumerate().zip(places) {
+            let width = grid.cols_in(tile_col);
+            let coded = low_bits(grid.rows_in(tile_row)) & !self.metadata(tile).bitmask();
+            // Rows without indices; and those with pad columns, which are all in a tile that is not full.
+            let mut rows = if width == TILE { !coded } else { u64::MAX };
+            while rows != 0 {
+                let row = rows.trailing_zeros() as usize;
+                rows &= rows - 1;
+                let indices = &indices[row * (TILE / 2)..][..TILE / 2];
                 let used = if coded >> row & 1 == 1 { width } else { 0 };
                 let half_used = used % 2 == 1 && indices[used / 2] >> 4 != 0;
-                if half_used || indices[used.div_ceil(2)..].iter().any(|&pair| pair != 0) {
+                // All bytes at once: a search would look at one after the other.
+                if half_used || indices[used.div_ceil(2)..].iter().fold(0, |all, pair| all | pair) != 0 {
                     let reason = "unused palette indices are not 0";
                     return Err(CodecError::Row { tile, row, reason });
                 }

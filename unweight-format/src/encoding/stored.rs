@@ -69,6 +69,11 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         self.encoding.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
     }
 
+    /// The sections in stored order, with their bytes as they are held.
+    pub(crate) fn held(&self) -> &[B] {
+        &self.sections
+    }
+
     /// The bytes of one section; `None` if the encoding does not contain it.
     pub fn section(&self, section: Section) -> Option<&[u8]> {
         self.sections().find(|(own, _)| *own == section).map(|(_, bytes)| bytes)
@@ -94,6 +99,15 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
     pub(crate) fn tile_rows(&self) -> Result<Option<TileRows<'_>>, CodecError> {
         let Some((grid, read)) = self.grid.zip(self.encoding.tile_rows()) else { return Ok(None) };
         read(grid, &self.checked(grid)?).map(Some)
+    }
+
+    /// The same tensor with its bytes in another type.
+    pub(crate) fn map<C>(self, convert: impl FnMut(B) -> C) -> StoredTensor<C> {
+        StoredTensor {
+            encoding: self.encoding,
+            grid: self.grid,
+            sections: self.sections.into_iter().map(convert).collect(),
+        }
     }
 
     /// The bytes of the sections in stored order.

@@ -7,6 +7,7 @@ mod bundle;
 mod codec;
 mod common;
 mod damage;
+mod encoder_memory;
 mod exponents;
 mod faults;
 mod golden;

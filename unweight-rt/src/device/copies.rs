@@ -15,6 +15,7 @@ use std::{
     collections::VecDeque,
     marker::PhantomData,
     num::NonZero,
+    ops::Range,
     sync::{Mutex, PoisonError},
     thread,
 };
@@ -55,14 +56,37 @@ impl<'a> Part<'a> {
     /// # Errors
     /// The buffer has fewer elements.
     pub(crate) fn front<T: Pod>(buffer: &'a DeviceBuffer<T>, len: usize) -> Result<Self, DeviceError> {
-        let address = buffer.element(0, len)?;
-        let bytes = len * size_of::<T>();
+        Self::range(buffer, 0..len)
+    }
+
+    /// The elements of `range`.
+    ///
+    /// # Errors
+    /// The buffer does not have them.
+    pub(crate) fn range<T: Pod>(buffer: &'a DeviceBuffer<T>, range: Range<usize>) -> Result<Self, DeviceError> {
+        let address = buffer.element(range.start, range.len())?;
+        let bytes = range.len() * size_of::<T>();
         Ok(Self { address, bytes, host_bytes: bytes, buffer: PhantomData })
     }
 
     /// All elements of a buffer.
     pub(crate) fn all<T: Pod>(buffer: &'a DeviceBuffer<T>) -> Result<Self, DeviceError> {
         Self::front(buffer, buffer.len())
+    }
+
+    /// The address on the device.
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The bytes on the device.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The bytes on the host.
+    pub(crate) fn host_bytes(&self) -> usize {
+        self.host_bytes
     }
 
     /// Rounds the size on the host up to a multiple of `unit` bytes.
@@ -83,6 +107,11 @@ impl Copier {
     pub(crate) fn new(stream: &Stream) -> Self {
         let threads = thread::available_parallelism().map_or(1, NonZero::get).min(Self::THREADS);
         Self { stream: stream.clone(), workers: std::iter::repeat_with(Worker::default).take(threads).collect() }
+    }
+
+    /// Returns the stream of the copies.
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Overwrites the front of a buffer with little-endian bytes, in stream order. `host` may be changed when this

@@ -8,6 +8,7 @@
 //! tma      tensor maps of the copy engine      context_size   the memory that launches of one stream share
 //! pinned   host memory for copies that run while the host continues          staging   uploads through it
 //! copies   copies of pageable memory through it, by several threads
+//! pinned_pool  host memory that is kept and lent in ranges             ranges    free and lent ranges, pieces
 //! ```
 //! Nothing uses the driver before [`Device::open`], which searches for it first: cudarc panics if libcuda is missing,
 //! while this crate returns an error.
@@ -28,12 +29,16 @@ pub mod kernels;
 pub mod launch;
 pub mod module;
 pub mod pinned;
+pub(crate) mod pinned_pool;
+pub(crate) mod ranges;
 pub mod raw;
 pub mod staging;
 pub mod stream;
 pub mod tma;
 pub mod view;
 
+#[doc(hidden)]
+pub use self::pinned_pool::{HostMemory, PinnedBuffer};
 pub use self::{
     buffer::DeviceBuffer,
     context_size::ContextSize,

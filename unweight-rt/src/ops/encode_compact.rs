@@ -15,16 +15,20 @@ use unweight_codegen::{
     spec::{EncodeCompactStage, catalog},
 };
 use unweight_format::{
-    Histogram, TileGrid,
+    EncodingId, Histogram, StoredTensor, TileGrid,
+    bundle::SectionBytes,
     raw::{
-        CompactTensor, Section,
+        CompactTensor,
         compact::{self, ClassBook, Classes, QUADS, Uncompact},
         layout::{DENSE_TILE_BYTES, SECTION_ALIGN},
     },
 };
 
 use crate::{
-    device::{Copier, DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, copies::Part, module::LoadedKernel},
+    device::{
+        Copier, DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, copies::Part, module::LoadedKernel,
+        pinned_pool::HostMemory,
+    },
     ops::pack::Packer,
     weight::{self, DeviceCompact},
 };
@@ -75,30 +79,23 @@ impl EncodedCompact {
     /// # Errors
     /// A driver error, or the data on the device are not a compact tensor.
     pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
-        self.download_by(&mut Copier::new(stream))
+        let tensor = StoredTensor::<Vec<u8>>::from(self.download_to(None, &mut Copier::new(stream))?);
+        Ok(CompactTensor::of(tensor).unwrap_or_else(|| unreachable!("`download_to` returns this encoding")))
     }
 
-    /// Like [`EncodedCompact::download`], through pinned memory that is kept.
-    pub(crate) fn download_by(&self, copier: &mut Copier) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
+    /// Like [`EncodedCompact::download`], as a stored tensor whose sections stay in memory that `memory` lends.
+    pub(crate) fn download_to(
+        &self,
+        memory: Option<&HostMemory>,
+        copier: &mut Copier,
+    ) -> Result<StoredTensor<SectionBytes>, DeviceError> {
         let tensor = &self.tensor;
         let (tiles, escapes) = (Part::all(tensor.tiles())?, Part::all(tensor.escapes())?);
         let parts = [tiles, escapes, Part::all(tensor.streams())?, Part::all(tensor.dense())?];
-        let mut read = copier.download(&parts)?.into_iter();
-        let mut next = || read.next().unwrap_or_default();
-        let (tiles, escapes, streams, dense) = (next(), next(), next(), next());
-        let mut sections = vec![
-            (Section::CLASS_WINDOW, self.tensor.window().stored().to_vec()),
-            (Section::CLASS_BOOK, self.book.stored()),
-            (Section::CLASS_TILES, tiles),
-            (Section::CLASS_ESCAPES, escapes),
-            (Section::CLASS_STREAMS, streams),
-            (Section::DENSE, dense),
-        ];
-        let take = |section: Section| {
-            let at = sections.iter().position(|(id, _)| *id == section);
-            at.map(|at| sections.swap_remove(at).1).unwrap_or_default()
-        };
-        Ok(CompactTensor::from_sections(self.tensor.grid(), take)?)
+        // In stored order.
+        let mut sections: Vec<SectionBytes> = vec![tensor.window().stored().to_vec().into(), self.book.stored().into()];
+        sections.extend(HostMemory::download(memory, copier, &parts)?);
+        Ok(StoredTensor::new(EncodingId::COMPACT, tensor.grid(), sections)?)
     }
 }
 

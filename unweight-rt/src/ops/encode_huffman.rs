@@ -33,6 +33,8 @@
 //! }
 //! ```
 
+mod pinned;
+
 use std::sync::Arc;
 
 use bytemuck::Pod;
@@ -53,10 +55,12 @@ use unweight_format::{
 use crate::{
     device::{
         Copier, DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, copies::Part, module::LoadedKernel,
-        view::check_device,
+        pinned_pool::HostMemory, view::check_device,
     },
     weight::{self, DeviceMatrix},
 };
+
+use pinned::CopyStreams;
 
 /// The stages of a Huffman tensor, in order.
 pub const HUFFMAN_STAGES: [EncodeHuffmanStage; 5] = [
@@ -106,6 +110,8 @@ pub struct EncodeWorkspace {
     stream: Stream,
     copier: Copier,
     buffers: Option<EncodeBuffers>,
+    /// Streams for copies of pinned memory, created on first use.
+    copies: Option<CopyStreams>,
     trace: Arc<Trace>,
 }
 
@@ -117,7 +123,7 @@ impl EncodeWorkspace {
 
     /// Like [`EncodeWorkspace::new`], with a trace that several workspaces share.
     pub(crate) fn traced(stream: &Stream, trace: Arc<Trace>) -> Self {
-        Self { stream: stream.clone(), copier: Copier::new(stream), buffers: None, trace }
+        Self { stream: stream.clone(), copier: Copier::new(stream), buffers: None, copies: None, trace }
     }
 
     /// Returns the times of allocating, of copies and of kernels so far.
@@ -130,15 +136,33 @@ impl EncodeWorkspace {
         &mut self.copier
     }
 
-    /// Copies a matrix to new device memory.
-    pub(crate) fn matrix(&mut self, matrix: Matrix<'_>) -> Result<DeviceMatrix, DeviceError> {
+    /// Copies a matrix, which may be in memory that `memory` lent, to new device memory.
+    pub(crate) fn matrix(
+        &mut self,
+        matrix: Matrix<'_>,
+        memory: Option<&HostMemory>,
+    ) -> Result<DeviceMatrix, DeviceError> {
         let grid = matrix.grid();
         let (bytes, copier) = (matrix.bytes().len() as u64, &mut self.copier);
         // A grid's dimensions fit 32 bits.
         let new = || DeviceMatrix::zeroed(&self.stream, grid.rows() as u32, grid.cols() as u32);
         let mut weights = self.trace.time("allocate", bytes, new)?;
-        self.trace.time("upload", bytes, || weights.overwrite_by(copier, matrix.bytes()))?;
+        let is_pinned = memory.is_some_and(|memory| memory.contains(matrix.bytes()));
+        self.trace.time("upload", bytes, || match is_pinned {
+            true => weights.overwrite_pinned(&self.stream, matrix.bytes()),
+            false => weights.overwrite_by(copier, matrix.bytes()),
+        })?;
         Ok(weights)
+    }
+
+    /// Makes the buffers large enough for a matrix of this shape.
+    fn fit(&mut self, grid: TileGrid) -> Result<(), DeviceError> {
+        let fitted = match self.buffers.take() {
+            Some(mut kept) => kept.fit(grid).map(|()| kept),
+            None => EncodeBuffers::new(&self.stream, grid),
+        };
+        self.buffers = Some(fitted?);
+        Ok(())
     }
 
     /// Encodes a matrix by `enqueue` and reads the tensor by `read`.
@@ -148,14 +172,9 @@ impl EncodeWorkspace {
         enqueue: impl FnOnce(&mut EncodeBuffers) -> Result<(), DeviceError>,
         read: impl FnOnce(&EncodeBuffers, EncodeTotals, &mut Copier) -> Result<T, DeviceError>,
     ) -> Result<T, DeviceError> {
-        let Self { stream, copier, buffers, trace } = self;
-        let bytes = matrix.bytes().len() as u64;
-        let kept = buffers.take();
-        let fitted = trace.time("allocate", bytes, || match kept {
-            Some(mut kept) => kept.fit(matrix.grid()).map(|()| kept),
-            None => EncodeBuffers::new(stream, matrix.grid()),
-        });
-        let buffers = buffers.insert(fitted?);
+        let (bytes, trace) = (matrix.bytes().len() as u64, self.trace.clone());
+        trace.time("allocate", bytes, || self.fit(matrix.grid()))?;
+        let Self { copier, buffers: Some(buffers), .. } = self else { unreachable!("`fit` has made the buffers") };
         trace.time("upload", bytes, || copier.upload(&mut buffers.weights, matrix.bytes()))?;
         let kernels = || enqueue(buffers).and_then(|()| buffers.totals());
         let totals = trace.time("kernels", bytes, kernels)?;
@@ -409,42 +428,43 @@ impl EncodeBuffers {
     }
 
     fn read_huffman(&self, totals: EncodeTotals, copier: &mut Copier) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
-        // `write` stores every word of a tile; the host adds the padding after the last.
-        let words = Part::front(&self.encoded_exp, totals.words as usize)?.padded(WORDS_ALIGN * 4);
-        let row_lengths = Part::front(&self.row_lengths, self.grid.tiles() * 64)?;
-        let own = [(Section::ENCODED_EXP, words), (Section::ROW_LENGTHS, row_lengths)];
-        let mut sections = self.sections(totals, own, copier)?;
+        let mut sections = read(self.huffman_parts(totals)?, copier)?;
         Ok(HuffmanTensor::from_sections(self.grid, |section| take(&mut sections, section))?)
     }
 
     fn read_palette(&self, totals: EncodeTotals, copier: &mut Copier) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
-        let indices = Part::front(&self.palette_index, self.grid.tiles() * 64 * 32)?;
-        let mut sections = self.sections(totals, [(Section::PALETTE_INDEX, indices)], copier)?;
-        let metadata = sections.iter_mut().filter(|(section, _)| *section == Section::TILE_METADATA);
-        // The scan counted the words of a Huffman tensor, but a palette tensor has none.
-        for record in metadata.flat_map(|(_, bytes)| bytes.chunks_exact_mut(TileMetadata::BYTES)) {
-            record[..4].fill(0);
-        }
+        let mut sections = read(self.palette_parts(totals)?, copier)?;
         Ok(PaletteTensor::from_sections(self.grid, |section| take(&mut sections, section))?)
     }
 
-    /// Copies the sections of both encodings, and others, to the host.
-    fn sections<const N: usize>(
-        &self,
-        totals: EncodeTotals,
-        own: [(Section, Part<'_>); N],
-        copier: &mut Copier,
-    ) -> Result<Vec<(Section, Vec<u8>)>, DeviceError> {
+    /// Returns the sections of a Huffman tensor on the device.
+    fn huffman_parts(&self, totals: EncodeTotals) -> Result<Vec<(Section, Part<'_>)>, DeviceError> {
+        let mut parts = self.common_parts(totals)?;
+        // `write` stores every word of a tile; the host adds the padding after the last.
+        let words = Part::front(&self.encoded_exp, totals.words as usize)?.padded(WORDS_ALIGN * 4);
+        parts.push((Section::ENCODED_EXP, words));
+        parts.push((Section::ROW_LENGTHS, Part::front(&self.row_lengths, self.grid.tiles() * 64)?));
+        parts.push((Section::CODE_LENGTHS, Part::front(&self.code_lengths, 16)?));
+        Ok(parts)
+    }
+
+    /// Returns the sections of a palette tensor on the device.
+    fn palette_parts(&self, totals: EncodeTotals) -> Result<Vec<(Section, Part<'_>)>, DeviceError> {
+        let mut parts = self.common_parts(totals)?;
+        parts.push((Section::PALETTE_INDEX, Part::front(&self.palette_index, self.grid.tiles() * 64 * 32)?));
+        Ok(parts)
+    }
+
+    /// Returns the sections of both encodings on the device.
+    fn common_parts(&self, totals: EncodeTotals) -> Result<Vec<(Section, Part<'_>)>, DeviceError> {
         let grid = self.grid;
-        let common = [
+        let verbatim = Part::front(&self.verbatim_exponents, totals.verbatim_rows as usize * 64)?;
+        Ok(vec![
             (Section::SIGN_MANTISSA, Part::front(&self.sign_mantissa, grid.elements())?),
             (Section::TILE_METADATA, Part::front(&self.tile_metadata, grid.tiles())?),
-            (Section::VERBATIM_EXPONENTS, Part::front(&self.verbatim_exponents, totals.verbatim_rows as usize * 64)?),
+            (Section::VERBATIM_EXPONENTS, verbatim),
             (Section::PALETTE, Part::front(&self.palette, 16)?),
-            (Section::CODE_LENGTHS, Part::front(&self.code_lengths, 16)?),
-        ];
-        let (sections, parts): (Vec<_>, Vec<_>) = common.into_iter().chain(own).unzip();
-        Ok(sections.into_iter().zip(copier.download(&parts)?).collect())
+        ])
     }
 
     fn args(&mut self, limit: CodeLimit) -> EncodeHuffmanArgs {
@@ -485,8 +505,14 @@ fn grow<T: Pod>(buffer: &mut DeviceBuffer<T>, stream: &Stream, len: usize) -> Re
     Ok(())
 }
 
+/// Copies sections to the host.
+fn read(parts: Vec<(Section, Part<'_>)>, copier: &mut Copier) -> Result<Vec<(Section, Vec<u8>)>, DeviceError> {
+    let (sections, parts): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+    Ok(sections.into_iter().zip(copier.download(&parts)?).collect())
+}
+
 /// Takes the bytes of a section; empty if it was not read.
-fn take(sections: &mut [(Section, Vec<u8>)], section: Section) -> Vec<u8> {
-    let found = sections.iter_mut().find(|(other, _)| *other == section);
-    found.map(|(_, bytes)| std::mem::take(bytes)).unwrap_or_default()
+fn take<B: From<Vec<u8>>>(sections: &mut Vec<(Section, B)>, section: Section) -> B {
+    let at = sections.iter().position(|(other, _)| *other == section);
+    at.map_or_else(|| Vec::new().into(), |at| sections.swap_remove(at).1)
 }

@@ -3,7 +3,9 @@
 use unweight_format::Matrix;
 
 use super::{elements, pods};
-use crate::device::{Copier, DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length};
+use crate::device::{
+    Copier, DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buffer::length, pinned_pool::Upload,
+};
 
 /// A BF16 matrix `[rows, cols]`, row-major, in its own buffer.
 ///
@@ -67,6 +69,14 @@ impl DeviceMatrix {
     pub(crate) fn overwrite_by(&mut self, copier: &mut Copier, bytes: &[u8]) -> Result<(), DeviceError> {
         elements("the bytes of a matrix", bytes.len(), self.data.bytes())?;
         copier.upload(&mut self.data, bytes)
+    }
+
+    /// Overwrites all elements from their little-endian bytes in pinned memory. Waits for the copy.
+    pub(crate) fn overwrite_pinned(&mut self, stream: &Stream, bytes: &[u8]) -> Result<(), DeviceError> {
+        elements("the bytes of a matrix", bytes.len(), self.data.bytes())?;
+        let mut upload = Upload::new(stream, bytes);
+        upload.add(0..bytes.len(), &mut self.data, 0)?;
+        upload.finish()
     }
 
     /// Returns the number of rows.

@@ -3,16 +3,19 @@
 use std::ops::Range;
 
 use unweight_format::{
-    TileGrid,
+    EncodingId, StoredTensor, TileGrid,
+    bundle::SectionBytes,
     raw::{
         PackedTensor,
+        layout::SECTION_ALIGN,
         packed::{self, Window},
     },
 };
 
 use super::{check_capacity, count, device_shape, elements};
 use crate::device::{
-    Copier, Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, copies::Part, view::check_device,
+    Copier, Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, copies::Part, pinned_pool::HostMemory,
+    view::check_device,
 };
 
 /// A packed tensor on the device (`docs/format.md` A.9), the input of packed matmuls.
@@ -80,15 +83,28 @@ impl DevicePacked {
     /// # Errors
     /// The sections on the device are not a valid packed tensor, or a driver error.
     pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
-        self.download_by(&mut Copier::new(stream))
+        let mut sections = Copier::new(stream).download(&self.parts()?)?.into_iter();
+        let mut next = || sections.next().unwrap_or_default();
+        let (escape_heads, escapes, packed) = (next(), next(), next());
+        Ok(PackedTensor::from_parts(self.grid, self.window, packed, escape_heads, escapes)?)
     }
 
-    /// Like [`DevicePacked::download`], through pinned memory that is kept.
-    pub(crate) fn download_by(&self, copier: &mut Copier) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
-        let parts = [Part::all(&self.packed)?, Part::all(&self.escape_heads)?, Part::all(&self.escapes)?];
-        let mut sections = copier.download(&parts)?.into_iter();
-        let mut next = || sections.next().unwrap_or_default();
-        Ok(PackedTensor::from_parts(self.grid, self.window, next(), next(), next())?)
+    /// Like [`DevicePacked::download`], as a stored tensor whose sections stay in memory that `memory` lends.
+    pub(crate) fn download_to(
+        &self,
+        memory: Option<&HostMemory>,
+        copier: &mut Copier,
+    ) -> Result<StoredTensor<SectionBytes>, DeviceError> {
+        let mut sections = vec![SectionBytes::from(self.window.stored().to_vec())];
+        let [escape_heads, escapes, packed] = self.parts()?;
+        let parts = [escape_heads, escapes.padded(SECTION_ALIGN), packed];
+        sections.extend(HostMemory::download(memory, copier, &parts)?);
+        Ok(StoredTensor::new(EncodingId::PACKED, self.grid, sections)?)
+    }
+
+    /// Returns the sections after the window, in stored order.
+    fn parts(&self) -> Result<[Part<'_>; 3], DeviceError> {
+        Ok([Part::all(&self.escape_heads)?, Part::all(&self.escapes)?, Part::all(&self.packed)?])
     }
 
     /// Allocates tiles and heads for another shape that refer to this tensor's escape lists; frees this tensor's tiles.

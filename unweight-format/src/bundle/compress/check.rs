@@ -25,7 +25,7 @@ use crate::{
         base::Base,
         files::CHUNK,
         manifest::{FileEntry, WeightsFile},
-        pipeline::{ReadUnit, help_until, join, spawn},
+        pipeline::{ReadUnit, help_until, join, ram_bytes, spawn},
         shard::Shard,
         stage::Stage,
     },
@@ -166,7 +166,7 @@ impl<'a> Checker<'a> {
 
     /// Verifies the finished shards of these files, and returns the number of tensors that were decoded.
     pub(crate) fn check_finished(&self, files: &[FileEntry]) -> Result<u64, BundleError> {
-        let run = Run::new(self.ram_bytes);
+        let run = Run::new(ram_bytes(self.ram_bytes), 0);
         if self.verify != VerifyAfter::None {
             let (sender, checks) = std::sync::mpsc::channel();
             for file in files.iter().filter_map(FileEntry::weights) {

@@ -103,7 +103,7 @@ impl Job<'_> {
             sections.collect()
         };
         let sections: Vec<SectionEntry> = self.trace.time("digest", section_bytes, digests);
-        let held_bytes = if sections.is_empty() { info.bytes } else { sections.iter().map(|s| s.bytes).sum::<u64>() };
+        let held_bytes = stored.held_bytes(info.bytes);
         let entry = TensorEntry { base, ..entry(info, decision, &choice, digest, sections) };
         self.progress.advance(info.bytes);
         Ok(Encoded { info, entry, stored, held_bytes })
@@ -145,7 +145,7 @@ impl Job<'_> {
         };
         match delta {
             Ok(tensor) if tensor.stored_bytes() < own_bytes => {
-                Ok((EncodingChoice::of(EncodingId::PLANES, grid), Stored::Coded(tensor), Some(digest)))
+                Ok((EncodingChoice::of(EncodingId::PLANES, grid), Stored::Coded(tensor.into()), Some(digest)))
             }
             _ => Ok((choice, stored, None)),
         }

@@ -27,9 +27,10 @@ impl Run {
     /// The place of errors that do not belong to a unit.
     pub(super) const LAST: Place = (usize::MAX, usize::MAX);
 
-    pub(super) fn new(ram_bytes: Option<u64>) -> Self {
+    /// The state of a run that may hold `ram_bytes` bytes. `encoder_bytes` of them are memory of the encoder.
+    pub(super) fn new(ram_bytes: u64, encoder_bytes: u64) -> Self {
         Self {
-            budget: ByteBudget::new(ram_bytes),
+            budget: ByteBudget::new(ram_bytes.saturating_sub(encoder_bytes)),
             verified_tensors: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             failed: Mutex::default(),

@@ -27,14 +27,14 @@ use super::{
     journal::ShardState,
     run::Run,
     tensor::Encoded,
-    unit::{LoadedUnit, ShardPlan},
+    unit::{LoadedUnit, ReadBuffer, ShardPlan},
     write::{Message, Writing},
 };
 use crate::bundle::{
-    BundleError, VerifyAfter,
+    BundleError, EncoderMemory, VerifyAfter,
     files::{self, CHUNK, Input},
     manifest::WeightsFile,
-    pipeline::{ReadUnit, alternate, help_until, join, spawn},
+    pipeline::{ReadUnit, alternate, help_until, join, ram_bytes, spawn},
 };
 
 /// The number of shards that are written at the same time.
@@ -168,7 +168,10 @@ impl Job<'_> {
         resumed: Vec<Option<ShardState>>,
         finished: &[WeightsFile],
     ) -> Result<(Vec<WeightsFile>, u64), BundleError> {
-        let run = Run::new(self.options.ram_bytes);
+        let ram_bytes = ram_bytes(self.options.ram_bytes);
+        let tensor_bytes = plans.iter().flat_map(|plan| &plan.header.tensors).map(|tensor| tensor.bytes).sum();
+        let reserve = |memory: &dyn EncoderMemory| memory.reserve(ram_bytes, tensor_bytes);
+        let run = Run::new(ram_bytes, self.encoder.memory().map_or(0, reserve));
         let begun = resumed.iter().map(|state| state.as_ref().map_or(0, |state| state.entries.len()));
         let units: Vec<_> =
             plans.iter().zip(begun).map(|(plan, begun)| plan.units(begun, self.options.ram_bytes)).collect();
@@ -251,7 +254,7 @@ impl Job<'_> {
                     inputs.insert(shard, (input.clone(), index + 1));
                 }
                 let mut loaded =
-                    LoadedUnit { shard, index, input, unit, bytes: 0, buffer: Vec::new(), reserved: 0, run };
+                    LoadedUnit { shard, index, input, unit, bytes: 0, buffer: ReadBuffer::EMPTY, reserved: 0, run };
                 self.fill(plan, &mut loaded)?;
                 Ok(loaded)
             });
@@ -277,14 +280,27 @@ impl Job<'_> {
         let Some(first) = tensors.first() else { return Ok(()) };
         let bytes = tensors.iter().map(|t| t.bytes).sum::<u64>();
         loaded.reserved = bytes.saturating_mul(self.held_per_byte() - 1);
-        loaded.buffer = loaded.run.budget.acquire_buffer(bytes, loaded.reserved);
+        let budget = &loaded.run.budget;
+        loaded.buffer = match self.encoder.memory().and_then(|memory| memory.buffer(bytes as usize)) {
+            Some(buffer) => {
+                budget.acquire(loaded.reserved);
+                ReadBuffer::Encoder(buffer)
+            }
+            None => ReadBuffer::Run(budget.acquire_buffer(bytes, loaded.reserved)),
+        };
         loaded.bytes = bytes;
         let path: &Path = &plan.file.path;
         self.trace.time("read", bytes, || {
-            if (loaded.buffer.len() as u64) < bytes {
-                loaded.buffer = files::buffer(bytes, path)?;
-            }
-            loaded.input.read_at_by_threads(first.offset, &mut loaded.buffer[..bytes as usize])
+            let to: &mut [u8] = match &mut loaded.buffer {
+                ReadBuffer::Run(buffer) => {
+                    if (buffer.len() as u64) < bytes {
+                        *buffer = files::buffer(bytes, path)?;
+                    }
+                    buffer
+                }
+                ReadBuffer::Encoder(buffer) => buffer,
+            };
+            loaded.input.read_at_by_threads(first.offset, &mut to[..bytes as usize])
         })
     }
 }

@@ -3,7 +3,7 @@
 use crate::{
     Digest, Float, FloatMatrix, StoredTensor,
     bundle::{
-        CompressOptions, Encoder, EncoderError,
+        CompressOptions, Encoder, EncoderError, SectionBytes,
         manifest::TensorEntry,
         plan::{EncodingChoice, saves_enough},
     },
@@ -15,7 +15,18 @@ pub(super) enum Stored {
     Raw(Vec<u8>),
     /// A raw tensor that is too large to hold: it is read again when it is written, and compared with its digest.
     Later,
-    Coded(StoredTensor<Vec<u8>>),
+    Coded(StoredTensor<SectionBytes>),
+}
+
+impl Stored {
+    /// The bytes of a tensor of `bytes` bytes that are stored, except those in memory of the encoder.
+    pub(super) fn held_bytes(&self, bytes: u64) -> u64 {
+        match self {
+            Self::Coded(tensor) => tensor.held().iter().map(SectionBytes::owned_bytes).sum(),
+            Self::Raw(_) => bytes,
+            Self::Later => 0,
+        }
+    }
 }
 
 /// A tensor on its way to the writer.
@@ -23,6 +34,7 @@ pub(super) struct Encoded<'a> {
     pub(super) info: &'a TensorInfo,
     pub(super) entry: TensorEntry,
     pub(super) stored: Stored,
+    /// Bytes that are held until the tensor is written, without those in memory of the encoder.
     pub(super) held_bytes: u64,
 }
 
@@ -37,7 +49,7 @@ pub(super) fn encode_tensor(
 ) -> Result<(Digest, EncodingChoice, Stored), EncoderError> {
     while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
         let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
-        match encoder.encode(matrix, choice.encoding(), options.code_limit) {
+        match encoder.encode_anywhere(matrix, choice.encoding(), options.code_limit) {
             Ok((digest, tensor)) if saves_enough(choice.encoding(), tensor.stored_bytes(), bytes.len() as u64) => {
                 return Ok((digest, choice, Stored::Coded(tensor)));
             }

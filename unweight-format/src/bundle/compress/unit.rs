@@ -5,6 +5,7 @@ use std::{mem, sync::Arc};
 use super::{run::Run, shard_writer::Layout};
 use crate::{
     bundle::{
+        EncoderBuffer,
         files::Input,
         pipeline::{ReadUnit, batch_bytes_max, read_units_from},
         source::SourceFile,
@@ -34,8 +35,20 @@ impl ShardPlan<'_> {
     }
 }
 
-/// A unit on its way from the reader: its tensors in memory, or a tensor that is read in pieces. Its buffer returns to
-/// the budget.
+/// The memory into which a unit is read.
+pub(super) enum ReadBuffer {
+    /// Memory of the run, which returns to the budget.
+    Run(Vec<u8>),
+    /// Memory of the encoder.
+    Encoder(EncoderBuffer),
+}
+
+impl ReadBuffer {
+    /// Nothing is read yet.
+    pub(super) const EMPTY: Self = Self::Run(Vec::new());
+}
+
+/// A unit on its way from the reader: its tensors in memory, or a tensor that is read in pieces.
 pub(super) struct LoadedUnit<'a> {
     /// The index of the shard.
     pub(super) shard: usize,
@@ -45,22 +58,28 @@ pub(super) struct LoadedUnit<'a> {
     pub(super) unit: ReadUnit,
     /// Bytes of the tensors, at the start of `buffer`; 0 for a tensor in pieces.
     pub(super) bytes: u64,
-    pub(super) buffer: Vec<u8>,
-    /// Bytes that are acquired in addition to the buffer.
+    pub(super) buffer: ReadBuffer,
+    /// Bytes that are acquired in addition to a buffer of the run.
     pub(super) reserved: u64,
     pub(super) run: &'a Run,
 }
 
 impl LoadedUnit<'_> {
     pub(super) fn tensors(&self) -> &[u8] {
-        &self.buffer[..self.bytes as usize]
+        let buffer: &[u8] = match &self.buffer {
+            ReadBuffer::Run(buffer) => buffer,
+            ReadBuffer::Encoder(buffer) => buffer,
+        };
+        &buffer[..self.bytes as usize]
     }
 }
 
 impl Drop for LoadedUnit<'_> {
     fn drop(&mut self) {
-        if !self.buffer.is_empty() {
-            self.run.budget.give_back(mem::take(&mut self.buffer));
+        if let ReadBuffer::Run(buffer) = &mut self.buffer
+            && !buffer.is_empty()
+        {
+            self.run.budget.give_back(mem::take(buffer));
         }
     }
 }

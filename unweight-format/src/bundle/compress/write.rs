@@ -17,7 +17,7 @@ use super::{
     journal::{Record, ShardState, stored_contents},
     run::Run,
     shard_writer::{Place, ShardWriter, place},
-    tensor::Encoded,
+    tensor::{Encoded, Stored},
     unit::ShardPlan,
 };
 use crate::{
@@ -121,7 +121,12 @@ impl<'s> Writing<'s> {
     /// Writes and journals a tensor.
     fn write(&mut self, encoded: Encoded<'_>) -> Result<(), BundleError> {
         let put = |writer: &mut ShardWriter<'_>| writer.put(&encoded, &self.input);
-        let ranges = self.job.trace.time("write", encoded.held_bytes, || self.writer.ranges_of(put))?;
+        let bytes = match &encoded.stored {
+            Stored::Coded(tensor) => tensor.stored_bytes(),
+            Stored::Raw(_) => encoded.info.bytes,
+            Stored::Later => 0,
+        };
+        let ranges = self.job.trace.time("write", bytes, || self.writer.ranges_of(put))?;
         failpoint("part-written");
         self.writer.journal_entry(&encoded.entry)?;
         if fault("flip-written") {

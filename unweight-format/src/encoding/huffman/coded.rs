@@ -42,13 +42,14 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         };
         Section::ENCODED_EXP.check(grid, &tensor.encoded_exp)?;
         Section::ROW_LENGTHS.check(grid, &tensor.row_lengths)?;
-        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |tile, metadata| {
-            tensor.tile_bits_checked(tile, metadata)
+        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |tile, rows, metadata| {
+            tensor.tile_bits_checked(tile, rows, metadata)
         })?;
         let words = tensor.encoded_exp.as_ref().len() as u64 / 4;
         let last = grid.tiles() - 1;
         let metadata = tensor.metadata(last);
-        let end = u64::from(metadata.start_word) + u64::from(tensor.tile_bits(last, metadata).div_ceil(32));
+        let rows = grid.rows_in(grid.tile_rows() - 1);
+        let end = u64::from(metadata.start_word) + u64::from(tensor.tile_bits(last, rows, metadata).div_ceil(32));
         if end.next_multiple_of(WORDS_ALIGN as u64) != words {
             let expected = end.next_multiple_of(WORDS_ALIGN as u64) * 4;
             return Err(CodecError::SectionBytes { section: "encoded_exp", expected, got: words * 4 });
@@ -106,16 +107,14 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         })
     }
 
-    fn tile_bits(&self, tile: usize, metadata: TileMetadata) -> u32 {
-        let rows = self.grid.rows_in(tile / self.grid.tile_cols());
+    fn tile_bits(&self, tile: usize, rows: usize, metadata: TileMetadata) -> u32 {
         let coded = low_bits(rows) & !metadata.bitmask();
         let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
         // Rows without codes store 0 (checked), so all bytes can be summed.
         stored.iter().map(|&l| u32::from(l)).sum::<u32>() + coded.count_ones() * ROW_BITS_MIN
     }
 
-    fn tile_bits_checked(&self, tile: usize, metadata: TileMetadata) -> Result<u32, CodecError> {
-        let rows = self.grid.rows_in(tile / self.grid.tile_cols());
+    fn tile_bits_checked(&self, tile: usize, rows: usize, metadata: TileMetadata) -> Result<u32, CodecError> {
         let mut empty = !(low_bits(rows) & !metadata.bitmask());
         let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
         while empty != 0 {
@@ -125,7 +124,7 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
             }
             empty &= empty - 1;
         }
-        Ok(self.tile_bits(tile, metadata))
+        Ok(self.tile_bits(tile, rows, metadata))
     }
 
     /// The bytes of one section.
