@@ -301,3 +301,42 @@ impl From<PaletteTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
 }
 
 debug_sizes!(PaletteTensor, PaletteEncoding::SECTIONS);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every index that is not used, in full and in cut tiles, and none that is used.
+    #[test]
+    fn each_unused_index_must_be_zero() {
+        let (rows, cols) = (70, 131);
+        // Exponents in the palette, except for those of two rows of a tile.
+        let element = |at: usize| -> u16 {
+            let (row, col) = (at / cols, at % cols);
+            let exponent = if (row == 5 || row == 66) && col < 64 { at as u16 % 256 } else { 120 + at as u16 % 5 };
+            exponent << 7 | at as u16 & 0x7f
+        };
+        let bytes: Vec<u8> = (0..rows * cols).flat_map(|at| element(at).to_le_bytes()).collect();
+        let tensor = encode(Matrix::new(&bytes, rows, cols).unwrap(), CodeLimit::DEFAULT).unwrap();
+        let grid = tensor.grid();
+        assert!(tensor.metadata(0).bitmask() == 1 << 5 && tensor.metadata(3).bitmask() == 1 << 2);
+        let check =
+            |indices: &[u8]| PaletteTensor { palette_index: indices.to_vec(), ..tensor.clone() }.check_unused_indices();
+        check(tensor.palette_index()).unwrap();
+        for at in 0..tensor.palette_index().len() * 2 {
+            let (tile, row, col) = (at / 4096, at / 64 % 64, at % 64);
+            let (tile_row, tile_col) = (tile / grid.tile_cols(), tile % grid.tile_cols());
+            let is_inside = row < grid.rows_in(tile_row) && col < grid.cols_in(tile_col);
+            let is_used = is_inside && tensor.metadata(tile).bitmask() >> row & 1 == 0;
+            let mut indices = tensor.palette_index().to_vec();
+            indices[at / 2] ^= 1 << (4 * (at % 2));
+            match check(&indices) {
+                Ok(()) => assert!(is_used, "index {at}"),
+                Err(CodecError::Row { tile: failed, row: in_row, .. }) => {
+                    assert_eq!((is_used, failed, in_row), (false, tile, row), "index {at}");
+                }
+                Err(other) => panic!("index {at}: {other}"),
+            }
+        }
+    }
+}
