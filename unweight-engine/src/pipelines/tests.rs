@@ -40,7 +40,7 @@ fn pipeline_variants_have_names() {
     let narrow = loaded(LoadedAs::Palette, [4096, 14336], 9).variants(ARCH, 64, SMS);
     assert!(narrow.iter().any(|variant| variant.to_string() == "palette/n1p6s2"), "{narrow:?}");
     let small = loaded(LoadedAs::Palette, [14336, 4096], 9).variants(ARCH, 1, SMS);
-    assert_eq!(small[0].to_string(), "palette/b8_r4w8p2c1");
+    assert_eq!(small[0].to_string(), "palette/b8_r4w8p1c1");
     for variant in projection.variants(ARCH, 64, SMS).into_iter().chain(narrow).chain(small) {
         assert_eq!(variant.to_string().parse(), Ok(variant));
     }
@@ -126,9 +126,10 @@ fn default_settings_split_k_by_shape() {
         let [hard, easy] = [guess.hard[2], guess.easy[2]];
         (if is_hard(&layers[0]) { hard } else { easy }).to_string()
     };
-    assert_eq!(down(&palettes(LoadedAs::Palette), 64), "palette/n1p6s2");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 64), "palette/b64_r2w8p2c1");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 65), "palette/n1p6s2");
     assert_eq!(down(&palettes(LoadedAs::Palette), 256), "palette/n1p6");
-    assert_eq!(down(&palettes(LoadedAs::Huffman), 64), "palette/n1p6");
+    assert_eq!(down(&palettes(LoadedAs::Huffman), 65), "palette/n1p6");
 }
 
 #[test]

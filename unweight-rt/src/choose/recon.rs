@@ -16,8 +16,8 @@ use unweight_codegen::{
 const SMS: u32 = 132;
 /// The minimum steps of 64 of k per block of a split, below which the exchange of sums is not worth it.
 const SPLIT_STEPS: u32 = 8;
-/// The largest batch for which `gemm_join` comes first. Beyond, its tensor cores and its reads of X cost more than its
-/// reads of weights gain.
+/// The largest batch for which `gemm_join` always comes first. Up to its largest batch tile it comes first if all its
+/// blocks run at once: at batch 64, 4096x14336 takes 34 us (`gemm_recon` 45), 14336x4096 47 (41), from palette indices.
 const JOIN_BATCH: u32 = 32;
 /// Shapes of `gemm_join` for a batch tile and a number of output features.
 const JOIN_SHAPES: usize = 2;
@@ -36,12 +36,14 @@ pub enum Source {
 
 /// Returns the matmul variants that can compute a problem on `sms` multiprocessors, best guess first.
 ///
-/// Up to a batch of 32, `gemm_join` with the smallest batch tile that holds it comes first. Its other batch tiles come
-/// last. Of `gemm_recon`, N1P6 comes first if its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: wider variants leave
-/// some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). If it has at most half as many tasks, it is split along
-/// k, by 4 or by 2. Otherwise the report's small-batch order N2P4, N2P3, N2P2 comes first: its wide rings for batches
-/// of 256 and more (N4P2, N3P2) were never the fastest here. The rest of Table 5 follows in its order, so that every
-/// `n` that is a multiple of 64 has a variant, and splits that may be worth measuring.
+/// Up to a batch of 32, and to 64 if all its blocks run at once, `gemm_join` with the smallest batch tile that holds it
+/// comes first. Its other batch tiles come last.
+///
+/// Of `gemm_recon`, N1P6 comes first if its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: wider
+/// variants leave some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). If it has at most half as many tasks, it
+/// is split along k, by 4 or by 2. Otherwise the report's small-batch order N2P4, N2P3, N2P2 comes first: its wide
+/// rings for batches of 256 and more (N4P2, N3P2) were never the fastest here. The rest of Table 5 follows in its
+/// order, so that every `n` that is a multiple of 64 has a variant, and splits that may be worth measuring.
 ///
 /// The set of variants depends only on `n`, `k` and the source; `m` and `sms` determine the order. Empty if no variant
 /// supports the shape, because `n` or `k` is not a multiple of 64.
@@ -54,7 +56,7 @@ pub enum Source {
 ///     candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 5 }, problem, 132, Epilogue::Store)
 ///         .iter().map(|spec| spec.to_string()).collect()
 /// };
-/// assert_eq!(names(1, 14336)[0], "uw_sm90a_gemm_join_palette_b8_r4w8p2c1_store");
+/// assert_eq!(names(1, 14336)[0], "uw_sm90a_gemm_join_palette_b8_r4w8p1c1_store");
 /// assert_eq!(names(1024, 14336)[0], "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 /// assert_eq!(names(256, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6_v8_store");
 /// assert_eq!(names(128, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6s2_v8_store");
@@ -77,16 +79,18 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
     if recon.is_empty() {
         return recon;
     }
-    let tile = SmallBatchTile::at_least(m).filter(|_| m <= JOIN_BATCH);
+    let tile = SmallBatchTile::at_least(m);
     let join = joins(arch, join_source, [n, k], epilogue);
-    let (first, last): (Vec<_>, Vec<_>) = join.into_iter().partition(|spec| Some(spec.batch_tile) == tile);
-    let of = |spec| VariantSpec::gemm_join(arch, spec);
+    let comes_first =
+        |(spec, at_once): &(GemmJoinSpec, bool)| Some(spec.batch_tile) == tile && (m <= JOIN_BATCH || *at_once);
+    let (first, last): (Vec<_>, Vec<_>) = join.into_iter().partition(comes_first);
+    let of = |(spec, _)| VariantSpec::gemm_join(arch, spec);
     first.into_iter().map(of).chain(recon).chain(last.into_iter().map(of)).collect()
 }
 
 /// Returns the `gemm_join` variants for `n` output features, by batch tile: the shapes with the fewest row blocks whose
-/// blocks all run at once on a large device, or, if there are none, those with the most.
-fn joins(arch: Arch, source: JoinSource, [n, k]: [u32; 2], epilogue: Epilogue) -> Vec<GemmJoinSpec> {
+/// blocks all run at once on a large device, or, if there are none, those with the most. The flag is whether they do.
+fn joins(arch: Arch, source: JoinSource, [n, k]: [u32; 2], epilogue: Epilogue) -> Vec<(GemmJoinSpec, bool)> {
     // A shape, and whether its blocks run at once; `None` if `k` is too short for its clusters.
     let planned = |shape: GemmJoinSpec| {
         let spec = GemmJoinSpec { source, epilogue, ..shape };
@@ -96,9 +100,9 @@ fn joins(arch: Arch, source: JoinSource, [n, k]: [u32; 2], epilogue: Epilogue) -
     };
     let shapes: Vec<_> = catalog::GEMM_JOIN.into_iter().filter_map(planned).collect();
     let of_tile = |tile: &SmallBatchTile| {
-        let of_tile: Vec<_> = shapes.iter().filter(|(spec, _)| spec.batch_tile == *tile).collect();
-        let fitting: Vec<_> = of_tile.iter().filter(|(_, at_once)| *at_once).map(|(spec, _)| *spec).collect();
-        let most = of_tile.iter().rev().map(|(spec, _)| *spec);
+        let of_tile: Vec<_> = shapes.iter().filter(|(spec, _)| spec.batch_tile == *tile).copied().collect();
+        let fitting: Vec<_> = of_tile.iter().filter(|(_, at_once)| *at_once).copied().collect();
+        let most = of_tile.into_iter().rev();
         if fitting.is_empty() { most.take(JOIN_SHAPES).collect() } else { fitting }.into_iter().take(JOIN_SHAPES)
     };
     SmallBatchTile::ALL.iter().flat_map(of_tile).collect()
@@ -175,20 +179,23 @@ mod tests {
         for (m, n, first) in [
             (1, 1024, "b8_r1w16p2c2"),
             (8, 4096, "b8_r2w16p2c1"),
-            (1, 14336, "b8_r4w8p2c1"),
+            (1, 14336, "b8_r4w8p1c1"),
             (1, 8192, "b8_r2w8p3c1"),
             (1, 28672, "b8_r7w8p1c1"),
-            (9, 4096, "b16_r2w16p2c1"),
+            (9, 4096, "b16_r2w8p2c1"),
             (16, 14336, "b16_r4w8p1c1"),
             (17, 4096, "b32_r2w8p2c1"),
             (32, 14336, "b32_r4w4p2c1"),
         ] {
             assert_eq!(joins(PALETTE, m, n)[0], first, "m = {m}, n = {n}");
         }
-        assert_eq!(joins(Source::Exponent, 1, 14336)[0], "b8_r4w8p1c1", "two blocks with two stages do not fit");
         let first = |m| candidates(ARCH, PALETTE, GemmShape { m, n: 4096, k: 4096 }, SMS, Epilogue::StoreAdd)[0];
         assert!([1, 8, 32].into_iter().all(|m| matches!(first(m).op, Op::GemmJoin(_))));
-        assert!(matches!(first(33).op, Op::GemmRecon(_)));
+        // At 64 rows, one block per multiprocessor fits.
+        assert!([33, 64].into_iter().all(|m| matches!(first(m).op, Op::GemmJoin(_))));
+        assert!(matches!(first(65).op, Op::GemmRecon(_)));
+        let wide = GemmShape { m: 33, n: 14336, k: 4096 };
+        assert!(matches!(candidates(ARCH, PALETTE, wide, SMS, Epilogue::Store)[0].op, Op::GemmRecon(_)));
     }
 
     #[test]

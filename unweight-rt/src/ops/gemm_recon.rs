@@ -1,5 +1,5 @@
-//! The report's reconstructive matmul on device tensors: `Y[m, n] = X[m, k] * W[n, k]^T` (report section 8), by a kernel
-//! of family `gemm_recon`, or of `gemm_join`, which is for small batches and reads the same operands.
+//! The report's reconstructive matmul on device tensors: `Y[m, n] = X[m, k] * W[n, k]^T` (report section 8), by a
+//! kernel of family `gemm_recon`, or of `gemm_join`, which is for small batches and reads the same operands.
 
 use std::{ops::Range, sync::Arc};
 
