@@ -114,7 +114,10 @@ fn default_settings_follow_the_measurements() {
         [1, 16, 17, 64, 1024].map(|m| first([14336, 4096], m)),
         [Pipeline::Transcode, Pipeline::Transcode, Pipeline::Exponents, Pipeline::Exponents, Pipeline::FullDecode]
     );
-    assert_eq!([1, 64, 512].map(|m| first([4096, 14336], m)), [Pipeline::FullDecode; 3]);
+    assert_eq!(
+        [1, 32, 64, 512].map(|m| first([4096, 14336], m)),
+        [Pipeline::Transcode, Pipeline::Exponents, Pipeline::FullDecode, Pipeline::FullDecode]
+    );
 }
 
 /// If there are fewer tiles than multiprocessors, blocks split k, unless decoders leave too few multiprocessors.

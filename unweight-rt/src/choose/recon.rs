@@ -18,7 +18,7 @@ const SMS: u32 = 132;
 const SPLIT_STEPS: u32 = 8;
 /// The largest batch for which `gemm_join` always comes first. Up to its largest batch tile it comes first if all its
 /// blocks run at once: at batch 64, 4096x14336 takes 34 us (`gemm_recon` 45), 14336x4096 47 (41), from palette indices.
-const JOIN_BATCH: u32 = 32;
+pub(super) const JOIN_BATCH: u32 = 32;
 /// Shapes of `gemm_join` for a batch tile and a number of output features.
 const JOIN_SHAPES: usize = 2;
 
