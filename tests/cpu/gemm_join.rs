@@ -121,13 +121,14 @@ fn planted_bugs_are_caught() {
         wrong("p[6 + kHalf] = w.low.w;", "p[6 + kHalf] = w.high.w;"),
         wrong("p[10 + kHalf] = w.high.y;", "p[11 - kHalf] = w.high.y;"),
         wrong("chunk = lane % 4 * 2 + half;", "chunk = lane % 4 + half * 4;"),
-        wrong("const u32 word = q < 2 ? v.low", "const u32 word = q < 3 ? v.low"),
-        wrong("(q < 2 ? 0 : ptx::popc(v.low)) +", ""),
-        wrong("row = lane / 4 + half * 8;", "row = lane / 4;"),
-        wrong("2 * b + half == rows.first ?", "rows.first < 2 * Config::kRowBlocks ?"),
-        wrong("+ q - share.first < share.blocks;", "+ q - share.first < 1;"),
+        wrong("upper = place % kTileBlocks >= 2", "upper = place % kTileBlocks >= 3"),
+        wrong("+ (odd ? ptx::popc(word & 0xffffu) : 0)", ""),
+        wrong(
+            "const u32 row = lane / 4 + half * 8;\n            const u32 index",
+            "const u32 row = lane / 4;\n            const u32 index",
+        ),
         wrong("bits & ((1u << row) - 1)", "bits & ((2u << row) - 1)"),
-        wrong("place / kTileBlocks == i ? ~0u", "place / kTileBlocks > i ? ~0u"),
+        wrong("if (place / kTileBlocks == i) f", "if (place / kTileBlocks > i) f"),
         wrong("if (turn == kMetadataBatch) {", "if (turn == 2 * kMetadataBatch) {"),
         (
             Edit {

@@ -29,7 +29,7 @@
 // One step: wait | load X | per row block load W | refill the slot | join | replace verbatim rows | 4 * kBatchTile / 8
 // mma.
 // A lane holds the metadata of one of the warp's next 32 tiles. Verbatim rows are rare (one in two hundred) and are
-// read from global memory, prefetched into L2, a tile's first ones before the wait for its slot.
+// read from global memory, prefetched into L2.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes. A warp releases its own slots to the copy engine before it
 // refills them (pipeline::WarpRing::release). One block (or cluster) barrier between writing and reading sums, and for
@@ -160,7 +160,7 @@ struct Kernel {
     };
     // Of the warp's next kMetadataBatch tile columns, one per lane.
     struct Metadata {
-        Verbatim tiles[kPieces];
+        Verbatim tiles[kPalette ? kPieces : 1];
         u32 any;  // bit l: a tile of lane l has verbatim rows
     };
 
@@ -252,87 +252,44 @@ struct Kernel {
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             const Verbatim& v = metadata.tiles[i];
-            u32 of_task = 0;
-#pragma unroll
-            for (u32 q = 0; q < kTileBlocks; ++q) {
-                const bool inside = (first_tile + i) * kTileBlocks + q - share.first < share.blocks;
-                if (inside) of_task |= block_bits(v, q);
-            }
-            if (of_task != 0 && v.offset < args.verbatim_rows)
+            has_rows |= v.low | v.high;
+            if ((v.low | v.high) != 0 && v.offset < args.verbatim_rows)
                 ptx::prefetch_global_l2(args.verbatim_exponents + u64(v.offset) * kTile);
-            has_rows |= of_task;
         }
         metadata.any = ptx::vote_sync_ballot(has_rows != 0);
     }
 
-    // The verbatim rows of row block q of a tile: bit r is row r.
-    UW_DEVICE static u32 block_bits(const Verbatim& v, u32 q) {
-        const u32 word = q < 2 ? v.low : v.high;
-        return (q % 2 == 0 ? word : word >> kBlockRows) & 0xffffu;
-    }
-
-    // The 16 exponents that this lane owns of row g + 8 * half of row block b, if the row is verbatim, or null. Indices
-    // are clamped to the section for any metadata.
-    UW_DEVICE const u8* verbatim_row(const Verbatim (&tiles)[kPieces], u32 b, u32 half) const {
-        const u32 place = share.first % kTileBlocks + b, q = place % kTileBlocks;
-        Verbatim v = tiles[0];
-#pragma unroll
-        for (u32 i = 1; i < kPieces; ++i) {
-            // Selected bit by bit: the compiler would index the tiles in local memory.
-            const u32 chosen = place / kTileBlocks == i ? ~0u : 0;
-            v = {ptx::bit_select(chosen, tiles[i].offset, v.offset), ptx::bit_select(chosen, tiles[i].low, v.low),
-                 ptx::bit_select(chosen, tiles[i].high, v.high)};
-        }
-        const u32 bits = block_bits(v, q), row = lane / 4 + half * 8;
-        if ((bits >> row & 1) == 0) return nullptr;
-        const u32 before =
-            (q < 2 ? 0 : ptx::popc(v.low)) + (q % 2 == 0 ? 0 : ptx::popc((q < 2 ? v.low : v.high) & 0xffffu));
-        const u32 index = before + ptx::popc(bits & ((1u << row) - 1));
-        const u32 stored = v.offset < args.verbatim_rows ? args.verbatim_rows - v.offset : 0;
-        if (index >= stored) return nullptr;
-        return args.verbatim_exponents + (u64(v.offset) + index) * kTile + lane % 4 * kLaneColumns;
-    }
-
-    // The verbatim rows of a tile column. The exponents of a lane's first one are loaded before the slot is waited for;
-    // few lanes have a second.
-    struct Rows {
-        Verbatim tiles[kPieces];  // the same in all lanes
-        u32 first;                // 2 * row block + half, or more than any
-        U32x4 exponents;
-    };
-
-    UW_DEVICE Rows load_rows(const Metadata& metadata, u32 turn) const {
-        Rows rows;
+    // The metadata of the tile of row block `place`, counted from the task's first tile, from the lane of the column.
+    // Shuffled before it is selected: the compiler would index the tiles in local memory.
+    UW_DEVICE static Verbatim verbatim_of(const Metadata& metadata, u32 turn, u32 place) {
+        Verbatim found{0, 0, 0};
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             const Verbatim& v = metadata.tiles[i];
-            rows.tiles[i] = {ptx::shfl_sync_idx(v.offset, turn), ptx::shfl_sync_idx(v.low, turn),
-                             ptx::shfl_sync_idx(v.high, turn)};
+            const Verbatim shuffled{ptx::shfl_sync_idx(v.offset, turn), ptx::shfl_sync_idx(v.low, turn),
+                                    ptx::shfl_sync_idx(v.high, turn)};
+            if (place / kTileBlocks == i) found = shuffled;
         }
-        rows.first = ~0u;
-        const u8* found = nullptr;
-#pragma unroll
-        for (u32 i = 0; i < 2 * Config::kRowBlocks; ++i) {
-            if (i / 2 >= share.blocks) break;
-            const u8* from = verbatim_row(rows.tiles, i / 2, i % 2);
-            if (found == nullptr && from != nullptr) {
-                found = from;
-                rows.first = i;
-            }
-        }
-        rows.exponents = {0, 0, 0, 0};
-        if (found != nullptr) rows.exponents = ptx::ld_global_nc_x4(found);
-        return rows;
+        return found;
     }
 
-    // Replaces the operands of the verbatim rows of row block b.
-    UW_DEVICE void replace(Operands& operands, const Staged& s, const Rows& rows, u32 b) const {
+    // Replaces the operands of verbatim rows. Indices are clamped to the section for any metadata.
+    UW_DEVICE void replace(Operands& operands, const Staged& s, const Metadata& metadata, u32 turn, u32 b) const {
+        const u32 place = share.first % kTileBlocks + b;
+        const Verbatim v = verbatim_of(metadata, turn, place);
+        const bool upper = place % kTileBlocks >= 2, odd = place % 2 != 0;
+        const u32 word = upper ? v.high : v.low;
+        const u32 bits = (odd ? word >> kBlockRows : word) & 0xffffu;
+        if (bits == 0) return;
+        const u32 before = (upper ? ptx::popc(v.low) : 0) + (odd ? ptx::popc(word & 0xffffu) : 0);
+        const u32 stored = v.offset < args.verbatim_rows ? args.verbatim_rows - v.offset : 0;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            const u8* from = verbatim_row(rows.tiles, b, half);
-            if (from == nullptr) continue;
-            const U32x4 exponents = 2 * b + half == rows.first ? rows.exponents : ptx::ld_global_nc_x4(from);
-            const mma::Bf16x16 w = mma::join_exponents(s.sign_mantissa[half], exponents);
+            const u32 row = lane / 4 + half * 8;
+            const u32 index = before + ptx::popc(bits & ((1u << row) - 1));
+            if ((bits >> row & 1) == 0 || index >= stored) continue;
+            const u8* from = args.verbatim_exponents + (u64(v.offset) + index) * kTile + lane % 4 * kLaneColumns;
+            const mma::Bf16x16 w = mma::join_exponents(s.sign_mantissa[half], ptx::ld_global_nc_x4(from));
             if (half == 0) operands.template set<0>(w);
             else operands.template set<1>(w);
         }
@@ -390,8 +347,6 @@ struct Kernel {
     // branch would cost every task more than the multiply costs this one.
     template <bool kVerbatim>
     UW_DEVICE void compute_tile(const mma::PaletteTable& palette, const Metadata& metadata, u32 turn) {
-        Rows rows;
-        if constexpr (kVerbatim) rows = load_rows(metadata, turn);
         slots.wait(slot, parity);
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
@@ -414,7 +369,7 @@ struct Kernel {
                 if (first + c >= Config::kRowBlocks) break;
                 operands[c] = join(staged[c], palette);
                 if constexpr (kVerbatim) {
-                    if (first + c < share.blocks) replace(operands[c], staged[c], rows, first + c);
+                    if (first + c < share.blocks) replace(operands[c], staged[c], metadata, turn, first + c);
                 }
             }
 #pragma unroll
