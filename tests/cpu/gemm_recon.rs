@@ -1,5 +1,5 @@
 //! The reconstructive matmul in the simulator: both sources and both epilogues against a float64 reference, bit-exact
-//! reconstruction, hostile metadata, and planted bugs that must be caught.
+//! reconstruction, hostile metadata, and planted bugs that must be caught. `gemm_join.rs` runs its problems, too.
 
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
 use crate::packed_problem::dot;
@@ -7,40 +7,66 @@ use unweight_codegen::{
     VariantSpec,
     abi::GemmReconArgs,
     plan::GemmShape,
-    spec::{Epilogue, GemmReconSpec, Op, WeightSource},
+    spec::{Epilogue, JoinSource, Op, WeightSource},
 };
 use unweight_format::testing::Random;
 
 const TILE: usize = 64;
 
-fn op(spec: &VariantSpec) -> GemmReconSpec {
-    let Op::GemmRecon(op) = spec.op else { panic!("{spec} is not of this family") };
-    op
+/// The properties of a variant that its problems depend on.
+struct Traits {
+    is_palette: bool,
+    /// The maximum number of verbatim rows of a tile.
+    verbatim_rows: u32,
+    adds: bool,
+    /// Rows of the boxes of X and of sign-mantissa.
+    box_rows: [u32; 2],
+}
+
+fn traits(spec: &VariantSpec) -> Traits {
+    match spec.op {
+        Op::GemmRecon(op) => Traits {
+            is_palette: op.source != WeightSource::Exponent,
+            verbatim_rows: op.verbatim_rows(),
+            adds: op.epilogue == Epilogue::StoreAdd,
+            box_rows: [64, 64],
+        },
+        Op::GemmJoin(op) => {
+            let is_palette = op.source == JoinSource::Palette;
+            Traits {
+                is_palette,
+                verbatim_rows: if is_palette { 64 } else { 0 },
+                adds: op.epilogue == Epilogue::StoreAdd,
+                box_rows: [op.batch_tile.get(), 16 * op.row_blocks.get()],
+            }
+        }
+        _ => panic!("{spec} is of another family"),
+    }
 }
 
 fn is_palette(spec: &VariantSpec) -> bool {
-    op(spec).source != WeightSource::Exponent
+    traits(spec).is_palette
 }
 
 fn adds(spec: &VariantSpec) -> bool {
-    op(spec).epilogue == Epilogue::StoreAdd
+    traits(spec).adds
 }
 
 /// Weights and their encoding (docs/format.md, A.2 and A.7), encoded by hand.
-struct Weights {
+pub struct Weights {
     n: usize,
     k: usize,
-    bits: Vec<u16>,
+    pub bits: Vec<u16>,
     sign_mantissa: Buffer,
     exponents: Buffer,
-    metadata: Buffer,
+    pub metadata: Buffer,
     verbatim: Buffer,
-    verbatim_rows: u32,
+    pub verbatim_rows: u32,
     palette: [u8; 16],
 }
 
 impl Weights {
-    fn encode(bits: Vec<u16>, n: usize, k: usize, spec: &VariantSpec, palette: [u8; 16]) -> Self {
+    pub fn encode(bits: Vec<u16>, n: usize, k: usize, spec: &VariantSpec, palette: [u8; 16]) -> Self {
         let (tile_rows, tile_cols) = (n / TILE, k / TILE);
         let sign_mantissa: Vec<u8> = bits.iter().map(|&b| ((b >> 8 & 0x80) | (b & 0x7f)) as u8).collect();
         let exponent = |row: usize, column: usize| (bits[row * k + column] >> 7 & 0xff) as u8;
@@ -67,7 +93,7 @@ impl Weights {
                 }
             }
             assert!(
-                !is_palette(spec) || mask.count_ones() as usize <= op(spec).verbatim_rows() as usize,
+                !is_palette(spec) || mask.count_ones() <= traits(spec).verbatim_rows,
                 "the test data exceeds the variant's budget"
             );
             metadata.extend_from_slice(&[0, first as u32, mask as u32, (mask >> 32) as u32]);
@@ -96,10 +122,12 @@ impl Weights {
                 (r as u16 & 0x807f) | u16::from(PALETTE[index]) << 7
             })
             .collect();
-        if op(spec).verbatim_rows() > 0 {
+        // A tile whose rows are all verbatim is rare; gemm_join has no budget.
+        let budget = traits(spec).verbatim_rows;
+        if budget > 0 {
             for tile_row in 0..n / TILE {
                 for tile_col in 0..k / TILE {
-                    for _ in 0..random.below(u64::from(op(spec).verbatim_rows()) + 1) {
+                    for _ in 0..random.below(u64::from(budget) + 1) {
                         let row = tile_row * TILE + random.below(64) as usize;
                         let column = tile_col * TILE + random.below(64) as usize;
                         bits[row * k + column] = (bits[row * k + column] & 0x807f) | 90 << 7;
@@ -111,19 +139,19 @@ impl Weights {
     }
 }
 
-struct Problem {
-    weights: Weights,
-    m: usize,
-    x: Vec<u16>,
-    y: Vec<u16>,
+pub struct Problem {
+    pub weights: Weights,
+    pub m: usize,
+    pub x: Vec<u16>,
+    pub y: Vec<u16>,
 }
 
 /// Rows after `y` that no kernel may write.
 const GUARD_ROWS: usize = 3;
-const GUARD: u16 = 0x7fc1;
+pub const GUARD: u16 = 0x7fc1;
 
 impl Problem {
-    fn random(spec: &VariantSpec, m: usize, n: usize, k: usize, seed: u64) -> Self {
+    pub fn random(spec: &VariantSpec, m: usize, n: usize, k: usize, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let weights = Weights::random(n, k, spec, &mut random);
         let x = (0..m * k).map(|_| (random.bits() as u16 & 0x807f) | (120 + random.below(8) as u16) << 7).collect();
@@ -133,14 +161,14 @@ impl Problem {
     }
 
     /// Runs the kernel and returns Y.
-    fn run(&self, spec: &VariantSpec, kernel: &mut CpuKernel, sms: u32, seed: u64) -> Result<Vec<u16>, String> {
+    pub fn run(&self, spec: &VariantSpec, kernel: &mut CpuKernel, sms: u32, seed: u64) -> Result<Vec<u16>, String> {
         let (w, m) = (&self.weights, self.m);
         let x = Buffer::of(bytemuck::cast_slice(&self.x));
         let mut y = self.y.clone();
         y.extend(std::iter::repeat_n(GUARD, GUARD_ROWS * w.n));
         let y = Buffer::of(bytemuck::cast_slice(&y));
         let palette = Buffer::of(&w.palette);
-        let (columns, box_columns, box_rows) = (w.k as u64, 64, 64);
+        let (columns, box_columns, [x_rows, sign_rows]) = (w.k as u64, 64, traits(spec).box_rows);
         let args = GemmReconArgs {
             x: kernel.tensor_map(&MapSpec {
                 data: x.slice(),
@@ -148,7 +176,7 @@ impl Problem {
                 columns,
                 rows: m as u64,
                 box_columns,
-                box_rows,
+                box_rows: x_rows,
                 swizzle_bytes: 128,
             }),
             sign_mantissa: kernel.tensor_map(&MapSpec {
@@ -157,7 +185,7 @@ impl Problem {
                 columns,
                 rows: w.n as u64,
                 box_columns,
-                box_rows,
+                box_rows: sign_rows,
                 swizzle_bytes: 0,
             }),
             exponents: w.exponents.address(),
@@ -189,7 +217,7 @@ impl Problem {
     }
 
     /// Counts elements further from the float64 result than bf16 rounding and fp32 accumulation explain.
-    fn mismatches(&self, spec: &VariantSpec, y: &[u16]) -> usize {
+    pub fn mismatches(&self, spec: &VariantSpec, y: &[u16]) -> usize {
         let (n, k) = (self.weights.n, self.weights.k);
         let x: Vec<f64> = self.x.iter().map(|&b| bf16(b)).collect();
         let w: Vec<f64> = self.weights.bits.iter().map(|&b| bf16(b)).collect();
@@ -216,7 +244,7 @@ fn check(name: &str, shapes: &[(usize, usize, usize)]) {
     check_on(name, shapes, [2, 3]);
 }
 
-fn check_on(name: &str, shapes: &[(usize, usize, usize)], sms: [u32; 2]) {
+pub fn check_on(name: &str, shapes: &[(usize, usize, usize)], sms: [u32; 2]) {
     let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
     for (i, &(m, n, k)) in shapes.iter().enumerate() {
@@ -338,7 +366,7 @@ fn hostile_metadata_stays_in_bounds() {
 
 /// The visible effect of a planted bug.
 #[derive(Debug)]
-enum Symptom {
+pub enum Symptom {
     Wrong,
     Error(&'static str),
 }
@@ -502,14 +530,18 @@ fn check_caught(name: &str, bugs: Vec<(Edit, Symptom)>) {
 
 fn check_caught_on(name: &str, bugs: Vec<(Edit, Symptom)>, sms: u32) {
     let spec = spec(name);
-    let problem = Problem::random(&spec, 130, 256, 384, 3);
+    check_caught_by(&Problem::random(&spec, 130, 256, 384, 3), &spec, bugs, sms);
+}
+
+/// Checks that a problem shows each planted bug.
+pub fn check_caught_by(problem: &Problem, spec: &VariantSpec, bugs: Vec<(Edit, Symptom)>, sms: u32) {
     for (edit, symptom) in bugs.into_iter().filter(|(edit, _)| !edit.is_left_out()) {
         let what = format!("{} -> {}", edit.from.trim(), edit.to.trim());
-        let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let mut kernel = CpuKernel::of(spec, &[edit]);
         // A race shows only in some interleavings.
         let mut outcomes = Vec::new();
         let caught = (0..8).any(|seed| {
-            let outcome = problem.run(&spec, &mut kernel, sms, seed).map(|y| problem.mismatches(&spec, &y));
+            let outcome = problem.run(spec, &mut kernel, sms, seed).map(|y| problem.mismatches(spec, &y));
             let caught = match (&symptom, &outcome) {
                 (Symptom::Error(text), Err(e)) => e.contains(text),
                 (Symptom::Wrong, Ok(wrong)) => *wrong > 0,

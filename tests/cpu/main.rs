@@ -11,6 +11,7 @@ mod encode_compact;
 mod expert_pieces;
 mod exponents;
 mod gemm_compact;
+mod gemm_join;
 mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;

@@ -52,7 +52,7 @@ fn matmuls_against_cublas() {
         let variants: Vec<VariantSpec> = contenders.iter().filter_map(|name| name.parse().ok()).collect();
         assert_eq!(variants.len() + 1, contenders.len(), "cuBLAS, and variants: {contenders:?}");
         let of_source = |palette: bool| {
-            let is_of_it = |spec: &VariantSpec| spec.to_string().contains("_gemm_recon_palette_") == palette;
+            let is_of_it = |spec: &VariantSpec| spec.to_string().contains("_palette_") == palette;
             variants.iter().copied().filter(is_of_it).collect::<BTreeSet<_>>()
         };
         // Every variant that supports the shape, for both sources. The number for exponents does not depend on the

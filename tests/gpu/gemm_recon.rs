@@ -1,5 +1,5 @@
-//! Every catalogued reconstructive matmul on the GPU: exact where possible, close to a double-precision reference,
-//! close to cuBLAS.
+//! Every catalogued matmul from exponents or palette indices (`gemm_recon`, `gemm_join`) on the GPU: exact where
+//! possible, close to a double-precision reference, close to cuBLAS.
 //!
 //! - One-hot rows of X select single weights, so Y is W^T bit for bit. This covers every reconstructed weight of every
 //!   variant.
@@ -8,11 +8,12 @@
 
 use crate::harness::{Random, bf16, context, gpu, guard_is_intact, poison, refused, stream, value};
 use rayon::prelude::*;
+use std::collections::BTreeSet;
 use unweight_bench::{halves, normal_bf16, relative_error};
 use unweight_codegen::{
     VariantSpec,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, Epilogue, GemmReconSpec, Op, WeightSource, catalog},
+    spec::{Arch, DecodeOutput, Epilogue, JoinSource, Op, WeightSource, catalog},
 };
 use unweight_format::{
     CodeLimit, Matrix,
@@ -36,6 +37,8 @@ use unweight_rt::{
 };
 
 const BATCHES: [u32; 10] = [1, 2, 17, 64, 65, 128, 129, 256, 1000, 1024];
+/// Batches at the edges of the batch tiles of `gemm_join`.
+const JOIN_BATCHES: [u32; 10] = [1, 5, 8, 9, 16, 17, 31, 33, 64, 129];
 /// A multiple of 64 times 1, 2, 3 and 4.
 const N: usize = 768;
 const K: usize = 512;
@@ -101,9 +104,46 @@ fn encodings(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: us
     Encodings { tensor, huffman, palette, exponents, indices, whole }
 }
 
-fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
-    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is not a reconstructive matmul") };
-    matmul
+/// The properties of a variant that its operands depend on.
+struct Traits {
+    is_palette: bool,
+    /// The maximum number of verbatim rows of a tile.
+    verbatim_rows: u32,
+    adds: bool,
+    splits: u32,
+    batches: [u32; 10],
+}
+
+/// Returns the properties of a matmul from exponents or palette indices; `None` for other variants.
+fn try_traits(spec: &VariantSpec) -> Option<Traits> {
+    Some(match spec.op {
+        Op::GemmRecon(op) => Traits {
+            is_palette: op.source != WeightSource::Exponent,
+            verbatim_rows: op.verbatim_rows(),
+            adds: op.epilogue == Epilogue::StoreAdd,
+            splits: op.splits.get(),
+            batches: BATCHES,
+        },
+        Op::GemmJoin(op) => {
+            let is_palette = op.source == JoinSource::Palette;
+            Traits {
+                is_palette,
+                verbatim_rows: if is_palette { 64 } else { 0 },
+                adds: op.epilogue == Epilogue::StoreAdd,
+                splits: op.cluster.get(),
+                batches: JOIN_BATCHES,
+            }
+        }
+        _ => return None,
+    })
+}
+
+fn traits(spec: &VariantSpec) -> Traits {
+    try_traits(spec).unwrap_or_else(|| panic!("{spec} does not read exponents or palette indices"))
+}
+
+fn adds(spec: &VariantSpec) -> bool {
+    traits(spec).adds
 }
 
 /// Runs a variant on the encodings. `stored` selects the stored palette instead of the decoded one.
@@ -129,17 +169,17 @@ fn enqueue(
     y: &mut DeviceMatrix,
 ) -> Result<(), DeviceError> {
     let (x, y) = (x.view(), y.view_mut());
-    match spec_of(spec).source {
-        WeightSource::Exponent => matmul.exponent(ctx, x, encodings.huffman.as_exponent(&encodings.exponents), y),
-        WeightSource::Palette { .. } if stored => matmul.palette(ctx, x, encodings.palette.view(), y),
-        WeightSource::Palette { .. } => matmul.palette(ctx, x, encodings.huffman.as_palette(&encodings.indices), y),
+    match traits(spec).is_palette {
+        false => matmul.exponent(ctx, x, encodings.huffman.as_exponent(&encodings.exponents), y),
+        true if stored => matmul.palette(ctx, x, encodings.palette.view(), y),
+        true => matmul.palette(ctx, x, encodings.huffman.as_palette(&encodings.indices), y),
     }
 }
 
 /// Initializes an output: NaN if it is overwritten, known values if it is added to.
 fn start(stream: &Stream, spec: &VariantSpec, y: &mut DeviceMatrix, before: &[u16]) {
     poison(stream, y);
-    if spec_of(spec).epilogue == Epilogue::StoreAdd {
+    if adds(spec) {
         y.write(stream, 0, before).unwrap();
     }
 }
@@ -157,15 +197,14 @@ fn reference(x: &[u16], w: &[u16], m: usize, n: usize, k: usize) -> Vec<f64> {
 }
 
 fn by_budget() -> Vec<(u32, Vec<VariantSpec>)> {
-    let all: Vec<_> =
-        catalog::all(Arch::Sm90a).into_iter().filter(|spec| matches!(spec.op, Op::GemmRecon(_))).collect();
-    [0, 4, 8, 16, 32, 64]
-        .into_iter()
-        .map(|budget| {
-            let specs = all.iter().filter(|spec| spec_of(spec).verbatim_rows() == budget).copied();
-            (budget, specs.collect())
-        })
-        .collect()
+    let all: Vec<_> = catalog::all(Arch::Sm90a).into_iter().filter(|spec| try_traits(spec).is_some()).collect();
+    let reads = |spec: &VariantSpec, budget| match spec.op {
+        // Any number of verbatim rows: none, few and all.
+        Op::GemmJoin(op) if op.source == JoinSource::Palette => [0, 8, 64].contains(&budget),
+        _ => traits(spec).verbatim_rows == budget,
+    };
+    let of = |budget| (budget, all.iter().filter(|spec| reads(spec, budget)).copied().collect());
+    [0, 4, 8, 16, 32, 64].map(of).into()
 }
 
 /// Needs no GPU: the tests below rely on these weights.
@@ -199,13 +238,12 @@ fn every_variant_reconstructs_every_weight_exactly() {
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
         for spec in &specs {
             // Only a palette source has a stored encoding that differs from the decoded one.
-            let forms_of_source: &[bool] =
-                if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
+            let forms_of_source: &[bool] = if traits(spec).is_palette { &[false, true] } else { &[false] };
             for &stored in forms_of_source {
                 start(&stream, spec, &mut y, &before);
                 run(kernels, &stream, spec, &encodings, stored, &x, &mut y);
                 let got = y.to_host(&stream).unwrap();
-                let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
+                let add = adds(spec);
                 for (at, got) in got.iter().enumerate() {
                     let weight = w[at % N * K + at / N % K];
                     let expected_bits = if add { bf16(0.5 + value(weight)) } else { weight };
@@ -243,18 +281,19 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
             reference(&magnitude(&x), &magnitude(&w), max_batch, N, K)
         };
         kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-        for m in BATCHES {
+        let batches: BTreeSet<u32> = BATCHES.into_iter().chain(JOIN_BATCHES).collect();
+        for m in batches {
             let count = m as usize * N;
             let x = DeviceMatrix::from_host(&stream, m, K as u32, &x[..m as usize * K]).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, N as u32).unwrap();
             let mut cublas = Cublas::new(&stream).unwrap();
             cublas.matmul(x.view(), encodings.whole.view(), y.view_mut(), false).unwrap();
             let by_cublas = y.to_host(&stream).unwrap();
-            for spec in &specs {
+            for spec in specs.iter().filter(|spec| traits(spec).batches.contains(&m)) {
                 start(&stream, spec, &mut y, &before[..count]);
                 run(kernels, &stream, spec, &encodings, false, &x, &mut y);
                 let got = y.to_host(&stream).unwrap();
-                let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
+                let add = adds(spec);
                 let (mut difference, mut size) = (0.0, 0.0);
                 for at in 0..count {
                     let want = exact[at] + if add { value(before[at]) } else { 0.0 };
@@ -293,7 +332,7 @@ fn the_default_variants_on_large_shapes_against_cublas() {
         let bytes = normal_bf16(n * k, 0.02, 21);
         let encodings = encodings(kernels, &stream, &bytes, n, k);
         let mut cublas = Cublas::new(&stream).unwrap();
-        for m in [1u32, 64, 200, 256, 1024] {
+        for m in [1u32, 7, 12, 31, 64, 200, 256, 1024] {
             let x = halves(&normal_bf16(m as usize * k, 1.0, 22));
             let x = DeviceMatrix::from_host(&stream, m, k as u32, &x).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
@@ -324,6 +363,7 @@ fn the_same_launch_gives_the_same_bits() {
     let encodings = encodings(kernels, &stream, &bytes, N, K);
     let x = halves(&normal_bf16(129 * K, 1.0, 32));
     let x = DeviceMatrix::from_host(&stream, 129, K as u32, &x).unwrap();
+    // Variants of `gemm_join` are candidates at any batch.
     let problem = GemmShape { m: 129, n: N as u32, k: K as u32 };
     let source = Source::Palette { max_verbatim_rows: 8 };
     for spec in candidates(Arch::Sm90a, source, problem, kernels.device().info().sms, Epilogue::Store) {
@@ -340,12 +380,12 @@ fn the_same_launch_gives_the_same_bits() {
 
 /// Returns the shipped variants that split k over `splits` blocks and have room for 8 verbatim rows.
 fn split_by(splits: u32) -> Vec<VariantSpec> {
-    let all = catalog::all(Arch::Sm90a).into_iter().filter(|spec| match spec.op {
-        Op::GemmRecon(op) => op.splits.get() == splits && [0, 8].contains(&op.verbatim_rows()),
-        _ => false,
-    });
-    // Variants of exponents have a budget of 0.
-    all.filter(|spec| spec_of(spec).source == WeightSource::Exponent || spec_of(spec).verbatim_rows() == 8).collect()
+    let reads_8 = |of: &Traits| !of.is_palette || of.verbatim_rows == 8;
+    let chosen = |spec: &VariantSpec| match spec.op {
+        Op::GemmJoin(_) => traits(spec).splits == splits,
+        _ => try_traits(spec).is_some_and(|of| of.splits == splits && reads_8(&of)),
+    };
+    catalog::all(Arch::Sm90a).into_iter().filter(chosen).collect()
 }
 
 /// Splits of k at odd shapes, including uneven shares: close to float64, and the same bits on the whole device, on
@@ -371,7 +411,7 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
             for spec in [2, 4].into_iter().flat_map(split_by) {
                 let what = format!("{spec} m = {m}, {n} x {k}");
                 let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
-                let add = spec_of(&spec).epilogue == Epilogue::StoreAdd;
+                let add = adds(&spec);
                 let mut first: Option<Vec<u16>> = None;
                 for sms in [None, Some(1), Some(7), Some(70)] {
                     ctx.set_mode(LaunchMode { sms, ..LaunchMode::default() });

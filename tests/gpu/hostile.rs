@@ -236,8 +236,16 @@ fn hostile_palette_source_stays_in_bounds() {
             })
         })
         .collect();
-    for name in ["n2p4_v64_store", "n4p2_v64_store", "n1p2_v64_store_add", "n2p4_v16_store"] {
-        let spec = format!("uw_sm90a_gemm_recon_palette_{name}").parse().unwrap();
+    for name in [
+        "recon_palette_n2p4_v64_store",
+        "recon_palette_n4p2_v64_store",
+        "recon_palette_n1p2_v64_store_add",
+        "recon_palette_n2p4_v16_store",
+        "join_palette_b8_r2w16p2c1_store",
+        "join_palette_b8_r7w8p1c1_store_add",
+        "join_palette_b32_r1w8p2c2_store",
+    ] {
+        let spec = format!("uw_sm90a_gemm_{name}").parse().unwrap();
         let matmul = Matmul::new(kernels.get(&spec).unwrap()).unwrap();
         for (what, metadata) in &false_metadata {
             for verbatim in [tensor.verbatim_exponents(), &[]] {

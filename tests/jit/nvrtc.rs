@@ -18,8 +18,8 @@ use unweight_codegen::{
     plan::Plan,
     spec::{
         Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec,
-        GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec,
-        SampleSpec, ScaleSpec, SiluMulSpec, VariantSpec, catalog,
+        GemmJoinSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op,
+        RopeSpec, SampleSpec, ScaleSpec, SiluMulSpec, VariantSpec, catalog,
     },
 };
 use unweight_rt::{
@@ -407,6 +407,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
             Op::GemmWgmma(GemmWgmmaSpec { escapes: true, pdl: false, epilogue: Epilogue::Store, ..op })
         }
         Op::GemmRecon(op) => Op::GemmRecon(GemmReconSpec { epilogue: Epilogue::Store, ..op }),
+        Op::GemmJoin(op) => Op::GemmJoin(GemmJoinSpec { epilogue: Epilogue::Store, ..op }),
         Op::Attention(op) => Op::Attention(AttentionSpec { pdl: false, ..op }),
         Op::DecodeHuffman(op) => {
             let limit = match op.code_limit.get() {
@@ -438,6 +439,7 @@ fn is_worst(spec: &VariantSpec) -> bool {
         Op::GemmMma(op) => op.dump || op.escapes && op.epilogue == Epilogue::SiluMul,
         Op::GemmWgmma(op) => op.dump || op.escapes && op.epilogue == Epilogue::SiluMul,
         Op::GemmRecon(op) => op.epilogue == Epilogue::StoreAdd,
+        Op::GemmJoin(op) => op.epilogue == Epilogue::StoreAdd,
         Op::GemmCompact(op) => op.epilogue == Epilogue::SiluMul,
         _ => true,
     }

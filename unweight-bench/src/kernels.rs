@@ -6,8 +6,9 @@ mod kv_cache;
 use unweight_codegen::{
     VariantSpec,
     abi::DecodeCompactArgs,
+    family::DECODED_EXPONENTS,
     plan::GemmShape,
-    spec::{Arch, DecodeCompactStage, DecodeOutput, EncodeHuffmanStage, Epilogue, Op, WeightSource},
+    spec::{Arch, DecodeCompactStage, DecodeOutput, EncodeHuffmanStage, Epilogue},
 };
 use unweight_format::{
     CodeLimit, Histogram, Matrix, TileGrid,
@@ -382,7 +383,7 @@ impl Bench<'_> {
             self.kernels.prepare(&specs, &|_| {})?;
             for (index, spec) in specs.into_iter().enumerate() {
                 let matmul = Matmul::new(self.kernels.get(&spec)?)?;
-                let is_exponent = matches!(spec.op, Op::GemmRecon(op) if op.source == WeightSource::Exponent);
+                let is_exponent = spec.op.edges().iter().all(|edge| edge.from == DECODED_EXPONENTS);
                 let weights = if is_exponent {
                     sources[0].as_exponent(&exponents[0]).bytes()
                 } else {

@@ -220,14 +220,14 @@ impl Run<'_> {
         for kernel in kernels {
             let spec = kernel.spec();
             match spec.op {
-                Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) | Op::GemmCompact(_) => {
+                Op::GemmMma(_) | Op::GemmWgmma(_) | Op::GemmRecon(_) | Op::GemmJoin(_) | Op::GemmCompact(_) => {
                     for m in batches(spec) {
                         let shape = GemmShape { m, n: shape.0, k: shape.1 };
                         if !supports(spec, shape, self.kernels.device().info().sms) {
                             continue;
                         }
                         let subject = match spec.op {
-                            Op::GemmRecon(_) => self.recon(kernel, &weights, shape)?,
+                            Op::GemmRecon(_) | Op::GemmJoin(_) => self.recon(kernel, &weights, shape)?,
                             Op::GemmCompact(_) => match &weights.compact {
                                 Some(tensor) => self.compact(kernel, (&weights, tensor), shape)?,
                                 None => continue,

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use unweight_codegen::{
     Variant,
     spec::{
-        AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, Family, GemmCompactSpec, GemmMmaSpec,
-        GemmReconSpec, GemmWgmmaSpec, NormSpec, RopeSpec, SampleSpec, SiluMulSpec, UnpackSpec,
+        AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, Family, GemmCompactSpec, GemmJoinSpec,
+        GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, RopeSpec, SampleSpec, SiluMulSpec, UnpackSpec,
     },
 };
 
@@ -99,6 +99,7 @@ launchers! {
     DecodeHuffmanSpec => Decoder,
     EmbedSpec => Embed,
     GemmCompactSpec => CompactGemm,
+    GemmJoinSpec => Matmul,
     GemmMmaSpec => PackedGemm,
     GemmReconSpec => Matmul,
     GemmWgmmaSpec => PackedGemm,

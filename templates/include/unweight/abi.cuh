@@ -53,7 +53,8 @@ struct DecodeHuffmanArgs {
 };
 
 // Report family: reconstructive matmul Y[m, n] = X[m, k] * W[n, k]^T (+ Y when the epilogue is store_add).
-// n is a multiple of 64 * N tiles, k a multiple of 64; m is any.
+// n is a multiple of 64 * N tiles, k a multiple of 64; m is any. Also of family `gemm_join`, whose boxes have as many
+// rows as the batch tile (x) and a task (sign_mantissa), and whose n is a multiple of 64.
 struct GemmReconArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x 64 (m), 128-byte swizzle, zero fill
     TensorMap sign_mantissa;          // u8 [n, k], box 64 x 64, no swizzle

@@ -15,6 +15,7 @@ enum class DecodeElement : u32 { kBf16, kE4m3, kE5m2, kF16, kF32 };
 enum class DecodeOutput : u32 { kFull, kExponent, kPalette };
 enum class EmbedSource : u32 { kBf16, kPacked };
 enum class EncodeHuffmanStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
+enum class JoinSource : u32 { kExponent, kPalette };
 enum class KvCache : u32 { kBf16, kPacked };
 enum class KvPackStage : u32 { kStep, kChunk, kRelease };
 enum class NormKind : u32 { kRms, kRmsOnce, kLayer, kRmsPlusOne, kLayerBias };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    spec::{Epilogue, Op, WeightSource},
+    spec::{Epilogue, JoinSource, Op, WeightSource},
 };
 use unweight_rt::{
     DeviceBuffer, MatrixMut, MatrixRef,
@@ -90,8 +90,14 @@ impl Run<'_> {
         weights: &'a Weights,
         shape: GemmShape,
     ) -> Result<Subject<'a>, BenchError> {
-        let Op::GemmRecon(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
-        let budget = if let WeightSource::Palette { verbatim } = spec.source { verbatim.get() } else { 64 };
+        let (is_exponent, budget, epilogue) = match kernel.spec().op {
+            Op::GemmRecon(spec) => match spec.source {
+                WeightSource::Exponent => (true, 64, spec.epilogue),
+                WeightSource::Palette { verbatim } => (false, verbatim.get(), spec.epilogue),
+            },
+            Op::GemmJoin(spec) => (spec.source == JoinSource::Exponent, 64, spec.epilogue),
+            _ => unreachable!("the caller has matched the family"),
+        };
         let (source, exact) = if budget < weights.few_rows.max_verbatim_rows {
             (&weights.no_rows, &weights.exact_without_escapes)
         } else {
@@ -103,12 +109,13 @@ impl Run<'_> {
             // SAFETY: as above.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, shape.n, shape.n.into()) }?;
             let ctx = &mut self.ctx.borrow_mut();
-            match spec.source {
-                WeightSource::Exponent => matmul.exponent(ctx, x, source.huffman.as_exponent(&source.exponents), y),
-                WeightSource::Palette { .. } => matmul.palette(ctx, x, source.palette.view(), y),
+            if is_exponent {
+                matmul.exponent(ctx, x, source.huffman.as_exponent(&source.exponents), y)
+            } else {
+                matmul.palette(ctx, x, source.palette.view(), y)
             }
         };
-        self.product(kernel, (shape, shape.n), spec.epilogue, (weights, exact), Box::new(launch))
+        self.product(kernel, (shape, shape.n), epilogue, (weights, exact), Box::new(launch))
     }
 
     fn product<'a>(
@@ -141,6 +148,7 @@ impl Run<'_> {
 pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
     let tile = match spec.op {
         Op::GemmMma(op) => op.batch_tile.get(),
+        Op::GemmJoin(op) => op.batch_tile.get(),
         Op::GemmWgmma(op) => op.batch_tile.get(),
         Op::GemmCompact(op) => op.batch_tile.get(),
         Op::GemmGrouped(op) => op.batch_tile.get(),

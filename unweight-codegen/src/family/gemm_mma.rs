@@ -214,9 +214,11 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
 const X_ROW_BYTES: u32 = 128;
 /// 16 rows and 64 columns of W, 12 bits each.
 const BLOCK_BYTES: u32 = layout::PACKED_BLOCK_BYTES as u32;
-const BLOCK_ROWS: u32 = 16;
+pub(super) const BLOCK_ROWS: u32 = 16;
 /// 16 rows and 64 columns of W, bf16.
 const BF16_BLOCK_BYTES: u32 = BLOCK_ROWS * X_ROW_BYTES;
+/// 16 rows and 64 columns of W, one byte each.
+const STORED_BLOCK_BYTES: u32 = BLOCK_ROWS * layout::TILE as u32;
 /// The alignment of the copy engine's swizzle pattern, and so of each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
@@ -232,6 +234,10 @@ pub(super) enum RingWeights {
     Packed,
     /// For the grouped product alone.
     Bf16,
+    /// Sign-mantissa bytes with exponent bytes, for `gemm_join` alone, as is the next.
+    Exponents,
+    /// Sign-mantissa bytes with palette indices.
+    Palette,
 }
 
 /// Bytes of X and W in one slot of a warp's ring.
@@ -239,6 +245,8 @@ const fn slot_bytes(spec: &GemmMmaSpec, weights: RingWeights) -> u32 {
     let block_bytes = match weights {
         RingWeights::Packed => BLOCK_BYTES,
         RingWeights::Bf16 => BF16_BLOCK_BYTES,
+        RingWeights::Exponents => STORED_BLOCK_BYTES + STORED_BLOCK_BYTES,
+        RingWeights::Palette => STORED_BLOCK_BYTES + STORED_BLOCK_BYTES / 2,
     };
     spec.batch_tile.get() * X_ROW_BYTES + spec.row_blocks.get() * block_bytes
 }

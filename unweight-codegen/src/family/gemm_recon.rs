@@ -127,11 +127,11 @@ impl GemmReconSpec {
 }
 
 args! {
-    /// Arguments of the report's reconstructive matmul.
+    /// Arguments of the report's reconstructive matmul, and of `gemm_join`.
     pub struct GemmReconArgs {
-        /// bf16 `[m, k]`, box 64 x 64, 128-byte swizzle, zero fill.
+        /// bf16 `[m, k]`, box 64 x 64 (`gemm_join`: 64 x the variant's batch tile), 128-byte swizzle, zero fill.
         pub x: TensorMap,
-        /// u8 `[n, k]`, box 64 x 64, no swizzle.
+        /// u8 `[n, k]`, box 64 x 64 (`gemm_join`: 64 x the rows of a task), no swizzle.
         pub sign_mantissa: TensorMap,
         /// Exponent source: u8 `[tiles, 64, 64]`; palette source: u8 `[tiles, 64, 32]`.
         pub exponents: u64,

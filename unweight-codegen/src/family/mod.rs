@@ -254,6 +254,8 @@ families! {
     decode_compact: DecodeCompact(DecodeCompactSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
     gemm_recon: GemmRecon(GemmReconSpec),
+    /// Matmul for small batches from the operands of the reconstructive matmul, joined in registers.
+    gemm_join: GemmJoin(GemmJoinSpec),
     /// Packed matmul for small batches, from a packed tensor.
     gemm_mma: GemmMma(GemmMmaSpec),
     /// Packed matmul for large batches, from a packed tensor.

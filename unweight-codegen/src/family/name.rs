@@ -10,6 +10,7 @@
 //! uw_<arch>_decode_compact_<full|packed|lists>
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>[s<splits>]_<store|store_add>
 //! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>[s<splits>]_v<verbatim rows>_<store|store_add>
+//! uw_<arch>_gemm_join_<exponent|palette>_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>_<store|store_add>
 //! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>
 //!                                    [_async][_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
@@ -240,6 +241,8 @@ pub(crate) mod tests {
         for name in [
             "uw_sm90a_gemm_recon_palette_n2p4_v8_store",
             "uw_sm90a_gemm_recon_exponent_n2p4_store_add",
+            "uw_sm90a_gemm_join_palette_b8_r4w8p2c1_store",
+            "uw_sm90a_gemm_join_exponent_b16_r1w16p2c2_store_add",
             "uw_sm90a_decode_huffman_full_l7",
             "uw_sm90a_decode_huffman_exponent_l12",
             "uw_sm90a_decode_huffman_full_l7_async_w16",

@@ -15,6 +15,7 @@ use crate::{
 
 pub use crate::family::{
     gemm_compact::SHAPES as GEMM_COMPACT,
+    gemm_join::SHAPES as GEMM_JOIN,
     gemm_mma::SHAPES as GEMM_MMA,
     gemm_recon::{SPLIT_RINGS, TABLE_5},
     gemm_wgmma::SHAPES as GEMM_WGMMA,

@@ -9,9 +9,9 @@ pub mod pairs;
 pub use crate::axes::{Arch, Axis, AxisError, Only, Values};
 pub use crate::family::{
     AttentionSpec, ClusterSize, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec,
-    Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec,
-    KvUnpackSpec, LogprobsSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, ScaleSpec,
-    SiluMulSpec, SmemCopy, UnpackSpec, UpdateSpec, VariantSpec,
+    Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmJoinSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
+    KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec,
+    ScaleSpec, SiluMulSpec, SmemCopy, UnpackSpec, UpdateSpec, VariantSpec,
     attention::{AttentionHeadDim, AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
@@ -19,6 +19,7 @@ pub use crate::family::{
     encode_compact::EncodeCompactStage,
     encode_huffman::EncodeHuffmanStage,
     gemm_compact::{CompactBatchTile, CompactStages},
+    gemm_join::JoinSource,
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},

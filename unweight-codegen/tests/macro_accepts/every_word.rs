@@ -32,6 +32,11 @@ fn every_word_is_that_of_the_spec() {
         "uw_sm90a_encode_huffman_scan": (op = encode_huffman, stage = scan),
         "uw_sm90a_encode_huffman_write": (op = encode_huffman, stage = write),
         "uw_sm90a_encode_huffman_palette": (op = encode_huffman, stage = palette),
+        "uw_sm90a_gemm_join_palette_b8_r4w8p2c1_store":
+            (op = gemm_join, source = palette, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
+        "uw_sm90a_gemm_join_exponent_b32_r1w8p2c2_store_add":
+            (op = gemm_join, source = exponent, batch_tile = 32, row_blocks = 1, warps = 8, stages = 2, cluster = 2,
+             epilogue = store_add),
         "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store":
             (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
         "uw_sm90a_gemm_mma_b16_r1w8p3c2_persistent_pdl_store_add_dump":

@@ -110,15 +110,74 @@ impl Pipeline {
     }
 }
 
-/// The tile and ring of a reconstructive matmul, written like its variants' names: `n2p4`, `n1p6s2`.
+/// The tile and ring of a reconstructive matmul, written like its variants' names: `n2p4`, `n1p6s2`, `b8_r4w8p2c1`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Ring {
-    /// Tiles of 64 output features per block.
-    pub tiles: u32,
-    /// Stages of the shared-memory ring.
-    pub stages: u32,
-    /// Blocks that share the k dimension of one product; 1, which names omit, for no split.
-    pub splits: u32,
+pub enum Ring {
+    /// A variant of `gemm_recon`.
+    Recon {
+        /// Tiles of 64 output features per block.
+        tiles: u32,
+        /// Stages of the shared-memory ring.
+        stages: u32,
+        /// Blocks that share the k dimension of one product; 1, which names omit, for no split.
+        splits: u32,
+    },
+    /// A variant of `gemm_join`, for small batches.
+    Join {
+        /// Batch rows of a block.
+        batch_tile: u32,
+        /// Blocks of 16 output features per block.
+        row_blocks: u32,
+        /// Warps of a block.
+        warps: u32,
+        /// Stages of each warp's ring.
+        stages: u32,
+        /// Blocks that share the k dimension of one product.
+        cluster: u32,
+    },
+}
+
+impl fmt::Display for Ring {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Recon { tiles, stages, splits: 1 } => write!(f, "n{tiles}p{stages}"),
+            Self::Recon { tiles, stages, splits } => write!(f, "n{tiles}p{stages}s{splits}"),
+            Self::Join { batch_tile, row_blocks, warps, stages, cluster } => {
+                write!(f, "b{batch_tile}_r{row_blocks}w{warps}p{stages}c{cluster}")
+            }
+        }
+    }
+}
+
+impl Ring {
+    /// Returns the ring with this text form.
+    fn parse(text: &str) -> Option<Self> {
+        if text.starts_with('b') {
+            let [batch_tile, row_blocks, warps, stages, cluster] = numbers(text, ["b", "_r", "w", "p", "c"])?;
+            return Some(Self::Join { batch_tile, row_blocks, warps, stages, cluster });
+        }
+        if let Some([tiles, stages, splits]) = numbers(text, ["n", "p", "s"]) {
+            return (splits > 1).then_some(Self::Recon { tiles, stages, splits });
+        }
+        let [tiles, stages] = numbers(text, ["n", "p"])?;
+        Some(Self::Recon { tiles, stages, splits: 1 })
+    }
+}
+
+/// Returns the numbers of one or two digits, without leading zeros, that follow the marks.
+fn numbers<const N: usize>(text: &str, marks: [&str; N]) -> Option<[u32; N]> {
+    let (mut rest, mut found) = (text, [0; N]);
+    for (mark, number) in marks.iter().zip(&mut found) {
+        let marked = rest.strip_prefix(mark)?;
+        let digits = marked.bytes().take_while(u8::is_ascii_digit).count();
+        if !(1..=2).contains(&digits) || marked.starts_with('0') {
+            return None;
+        }
+        let (value, after) = marked.split_at(digits);
+        *number = value.parse().ok()?;
+        rest = after;
+    }
+    rest.is_empty().then_some(found)
 }
 
 /// A pipeline with the variant of its matmul.
@@ -150,8 +209,7 @@ impl fmt::Display for PipelineVariant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.pipeline.name())?;
         match self.ring {
-            Some(Ring { tiles, stages, splits: 1 }) => write!(f, "/n{tiles}p{stages}"),
-            Some(Ring { tiles, stages, splits }) => write!(f, "/n{tiles}p{stages}s{splits}"),
+            Some(ring) => write!(f, "/{ring}"),
             None => Ok(()),
         }
     }
@@ -183,28 +241,7 @@ impl FromStr for PipelineVariant {
         let unknown = || UnknownVariant(text.chars().take(64).collect());
         let (name, ring) = text.split_once('/').map_or((text, None), |(name, ring)| (name, Some(ring)));
         let pipeline = Pipeline::ALL.into_iter().find(|pipeline| pipeline.name() == name).ok_or_else(unknown)?;
-        let number = |text: &str| -> Option<u32> {
-            let digits = (1..=2).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit());
-            if digits && !text.starts_with('0') { text.parse().ok() } else { None }
-        };
-        let ring = match ring {
-            None => None,
-            Some(ring) => {
-                let (tiles, stages) =
-                    ring.strip_prefix('n').and_then(|ring| ring.split_once('p')).ok_or_else(unknown)?;
-                let (stages, splits) = match stages.split_once('s') {
-                    None => (stages, 1),
-                    Some((stages, splits)) => {
-                        (stages, number(splits).filter(|splits| *splits > 1).ok_or_else(unknown)?)
-                    }
-                };
-                Some(Ring {
-                    tiles: number(tiles).ok_or_else(unknown)?,
-                    stages: number(stages).ok_or_else(unknown)?,
-                    splits,
-                })
-            }
-        };
+        let ring = ring.map(|ring| Ring::parse(ring).ok_or_else(unknown)).transpose()?;
         if ring.is_some() == pipeline.reconstructs() { Ok(Self { pipeline, ring }) } else { Err(unknown()) }
     }
 }

@@ -54,8 +54,26 @@ use crate::options::{LoadedAs, Pipeline, PipelineVariant, Projection, Ring, Sett
 /// The ring of a variant of the reconstructive matmul.
 fn ring_of(spec: &VariantSpec) -> Option<Ring> {
     match spec.op {
-        Op::GemmRecon(op) => Some(Ring { tiles: op.n_tiles.get(), stages: op.stages.get(), splits: op.splits.get() }),
+        Op::GemmRecon(op) => {
+            Some(Ring::Recon { tiles: op.n_tiles.get(), stages: op.stages.get(), splits: op.splits.get() })
+        }
+        Op::GemmJoin(op) => Some(Ring::Join {
+            batch_tile: op.batch_tile.get(),
+            row_blocks: op.row_blocks.get(),
+            warps: op.warps.get(),
+            stages: op.stages.get(),
+            cluster: op.cluster.get(),
+        }),
         _ => None,
+    }
+}
+
+/// Returns whether a variant is worth measuring at this batch: a block of `gemm_join` reads all weights again for each
+/// batch tile.
+fn suits(ring: &Ring, m: u32) -> bool {
+    match ring {
+        Ring::Recon { .. } => true,
+        Ring::Join { batch_tile, .. } => m <= *batch_tile,
     }
 }
 
@@ -121,6 +139,7 @@ impl LoadedProjection {
             candidates
                 .iter()
                 .filter_map(ring_of)
+                .filter(|ring| suits(ring, m))
                 .map(|ring| PipelineVariant { pipeline, ring: Some(ring) })
                 .collect::<Vec<_>>()
         };

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use unweight_codegen::{
     plan::Plan as KernelPlan,
-    spec::{Epilogue, Op, WeightSource},
+    spec::{Epilogue, JoinSource, Op, WeightSource},
 };
 use unweight_format::{bundle::PLAN_BYTES_MAX, testing::Random};
 use unweight_rt::DeviceInfo;
@@ -39,7 +39,9 @@ fn pipeline_variants_have_names() {
     let projection = loaded(LoadedAs::Huffman, [14336, 4096], 9);
     let narrow = loaded(LoadedAs::Palette, [4096, 14336], 9).variants(ARCH, 64, SMS);
     assert!(narrow.iter().any(|variant| variant.to_string() == "palette/n1p6s2"), "{narrow:?}");
-    for variant in projection.variants(ARCH, 64, SMS).into_iter().chain(narrow) {
+    let small = loaded(LoadedAs::Palette, [14336, 4096], 9).variants(ARCH, 1, SMS);
+    assert_eq!(small[0].to_string(), "palette/b8_r4w8p1c1");
+    for variant in projection.variants(ARCH, 64, SMS).into_iter().chain(narrow).chain(small) {
         assert_eq!(variant.to_string().parse(), Ok(variant));
     }
     for text in [
@@ -58,6 +60,10 @@ fn pipeline_variants_have_names() {
         "palette/n1p6s",
         "palette/n1p6s2s2",
         "packed/n1p6",
+        "palette/b8_r4w8p2",
+        "palette/b8r4w8p2c1",
+        "palette/b08_r4w8p2c1",
+        "palette/b8_r4w8p2c1s2",
         "\u{661}",
     ] {
         assert!(text.parse::<PipelineVariant>().is_err(), "{text}");
@@ -79,15 +85,20 @@ fn every_pipeline_variant_has_its_kernel() {
                         let kernel = projection.kernel(ARCH, variant, Epilogue::StoreAdd);
                         assert_eq!(kernel.is_some(), variant.ring.is_some(), "{projection:?} {variant}");
                         let Some(spec) = kernel else { continue };
-                        let Op::GemmRecon(op) = spec.op else { panic!("{spec}") };
-                        let rows_max = match op.source {
-                            WeightSource::Exponent => (variant.pipeline == Pipeline::Exponents).then_some(64),
-                            WeightSource::Palette { verbatim } => {
-                                (variant.pipeline != Pipeline::Exponents).then_some(verbatim.get())
+                        let (is_palette, rows_max, tiles) = match spec.op {
+                            Op::GemmRecon(op) => match op.source {
+                                WeightSource::Exponent => (false, 64, op.n_tiles.get()),
+                                WeightSource::Palette { verbatim } => (true, verbatim.get(), op.n_tiles.get()),
+                            },
+                            Op::GemmJoin(op) => {
+                                assert!(m <= op.batch_tile.get(), "{spec} reads the weights again");
+                                (op.source == JoinSource::Palette, 64, 1)
                             }
+                            _ => panic!("{spec}"),
                         };
-                        assert!(rows_max.is_some_and(|rows_max| rows_max >= rows), "{variant}: {spec} for {rows} rows");
-                        assert!(n % (64 * op.n_tiles.get()) == 0 && KernelPlan::new(&spec).is_ok());
+                        assert_eq!(is_palette, variant.pipeline != Pipeline::Exponents, "{variant}: {spec}");
+                        assert!(rows_max >= rows, "{variant}: {spec} for {rows} rows");
+                        assert!(n % (64 * tiles) == 0 && KernelPlan::new(&spec).is_ok());
                         assert!(reachable(&[[projection; 3]], ARCH).contains(&spec));
                     }
                 }
@@ -103,7 +114,10 @@ fn default_settings_follow_the_measurements() {
         [1, 16, 17, 64, 1024].map(|m| first([14336, 4096], m)),
         [Pipeline::Transcode, Pipeline::Transcode, Pipeline::Exponents, Pipeline::Exponents, Pipeline::FullDecode]
     );
-    assert_eq!([1, 64, 512].map(|m| first([4096, 14336], m)), [Pipeline::FullDecode; 3]);
+    assert_eq!(
+        [1, 32, 64, 512].map(|m| first([4096, 14336], m)),
+        [Pipeline::Transcode, Pipeline::Exponents, Pipeline::FullDecode, Pipeline::FullDecode]
+    );
 }
 
 /// If there are fewer tiles than multiprocessors, blocks split k, unless decoders leave too few multiprocessors.
@@ -115,9 +129,10 @@ fn default_settings_split_k_by_shape() {
         let [hard, easy] = [guess.hard[2], guess.easy[2]];
         (if is_hard(&layers[0]) { hard } else { easy }).to_string()
     };
-    assert_eq!(down(&palettes(LoadedAs::Palette), 64), "palette/n1p6s2");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 64), "palette/b64_r2w8p2c1");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 65), "palette/n1p6s2");
     assert_eq!(down(&palettes(LoadedAs::Palette), 256), "palette/n1p6");
-    assert_eq!(down(&palettes(LoadedAs::Huffman), 64), "palette/n1p6");
+    assert_eq!(down(&palettes(LoadedAs::Huffman), 65), "palette/n1p6");
 }
 
 #[test]

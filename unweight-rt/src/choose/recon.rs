@@ -1,18 +1,26 @@
-//! Ranks the report's reconstructive matmuls for a problem.
+//! Ranks the matmuls from exponents or palette indices for a problem.
 //!
-//! The ranking is the report's heuristic (section 8.4), as far as measurements on an H200 confirm it
-//! (docs/records/2026-11-20/matmul-reconstructive-log.md).
+//! Small batches are multiplied by `gemm_join`. The ranking of `gemm_recon` is the report's heuristic (section 8.4), as
+//! far as measurements on an H200 confirm it (docs/records/2026-11-20/matmul-reconstructive-log.md).
 
 use unweight_codegen::{
     VariantSpec,
     plan::{GemmShape, Plan},
-    spec::{Arch, Epilogue, GemmReconSpec, Op, Splits, VerbatimRows, WeightSource, catalog},
+    spec::{
+        Arch, Epilogue, GemmJoinSpec, GemmReconSpec, JoinSource, Op, SmallBatchTile, Splits, VerbatimRows,
+        WeightSource, catalog,
+    },
 };
 
 /// Multiprocessors of an H100 or H200 (SXM).
 const SMS: u32 = 132;
 /// The minimum steps of 64 of k per block of a split, below which the exchange of sums is not worth it.
 const SPLIT_STEPS: u32 = 8;
+/// The largest batch for which `gemm_join` always comes first. Up to its largest batch tile it comes first if all its
+/// blocks run at once: at batch 64, 4096x14336 takes 34 us (`gemm_recon` 45), 14336x4096 47 (41), from palette indices.
+pub(super) const JOIN_BATCH: u32 = 32;
+/// Shapes of `gemm_join` for a batch tile and a number of output features.
+const JOIN_SHAPES: usize = 2;
 
 /// The source of a matmul's weights, as far as dispatch distinguishes sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -28,11 +36,14 @@ pub enum Source {
 
 /// Returns the matmul variants that can compute a problem on `sms` multiprocessors, best guess first.
 ///
-/// N1P6 comes first if its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: wider variants leave
-/// some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). If it has at most half as many tasks, it is split along
-/// k, by 4 or by 2. Otherwise the report's small-batch order N2P4, N2P3, N2P2 comes first: its wide rings for batches
-/// of 256 and more (N4P2, N3P2) were never the fastest here. The rest of Table 5 follows in its order, so that every
-/// `n` that is a multiple of 64 has a variant, and splits that may be worth measuring.
+/// Up to a batch of 32, and to 64 if all its blocks run at once, `gemm_join` with the smallest batch tile that holds it
+/// comes first. Its other batch tiles come last.
+///
+/// Of `gemm_recon`, N1P6 comes first if its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: wider
+/// variants leave some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). If it has at most half as many tasks, it
+/// is split along k, by 4 or by 2. Otherwise the report's small-batch order N2P4, N2P3, N2P2 comes first: its wide
+/// rings for batches of 256 and more (N4P2, N3P2) were never the fastest here. The rest of Table 5 follows in its
+/// order, so that every `n` that is a multiple of 64 has a variant, and splits that may be worth measuring.
 ///
 /// The set of variants depends only on `n`, `k` and the source; `m` and `sms` determine the order. Empty if no variant
 /// supports the shape, because `n` or `k` is not a multiple of 64.
@@ -45,7 +56,7 @@ pub enum Source {
 ///     candidates(Arch::Sm90a, Source::Palette { max_verbatim_rows: 5 }, problem, 132, Epilogue::Store)
 ///         .iter().map(|spec| spec.to_string()).collect()
 /// };
-/// assert_eq!(names(1, 14336)[0], "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
+/// assert_eq!(names(1, 14336)[0], "uw_sm90a_gemm_join_palette_b8_r4w8p1c1_store");
 /// assert_eq!(names(1024, 14336)[0], "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
 /// assert_eq!(names(256, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6_v8_store");
 /// assert_eq!(names(128, 4096)[0], "uw_sm90a_gemm_recon_palette_n1p6s2_v8_store");
@@ -56,13 +67,50 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
     if n == 0 || k == 0 || !k.is_multiple_of(64) {
         return Vec::new();
     }
-    let source = match source {
-        Source::Exponent => WeightSource::Exponent,
+    let (source, join_source) = match source {
+        Source::Exponent => (WeightSource::Exponent, JoinSource::Exponent),
         Source::Palette { max_verbatim_rows } => match VerbatimRows::at_least(max_verbatim_rows) {
-            Some(verbatim) => WeightSource::Palette { verbatim },
+            Some(verbatim) => (WeightSource::Palette { verbatim }, JoinSource::Palette),
             None => return Vec::new(),
         },
     };
+    let recon = recon(arch, source, problem, sms, epilogue);
+    // Decoders of exponents and indices ship where `gemm_recon` ships.
+    if recon.is_empty() {
+        return recon;
+    }
+    let tile = SmallBatchTile::at_least(m);
+    let join = joins(arch, join_source, [n, k], epilogue);
+    let comes_first =
+        |(spec, at_once): &(GemmJoinSpec, bool)| Some(spec.batch_tile) == tile && (m <= JOIN_BATCH || *at_once);
+    let (first, last): (Vec<_>, Vec<_>) = join.into_iter().partition(comes_first);
+    let of = |(spec, _)| VariantSpec::gemm_join(arch, spec);
+    first.into_iter().map(of).chain(recon).chain(last.into_iter().map(of)).collect()
+}
+
+/// Returns the `gemm_join` variants for `n` output features, by batch tile: the shapes with the fewest row blocks whose
+/// blocks all run at once on a large device, or, if there are none, those with the most. The flag is whether they do.
+fn joins(arch: Arch, source: JoinSource, [n, k]: [u32; 2], epilogue: Epilogue) -> Vec<(GemmJoinSpec, bool)> {
+    // A shape, and whether its blocks run at once; `None` if `k` is too short for its clusters.
+    let planned = |shape: GemmJoinSpec| {
+        let spec = GemmJoinSpec { source, epilogue, ..shape };
+        let launch = Plan::new(&VariantSpec::gemm_join(arch, spec)).ok()?.launch;
+        let blocks = launch.grid.blocks(GemmShape { m: 1, n, k }, SMS)?;
+        Some((spec, blocks <= SMS * launch.blocks_per_sm))
+    };
+    let shapes: Vec<_> = catalog::GEMM_JOIN.into_iter().filter_map(planned).collect();
+    let of_tile = |tile: &SmallBatchTile| {
+        let of_tile: Vec<_> = shapes.iter().filter(|(spec, _)| spec.batch_tile == *tile).copied().collect();
+        let fitting: Vec<_> = of_tile.iter().filter(|(_, at_once)| *at_once).copied().collect();
+        let most = of_tile.into_iter().rev();
+        if fitting.is_empty() { most.take(JOIN_SHAPES).collect() } else { fitting }.into_iter().take(JOIN_SHAPES)
+    };
+    SmallBatchTile::ALL.iter().flat_map(of_tile).collect()
+}
+
+/// Returns the `gemm_recon` variants for a problem, best guess first.
+fn recon(arch: Arch, source: WeightSource, problem: GemmShape, sms: u32, epilogue: Epilogue) -> Vec<VariantSpec> {
+    let GemmShape { m, n, k } = problem;
     // Tasks of 128 rows by one column tile.
     let tasks = u64::from(m.div_ceil(128)) * u64::from(n.div_ceil(64));
     let fits = |splits: u32| {
@@ -112,7 +160,42 @@ mod tests {
 
     fn rings_on(source: Source, problem: GemmShape, sms: u32) -> Vec<String> {
         let specs = candidates(ARCH, source, problem, sms, Epilogue::Store);
-        specs.iter().map(|spec| spec.to_string().split('_').nth(5).unwrap().to_owned()).collect()
+        let recon = specs.iter().filter(|spec| matches!(spec.op, Op::GemmRecon(_)));
+        recon.map(|spec| spec.to_string().split('_').nth(5).unwrap().to_owned()).collect()
+    }
+
+    /// Names without source and epilogue, of `gemm_join` alone.
+    fn joins(source: Source, m: u32, n: u32) -> Vec<String> {
+        let specs = candidates(ARCH, source, GemmShape { m, n, k: 4096 }, SMS, Epilogue::Store);
+        let names = specs.iter().map(|spec| spec.to_string());
+        let short = |name: String| name.split('_').skip(5).take(2).collect::<Vec<_>>().join("_");
+        names.filter(|name| name.contains("_gemm_join_")).map(short).collect()
+    }
+
+    const PALETTE: Source = Source::Palette { max_verbatim_rows: 3 };
+
+    #[test]
+    fn small_batches_are_joined_in_registers() {
+        for (m, n, first) in [
+            (1, 1024, "b8_r1w16p2c2"),
+            (8, 4096, "b8_r2w16p2c1"),
+            (1, 14336, "b8_r4w8p1c1"),
+            (1, 8192, "b8_r2w8p3c1"),
+            (1, 28672, "b8_r7w8p1c1"),
+            (9, 4096, "b16_r2w8p2c1"),
+            (16, 14336, "b16_r4w8p1c1"),
+            (17, 4096, "b32_r2w8p2c1"),
+            (32, 14336, "b32_r4w4p2c1"),
+        ] {
+            assert_eq!(joins(PALETTE, m, n)[0], first, "m = {m}, n = {n}");
+        }
+        let first = |m| candidates(ARCH, PALETTE, GemmShape { m, n: 4096, k: 4096 }, SMS, Epilogue::StoreAdd)[0];
+        assert!([1, 8, 32].into_iter().all(|m| matches!(first(m).op, Op::GemmJoin(_))));
+        // At 64 rows, one block per multiprocessor fits.
+        assert!([33, 64].into_iter().all(|m| matches!(first(m).op, Op::GemmJoin(_))));
+        assert!(matches!(first(65).op, Op::GemmRecon(_)));
+        let wide = GemmShape { m: 33, n: 14336, k: 4096 };
+        assert!(matches!(candidates(ARCH, PALETTE, wide, SMS, Epilogue::Store)[0].op, Op::GemmRecon(_)));
     }
 
     #[test]
@@ -179,8 +262,13 @@ mod tests {
                 let problem = GemmShape { m: 17, n, k: 4096 };
                 let source = Source::Palette { max_verbatim_rows: rows };
                 for spec in candidates(ARCH, source, problem, SMS, Epilogue::StoreAdd) {
-                    let Op::GemmRecon(matmul) = spec.op else { panic!("{spec} is no matmul") };
-                    assert!(n % (64 * matmul.n_tiles.get()) == 0 && matmul.verbatim_rows() >= rows, "{spec}");
+                    match spec.op {
+                        Op::GemmRecon(matmul) => {
+                            assert!(n % (64 * matmul.n_tiles.get()) == 0 && matmul.verbatim_rows() >= rows, "{spec}");
+                        }
+                        Op::GemmJoin(matmul) => assert_eq!(matmul.source, JoinSource::Palette, "{spec}"),
+                        _ => panic!("{spec} is no matmul"),
+                    }
                     assert!(Plan::new(&spec).is_ok() && catalog::all(Arch::Sm90a).contains(&spec), "{spec}");
                 }
             }

@@ -89,15 +89,15 @@ impl TensorMapParams {
         Self { box_cols: 32, swizzle: Swizzle::Bytes64, ..Self::product(y) }
     }
 
-    /// Describes `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
-    pub fn sign_mantissa(address: u64, n: u32, k: u32) -> Self {
+    /// Describes `sign_mantissa`: u8 `[n, k]` in boxes of `box_rows` x 64, row after row.
+    pub fn sign_mantissa(address: u64, [n, k]: [u32; 2], box_rows: u32) -> Self {
         Self {
             element: Element::U8,
             address,
             rows: n.into(),
             cols: k.into(),
             pitch: k.into(),
-            box_rows: 64,
+            box_rows,
             box_cols: 64,
             swizzle: Swizzle::None,
         }
@@ -187,7 +187,7 @@ mod tests {
             assert_eq!(activations(m, 4096, 4096).check(), Ok(()));
             assert_eq!(activations(m, 4096, 6144).check(), Ok(()), "columns of a wider matrix");
         }
-        assert_eq!(TensorMapParams::sign_mantissa(256, 14336, 4096).check(), Ok(()));
+        assert_eq!(TensorMapParams::sign_mantissa(256, [14336, 4096], 64).check(), Ok(()));
         let y = MatrixDesc::new(0, 0x7f00_0000_0100, 3, 96, 96, u64::MAX).unwrap();
         let gated = TensorMapParams::gated_product(&y);
         assert_eq!((gated.check(), gated.element.bytes() * u64::from(gated.box_cols)), (Ok(()), 64));
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn invalid_tma_maps_are_rejected_with_the_rule() {
-        let good = TensorMapParams::sign_mantissa(256, 64, 64);
+        let good = TensorMapParams::sign_mantissa(256, [64, 64], 64);
         let broken = |params: TensorMapParams| match params.check() {
             Err(LaunchError::TensorMap { value, rule, .. }) => (value, rule),
             other => panic!("{other:?}"),

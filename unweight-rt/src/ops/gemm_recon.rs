@@ -1,11 +1,12 @@
-//! The report's reconstructive matmul on device tensors: `Y[m, n] = X[m, k] * W[n, k]^T` (report section 8).
+//! The report's reconstructive matmul on device tensors: `Y[m, n] = X[m, k] * W[n, k]^T` (report section 8), by a
+//! kernel of family `gemm_recon`, or of `gemm_join`, which is for small batches and reads the same operands.
 
 use std::{ops::Range, sync::Arc};
 
 use unweight_codegen::{
     abi::GemmReconArgs,
     plan::GemmShape,
-    spec::{GemmReconSpec, Op, WeightSource},
+    spec::{JoinSource, Op, WeightSource},
 };
 use unweight_format::TileGrid;
 
@@ -24,12 +25,50 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Matmul {
     kernel: Arc<LoadedKernel>,
-    spec: GemmReconSpec,
+    reads: Reads,
+}
+
+/// The operands that a kernel reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Reads {
+    /// The maximum number of verbatim rows per tile of palette indices; `None`: exponents.
+    palette: Option<u32>,
+    /// A divisor of the output features.
+    columns: u32,
+    /// Rows of a box of X.
+    x_rows: u32,
+    /// Rows of a box of sign-mantissa.
+    sign_rows: u32,
+}
+
+impl Reads {
+    /// Returns the operands of a reconstructive matmul; `None` for other families.
+    fn of(op: &Op) -> Option<Self> {
+        match op {
+            Op::GemmRecon(spec) => Some(Self {
+                palette: match spec.source {
+                    WeightSource::Exponent => None,
+                    WeightSource::Palette { verbatim } => Some(verbatim.get()),
+                },
+                columns: 64 * spec.n_tiles.get(),
+                x_rows: 64,
+                sign_rows: 64,
+            }),
+            // Every row of a tile may be verbatim.
+            Op::GemmJoin(spec) => Some(Self {
+                palette: (spec.source == JoinSource::Palette).then_some(64),
+                columns: 64,
+                x_rows: spec.batch_tile.get(),
+                sign_rows: 16 * spec.row_blocks.get(),
+            }),
+            _ => None,
+        }
+    }
 }
 
 /// Checks the operands against the kernel of a variant.
 fn check(
-    spec: &GemmReconSpec,
+    reads: &Reads,
     ordinal: usize,
     x: &MatrixDesc,
     w: [u64; 2],
@@ -37,7 +76,7 @@ fn check(
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
 ) -> Result<(), LaunchError> {
     check_product(ordinal, x, w, w[0], y, read)?;
-    for (extent, value, of) in [("n", y.cols, 64 * spec.n_tiles.get()), ("k", x.cols, 64)] {
+    for (extent, value, of) in [("n", y.cols, reads.columns), ("k", x.cols, 64)] {
         if !value.is_multiple_of(of) {
             return Err(LaunchError::Multiple { extent, value, of });
         }
@@ -48,14 +87,14 @@ fn check(
 }
 
 impl Matmul {
-    /// Wraps a kernel of family `gemm_recon`.
+    /// Wraps a kernel of family `gemm_recon` or `gemm_join`.
     ///
     /// # Errors
     /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
-        match kernel.spec().op {
-            Op::GemmRecon(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "a reconstructive matmul" }),
+        match Reads::of(&kernel.spec().op) {
+            Some(reads) => Ok(Self { kernel, reads }),
+            None => kernel.refuse(LaunchError::Family { wanted: "a reconstructive matmul" }),
         }
     }
 
@@ -77,7 +116,7 @@ impl Matmul {
         w: ExponentView<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        if let WeightSource::Palette { .. } = self.spec.source {
+        if self.reads.palette.is_some() {
             return self.kernel.refuse(LaunchError::Source { takes: "palette", got: "exponent" });
         }
         let exponents = Expected { name: "exponents", buffer: w.exponents, bytes: w.grid.tiles() * 4096 };
@@ -98,10 +137,10 @@ impl Matmul {
         w: PaletteView<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let WeightSource::Palette { .. } = self.spec.source else {
+        let Some(supported) = self.reads.palette else {
             return self.kernel.refuse(LaunchError::Source { takes: "exponent", got: "palette" });
         };
-        let (supported, rows) = (self.spec.verbatim_rows(), w.max_verbatim_rows);
+        let rows = w.max_verbatim_rows;
         if rows > supported {
             return self.kernel.refuse(LaunchError::VerbatimRows { room: supported, rows });
         }
@@ -139,7 +178,7 @@ impl Matmul {
             check_device(name, buffer.device().ordinal(), ordinal)?;
             check_device("sign_mantissa", sign_mantissa.device().ordinal(), ordinal)?;
             let spans = [("sign_mantissa", sign_mantissa.span()), (name, buffer.span())];
-            check(&self.spec, ordinal, x, weight::shape(grid), y, spans.into_iter().chain(read.iter().cloned()))
+            check(&self.reads, ordinal, x, weight::shape(grid), y, spans.into_iter().chain(read.iter().cloned()))
         };
         check_all().or_else(|refusal| self.kernel.refuse(refusal))?;
         let (m, n, k) = (x.rows, y.cols, x.cols);
@@ -149,8 +188,8 @@ impl Matmul {
             if m == 0 { Ok(bytemuck::Zeroable::zeroed()) } else { params.encode(device) }
         };
         Ok(GemmReconArgs {
-            x: map(TensorMapParams::activations(x, 64))?,
-            sign_mantissa: map(TensorMapParams::sign_mantissa(sign_mantissa.address(), n, k))?,
+            x: map(TensorMapParams::activations(x, self.reads.x_rows))?,
+            sign_mantissa: map(TensorMapParams::sign_mantissa(sign_mantissa.address(), [n, k], self.reads.sign_rows))?,
             exponents: exponents.buffer.address(),
             tile_metadata: 0,
             verbatim_exponents: 0,
@@ -189,10 +228,11 @@ mod tests {
     #[test]
     fn unsupported_operands_are_rejected() {
         let spec: unweight_codegen::VariantSpec = "uw_sm90a_gemm_recon_exponent_n2p4_store".parse().unwrap();
-        let Op::GemmRecon(spec) = spec.op else { panic!("{spec}") };
+        let reads = Reads::of(&spec.op).unwrap();
         let desc = |address, rows, cols, pitch| MatrixDesc::new(0, address, rows, cols, pitch, u64::MAX).unwrap();
         let (x, y) = (desc(0x1000, 5, 192, 192), desc(0x8000, 5, 128, 128));
-        let check = |x: &MatrixDesc, w, y: &MatrixDesc| check(&spec, 0, x, w, y, [("exponents", 0x10_0000..0x20_0000)]);
+        let check =
+            |x: &MatrixDesc, w, y: &MatrixDesc| check(&reads, 0, x, w, y, [("exponents", 0x10_0000..0x20_0000)]);
         assert_eq!(check(&x, [128, 192], &y), Ok(()));
         assert_eq!(check(&desc(0x1000, 5, 192, 256), [128, 192], &y), Ok(()), "rows of X may be apart");
         let narrow = desc(0x8000, 5, 64, 64);

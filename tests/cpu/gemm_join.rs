@@ -1,0 +1,171 @@
+//! The matmul that joins weights in registers, in the simulator: both sources and both epilogues against a float64
+//! reference, bit-exact weights, hostile metadata, and planted bugs that must be caught.
+
+use crate::gemm_recon::{GUARD, Problem, Symptom, Weights, check_caught_by, check_on};
+use crate::harness::{Buffer, CpuKernel, Edit, spec};
+use unweight_format::testing::Random;
+
+/// The grid does not depend on the number of SMs.
+const SMS: [u32; 2] = [1, 7];
+
+#[test]
+fn exponent_source_matches_the_reference() {
+    check_on("gemm_join_exponent_b8_r4w4p2c1_store", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)], SMS);
+    // Row blocks across tiles, and tasks with fewer than others.
+    check_on("gemm_join_exponent_b16_r3w2p3c1_store_add", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)], SMS);
+    check_on("gemm_join_exponent_b64_r2w2p2c1_store", &[(64, 64, 128), (65, 128, 64), (3, 64, 320)], SMS);
+}
+
+#[test]
+fn palette_source_matches_the_reference() {
+    check_on("gemm_join_palette_b8_r4w4p2c1_store_add", &[(1, 128, 320), (8, 64, 128), (9, 192, 64)], SMS);
+    check_on("gemm_join_palette_b16_r3w2p3c1_store", &[(7, 128, 192), (16, 192, 128), (17, 64, 64)], SMS);
+    check_on("gemm_join_palette_b32_r2w3p2c1_store", &[(31, 64, 256), (33, 128, 64)], SMS);
+    check_on("gemm_join_palette_b8_r7w2p1c1_store", &[(5, 256, 192)], SMS);
+}
+
+/// A warp has more tile columns than one batch of metadata covers.
+#[test]
+fn metadata_of_many_tiles() {
+    check_on("gemm_join_palette_b8_r1w1p4c1_store", &[(2, 64, 33 * 64)], SMS);
+}
+
+#[test]
+fn clusters_split_k_and_add() {
+    check_on("gemm_join_palette_b8_r4w2p2c2_store_add", &[(3, 128, 448), (8, 64, 128)], SMS);
+    check_on("gemm_join_exponent_b8_r1w1p1c8_store", &[(8, 64, 512)], SMS);
+    check_on("gemm_join_palette_b32_r3w2p2c4_store", &[(30, 192, 1024)], SMS);
+}
+
+/// Sums depend neither on the interleaving of warps nor on the grid nor on the rows of the batch.
+#[test]
+fn the_order_of_sums_is_fixed() {
+    for name in ["gemm_join_palette_b8_r3w3p2c1_store", "gemm_join_exponent_b16_r2w2p2c2_store"] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        let problem = Problem::random(&spec, 19, 128, 576, 12);
+        let first = problem.run(&spec, &mut kernel, 132, 1).unwrap();
+        for seed in 2..8 {
+            assert!(problem.run(&spec, &mut kernel, seed as u32, seed).unwrap() == first, "{spec}: seed {seed}");
+        }
+        let n = 128;
+        let short = Problem { m: 5, x: problem.x[..5 * 576].to_vec(), y: vec![GUARD; 5 * n], ..problem };
+        assert!(short.run(&spec, &mut kernel, 132, 9).unwrap() == first[..5 * n], "{spec}: fewer rows");
+    }
+}
+
+/// X = identity copies W^T: every finite pattern must be unchanged (-0 becomes +0 in the sum).
+#[test]
+fn weights_are_exact() {
+    let identity: Vec<u16> = (0..128 * 128).map(|i| if i % 129 == 0 { 0x3f80 } else { 0 }).collect();
+    for name in ["gemm_join_exponent_b64_r2w2p1c1_store", "gemm_join_palette_b64_r2w2p1c1_store"] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary exponents are in the palette, the rest in
+        // verbatim rows.
+        let bits: Vec<u16> = (0..512 * 128u32)
+            .map(|i| {
+                let b = i as u16;
+                if b >> 7 & 0xff == 0xff { b & 0x807f } else { b }
+            })
+            .collect();
+        let palette = [0, 254, 1, 128, 127, 3, 200, 77, 5, 64, 32, 255, 16, 130, 9, 100];
+        let weights = Weights::encode(bits, 512, 128, &spec, palette);
+        let problem = Problem { weights, m: 128, x: identity.clone(), y: vec![GUARD; 128 * 512] };
+        let y = problem.run(&spec, &mut kernel, 2, 5).unwrap();
+        for column in 0..512 {
+            for row in 0..128 {
+                let w = problem.weights.bits[column * 128 + row];
+                let expected = if w == 0x8000 { 0 } else { w };
+                assert_eq!(y[row * 512 + column], expected, "{spec}: weight ({column}, {row})");
+            }
+        }
+    }
+}
+
+/// Invalid metadata gives wrong numbers, but never an access outside a buffer or a hang.
+#[test]
+fn hostile_metadata_stays_in_bounds() {
+    let spec = spec("gemm_join_palette_b8_r3w2p2c1_store");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let mut random = Random::new(99);
+    for round in 0..6 {
+        let mut problem = Problem::random(&spec, 7, 128, 256, 5);
+        let metadata: Vec<u32> = (0..2 * 4)
+            .flat_map(|_| {
+                let offset = match round {
+                    0 => 0,
+                    1 => u32::MAX,
+                    2 => problem.weights.verbatim_rows - 1,
+                    _ => random.below(1 << 32) as u32 >> random.below(32),
+                };
+                [random.bits() as u32, offset, if round < 3 { u32::MAX } else { random.bits() as u32 }, u32::MAX]
+            })
+            .collect();
+        problem.weights.metadata = Buffer::of(bytemuck::cast_slice(&metadata));
+        problem.run(&spec, &mut kernel, 1, round).unwrap();
+    }
+}
+
+const HEADER: &str = "unweight/kernels/gemm_join.cuh";
+
+fn wrong(from: &'static str, to: &'static str) -> (Edit, Symptom) {
+    (Edit { header: HEADER, from, to }, Symptom::Wrong)
+}
+
+#[test]
+fn planted_bugs_are_caught() {
+    let ring = "unweight/pipeline/warp_ring.cuh";
+    let spec = spec("gemm_join_palette_b8_r3w2p3c1_store");
+    let bugs = vec![
+        wrong("p[6 + kHalf] = w.low.w;", "p[6 + kHalf] = w.high.w;"),
+        wrong("p[10 + kHalf] = w.high.y;", "p[11 - kHalf] = w.high.y;"),
+        wrong("chunk = lane % 4 * 2 + half;", "chunk = lane % 4 + half * 4;"),
+        wrong("upper = place % kTileBlocks >= 2", "upper = place % kTileBlocks >= 3"),
+        wrong("+ (odd ? ptx::popc(word & 0xffffu) : 0)", ""),
+        wrong(
+            "const u32 row = lane / 4 + half * 8;\n            const u32 index",
+            "const u32 row = lane / 4;\n            const u32 index",
+        ),
+        wrong("bits & ((1u << row) - 1)", "bits & ((2u << row) - 1)"),
+        wrong("if (place / kTileBlocks == i) f", "if (place / kTileBlocks > i) f"),
+        wrong("if (turn == kMetadataBatch) {", "if (turn == 2 * kMetadataBatch) {"),
+        (
+            Edit {
+                header: HEADER,
+                from: "S::kSignBytes + share.blocks * S::kExponentBlockBytes);",
+                to: "S::kSignBytes + share.blocks * S::kExponentBlockBytes + 16);",
+            },
+            Symptom::Error("deadlock"),
+        ),
+        (
+            Edit { header: HEADER, from: "parity ^= slot == 0;", to: "parity ^= 1;" },
+            Symptom::Error("more than 1 arrivals"),
+        ),
+        // The slot is refilled while its loads are in flight.
+        (
+            Edit {
+                header: ring,
+                from: "            release_to_copy_engine();",
+                to: "            ptx::bar_warp_sync();",
+            },
+            Symptom::Error("nobody has released"),
+        ),
+    ];
+    check_caught_by(&Problem::random(&spec, 8, 128, 640, 3), &spec, bugs, 1);
+}
+
+/// Synchronization between the blocks of a cluster.
+#[test]
+fn planted_bugs_of_clusters_are_caught() {
+    let spec = spec("gemm_join_exponent_b8_r2w2p2c2_store");
+    let bugs = vec![
+        wrong("? ptx::cluster_ctarank() * Config::kWarps + warp : warp;", "? warp : warp;"),
+        wrong("r = (rank * kUnits + unit % kUnits) * 2;", "r = unit % kUnits * 2;"),
+        wrong(
+            "        store_sums(valid);\n        sync_cluster();",
+            "        store_sums(valid);\n        ptx::bar_sync();",
+        ),
+    ];
+    check_caught_by(&Problem::random(&spec, 8, 128, 640, 3), &spec, bugs, 2);
+}
