@@ -231,8 +231,8 @@ fn steps(
 
 /// Measures table 12: encodes one tensor, including copies. Device memory is kept from round to round, as by PyTorch's
 /// allocator. Host memory is either pageable, for the sections new in each round; or pinned and kept, as by PyTorch's
-/// allocator of pinned memory. Each round begins with the tensor and ends with all sections in host memory. The sections
-/// of another round in the same memory are compared with those of the CPU.
+/// allocator of pinned memory. Each round begins with the tensor and ends with all sections in host memory. Those of
+/// another round in the same memory are compared with the CPU's.
 fn encoders(kernels: &KernelSet, timing: &Timing, figures: &mut Vec<Figure>) -> Result<(), BenchError> {
     let (n, k) = (GATE.0 as usize, GATE.1 as usize);
     let bytes = normal_bf16(n * k, 0.02, 1);

@@ -36,7 +36,7 @@ pub trait Encoder: Sync {
 }
 
 /// An encoder that reads tensors from memory of its own and leaves their sections there, such as pinned memory for the
-/// copy engine of a GPU. All of it may be in use at any time: then tensors and sections are in other memory.
+/// copy engine of a GPU. Where none is free, tensors and sections are in other memory.
 #[doc(hidden)]
 pub trait EncoderMemory: Sync {
     /// Bounds the memory of the next run, which encodes `tensor_bytes` bytes and may hold `ram_bytes` bytes in all.

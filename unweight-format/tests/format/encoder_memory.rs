@@ -158,7 +158,7 @@ fn bundles_do_not_depend_on_the_encoder_s_memory() {
         assert!(read_tree(&own) == read_tree(&lent), "{profile}");
         let [read, kept, others] = lender.counts();
         assert_eq!(read > 0, blocks > 0 && ram_bytes.is_some(), "{profile}");
-        // By default, a unit is larger than a block. With one block, which holds the tensor meanwhile, its sections find none.
+        // By default, a unit is larger than a block. With one block, which holds the tensor, its sections find none.
         assert!(others > 0 || blocks > 1, "{profile}");
         assert!(kept > 0 || blocks < 40, "{profile}");
         // Headers are small.

@@ -99,8 +99,8 @@ impl Drop for PinnedBuffer {
     }
 }
 
-/// Pinned memory for tensors on their way to the device and for their sections on the way back, apart: otherwise one
-/// could take all of it from the other.
+/// Pinned memory for tensors on their way to the device, and apart from it for their sections on the way back, so that
+/// neither takes it all.
 #[derive(Debug)]
 pub struct HostMemory {
     tensors: Arc<PinnedPool>,

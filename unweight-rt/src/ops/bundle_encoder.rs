@@ -78,8 +78,8 @@ impl BundleEncoder {
         })
     }
 
-    /// Returns the run's pinned memory, which is allocated for the first tensor that finds room in it. `bytes` are those
-    /// of a tensor to read; `None` if one is encoded, for which nothing is allocated.
+    /// Returns the run's pinned memory, which is allocated for the first tensor that fits. `bytes` are those of a
+    /// tensor to read; `None` if one is encoded, for which nothing is allocated.
     fn host_memory(&self, bytes: Option<usize>) -> Option<Arc<HostMemory>> {
         let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
         if let Memory::Reserved(Some([tensors, sections])) = *memory
@@ -238,8 +238,8 @@ impl Encoder for BundleEncoder {
     }
 }
 
-/// Shares of a run's memory, in 24ths: a tensor of Llama-3.1-8B's MLPs fits in the first by default, and the sections of
-/// two in the second.
+/// Shares of a run's memory, in 24ths: by default, a tensor of Llama-3.1-8B's MLPs fits in the first, and the sections
+/// of two in the second.
 const SHARES: [u64; 2] = [4, 5];
 /// Less memory is not worth pinning.
 const PINNED_MIN: u64 = 16 << 20;

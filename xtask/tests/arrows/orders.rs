@@ -214,7 +214,7 @@ pub const INNER: &[(&str, &str)] = &[
     ),
     (
         "unweight-format/src/bundle",
-        "trace < blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
+        "trace < blocks section_bytes < encoder holder names part progress version < error < pipeline signer < options < manifest < config \
          files report < plan shard sign source < handle part_file < stage < manifest_file < base < compress output < attached \
          decompress < merge read verify < stream",
     ),
@@ -222,8 +222,8 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
     (
         "unweight-rt/src/device",
-        "context_size < error < device graph < stream < buffer module raw < kernels launch pinned view < copies \
-         external staging tma",
+        "context_size ranges < error < device graph < stream < buffer module raw < kernels launch pinned view < copies \
+         external staging tma < pinned_pool",
     ),
     ("unweight-rt/src/jit", "cubin miss request toolchain < nvrtc remedy < failure < error < compiler process < cache"),
     ("unweight-rt/src/exec", "operands workspace < cublas < context"),

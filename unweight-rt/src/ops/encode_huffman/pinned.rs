@@ -5,9 +5,9 @@
 //! main stream              | stats 0  | stats 1  | ... | table, rows, scan, write | download of the other sections
 //! stream `down`                       | download 0 | download 1 | ...
 //! ```
-//! Half of a tensor, its signs and mantissas, does not depend on statistics: a piece is split and downloaded while later
-//! ones are uploaded. The link copies in both directions at once, so what remains after the last upload are the kernels
-//! and the coded exponents.
+//! Half of a tensor, its signs and mantissas, does not depend on statistics: a piece is split and downloaded while
+//! later ones are uploaded. The link copies in both directions at once, so what remains after the last upload are the
+//! kernels and the coded exponents.
 
 use std::sync::Arc;
 
@@ -187,8 +187,8 @@ impl GpuEncoder {
         // `stats` has no tiles: the elements of a whole matrix have its shape, those of a piece are one row.
         let [n, k] = if len == buffers.grid.elements() { [args.n, args.k] } else { [1, len as u32] };
         let args = EncodeHuffmanArgs { n, k, ..args };
-        // SAFETY: both buffers have `n * k` elements there, checked above, at multiples of 16 bytes; the histogram is as
-        // large as any. Dropping a buffer waits for the kernel.
+        // SAFETY: both buffers have `n * k` elements there, checked above, at multiples of 16 bytes; the histogram has
+        // its fixed size. Dropping a buffer waits for the kernel.
         unsafe { kernel.launch(&buffers.stream, GemmShape { m: 0, n, k }, &args) }?;
         let Some(plane) = plane else { return Ok(()) };
         buffers.stream.record(&copies.split)?;
