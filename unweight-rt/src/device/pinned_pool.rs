@@ -60,7 +60,7 @@ impl fmt::Debug for PinnedPool {
     }
 }
 
-/// A range of a [`PinnedPool`]. Dropping it returns the range.
+/// A range of pinned memory that a pool lent. Dropping it returns the range.
 #[derive(Debug)]
 pub struct PinnedBuffer {
     pool: Arc<PinnedPool>,
