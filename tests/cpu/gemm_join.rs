@@ -1,9 +1,10 @@
 //! The matmul that joins weights in registers, in the simulator: both sources and both epilogues against a float64
 //! reference, bit-exact weights, hostile metadata, and planted bugs that must be caught.
 
-use crate::gemm_recon::{GUARD, Problem, Symptom, Weights, check_caught_by, check_on};
-use crate::harness::{Buffer, CpuKernel, Edit, spec};
-use unweight_format::testing::Random;
+use crate::gemm_recon::{
+    GUARD, Problem, Symptom, check_caught_by, check_hostile_metadata, check_on, check_weights_are_exact,
+};
+use crate::harness::{CpuKernel, Edit, spec};
 
 /// The grid does not depend on the number of SMs.
 const SMS: [u32; 2] = [1, 7];
@@ -54,57 +55,15 @@ fn the_order_of_sums_is_fixed() {
     }
 }
 
-/// X = identity copies W^T: every finite pattern must be unchanged (-0 becomes +0 in the sum).
 #[test]
 fn weights_are_exact() {
-    let identity: Vec<u16> = (0..128 * 128).map(|i| if i % 129 == 0 { 0x3f80 } else { 0 }).collect();
-    for name in ["gemm_join_exponent_b64_r2w2p1c1_store", "gemm_join_palette_b64_r2w2p1c1_store"] {
-        let spec = spec(name);
-        let mut kernel = CpuKernel::of(&spec, &[]);
-        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary exponents are in the palette, the rest in
-        // verbatim rows.
-        let bits: Vec<u16> = (0..512 * 128u32)
-            .map(|i| {
-                let b = i as u16;
-                if b >> 7 & 0xff == 0xff { b & 0x807f } else { b }
-            })
-            .collect();
-        let palette = [0, 254, 1, 128, 127, 3, 200, 77, 5, 64, 32, 255, 16, 130, 9, 100];
-        let weights = Weights::encode(bits, 512, 128, &spec, palette);
-        let problem = Problem { weights, m: 128, x: identity.clone(), y: vec![GUARD; 128 * 512] };
-        let y = problem.run(&spec, &mut kernel, 2, 5).unwrap();
-        for column in 0..512 {
-            for row in 0..128 {
-                let w = problem.weights.bits[column * 128 + row];
-                let expected = if w == 0x8000 { 0 } else { w };
-                assert_eq!(y[row * 512 + column], expected, "{spec}: weight ({column}, {row})");
-            }
-        }
-    }
+    check_weights_are_exact("gemm_join_exponent_b64_r2w2p1c1_store");
+    check_weights_are_exact("gemm_join_palette_b64_r2w2p1c1_store");
 }
 
-/// Invalid metadata gives wrong numbers, but never an access outside a buffer or a hang.
 #[test]
 fn hostile_metadata_stays_in_bounds() {
-    let spec = spec("gemm_join_palette_b8_r3w2p2c1_store");
-    let mut kernel = CpuKernel::of(&spec, &[]);
-    let mut random = Random::new(99);
-    for round in 0..6 {
-        let mut problem = Problem::random(&spec, 7, 128, 256, 5);
-        let metadata: Vec<u32> = (0..2 * 4)
-            .flat_map(|_| {
-                let offset = match round {
-                    0 => 0,
-                    1 => u32::MAX,
-                    2 => problem.weights.verbatim_rows - 1,
-                    _ => random.below(1 << 32) as u32 >> random.below(32),
-                };
-                [random.bits() as u32, offset, if round < 3 { u32::MAX } else { random.bits() as u32 }, u32::MAX]
-            })
-            .collect();
-        problem.weights.metadata = Buffer::of(bytemuck::cast_slice(&metadata));
-        problem.run(&spec, &mut kernel, 1, round).unwrap();
-    }
+    check_hostile_metadata("gemm_join_palette_b8_r3w2p2c1_store", 7);
 }
 
 const HEADER: &str = "unweight/kernels/gemm_join.cuh";

@@ -310,43 +310,50 @@ fn splits_give_the_same_bits_in_every_interleaving() {
     }
 }
 
-/// X = identity copies W^T: every finite pattern must be unchanged (-0 becomes +0 in the sum).
 #[test]
 fn reconstruction_is_exact() {
-    let identity: Vec<u16> = (0..128 * 128).map(|i| if i % 129 == 0 { 0x3f80 } else { 0 }).collect();
-    for name in ["gemm_recon_exponent_n2p2_store", "gemm_recon_palette_n2p2_v64_store"] {
-        let spec = spec(name);
-        let mut kernel = CpuKernel::of(&spec, &[]);
-        // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary exponents are in the palette, the rest in
-        // verbatim rows.
-        let bits: Vec<u16> = (0..512 * 128u32)
-            .map(|i| {
-                let b = i as u16;
-                if b >> 7 & 0xff == 0xff { b & 0x807f } else { b }
-            })
-            .collect();
-        let weights =
-            Weights::encode(bits, 512, 128, &spec, [0, 254, 1, 128, 127, 3, 200, 77, 5, 64, 32, 255, 16, 130, 9, 100]);
-        let problem = Problem { weights, m: 128, x: identity.clone(), y: vec![GUARD; 128 * 512] };
-        let y = problem.run(&spec, &mut kernel, 2, 5).unwrap();
-        for column in 0..512 {
-            for row in 0..128 {
-                let w = problem.weights.bits[column * 128 + row];
-                let expected = if w == 0x8000 { 0 } else { w };
-                assert_eq!(y[row * 512 + column], expected, "weight ({column}, {row})");
-            }
+    check_weights_are_exact("gemm_recon_exponent_n2p2_store");
+    check_weights_are_exact("gemm_recon_palette_n2p2_v64_store");
+}
+
+/// X = identity copies W^T: every finite pattern must be unchanged (-0 becomes +0 in the sum).
+pub fn check_weights_are_exact(name: &str) {
+    let spec = spec(name);
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    // All signs and mantissas with exponent bytes 0..=254; 16 arbitrary exponents are in the palette, the rest in
+    // verbatim rows.
+    let bits: Vec<u16> = (0..512 * 128u32)
+        .map(|i| {
+            let b = i as u16;
+            if b >> 7 & 0xff == 0xff { b & 0x807f } else { b }
+        })
+        .collect();
+    let palette = [0, 254, 1, 128, 127, 3, 200, 77, 5, 64, 32, 255, 16, 130, 9, 100];
+    let weights = Weights::encode(bits, 512, 128, &spec, palette);
+    let identity = (0..128 * 128).map(|i| if i % 129 == 0 { 0x3f80 } else { 0 }).collect();
+    let problem = Problem { weights, m: 128, x: identity, y: vec![GUARD; 128 * 512] };
+    let y = problem.run(&spec, &mut kernel, 2, 5).unwrap();
+    for column in 0..512 {
+        for row in 0..128 {
+            let w = problem.weights.bits[column * 128 + row];
+            let expected = if w == 0x8000 { 0 } else { w };
+            assert_eq!(y[row * 512 + column], expected, "{spec}: weight ({column}, {row})");
         }
     }
 }
 
-/// Invalid metadata gives wrong numbers, but never an access outside a buffer or a hang.
 #[test]
 fn hostile_metadata_stays_in_bounds() {
-    let spec = spec("gemm_recon_palette_n2p2_v4_store");
+    check_hostile_metadata("gemm_recon_palette_n2p2_v4_store", 17);
+}
+
+/// Invalid metadata gives wrong numbers, but never an access outside a buffer or a hang.
+pub fn check_hostile_metadata(name: &str, m: usize) {
+    let spec = spec(name);
     let mut kernel = CpuKernel::of(&spec, &[]);
     let mut random = Random::new(99);
     for round in 0..6 {
-        let mut problem = Problem::random(&spec, 17, 128, 256, 5);
+        let mut problem = Problem::random(&spec, m, 128, 256, 5);
         let tiles = 2 * 4;
         let metadata: Vec<u32> = (0..tiles)
             .flat_map(|_| {
