@@ -214,9 +214,9 @@ pub const INNER: &[(&str, &str)] = &[
     ),
     (
         "unweight-format/src/bundle",
-        "trace < blocks section_bytes < encoder holder names part progress version < error < pipeline signer < options < manifest < config \
-         files report < plan shard sign source < handle part_file < stage < manifest_file < base < compress output < attached \
-         decompress < merge read verify < stream",
+        "trace < blocks section_bytes < encoder holder names part progress version < error < pipeline signer < options \
+         < manifest < config files report < plan shard sign source < handle part_file < stage < manifest_file < base \
+         < compress output < attached decompress < merge read verify < stream",
     ),
     ("unweight-model/src/config", "error families < fields < parse"),
     ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
