@@ -36,6 +36,7 @@ impl ExternalKernel {
             arch: kernel.arch,
             args_bytes: kernel.args.bytes,
             smem_bytes: kernel.smem.bytes(),
+            smem_bytes_max: kernel.smem.bytes(),
             threads: kernel.threads,
         };
         let artifact = kernels.cache().get(&request)?;

@@ -15,7 +15,10 @@ use unweight_codegen::{
     plan::{GemmShape, LaunchPlan, Plan},
 };
 
-use crate::device::{Call, DeviceError, LaunchError, LaunchMode, Stream, module::LoadedKernel};
+use crate::device::{
+    Call, DeviceError, LaunchError, LaunchMode, Stream,
+    module::{LoadedKernel, smem_bytes_max},
+};
 
 /// Returns whether a launch must be cooperative because its blocks wait for each other. `resident` is the number of
 /// blocks that fit the device at once.
@@ -35,6 +38,16 @@ pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident
 /// [`LaunchError::Grid`] if that exceeds the maximum of a grid.
 pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, LaunchError> {
     plan.launch.grid.blocks(problem, sms).ok_or(LaunchError::Grid { problem, cluster: plan.launch.cluster })
+}
+
+/// Returns the dynamic shared memory in bytes of a launch of `blocks` blocks on `sms` multiprocessors.
+///
+/// Without this, a multiprocessor that is done early with the previous kernel would take two blocks of a `gemm_mma` that
+/// has at most one for each multiprocessor, and others would have none: the products of a layer took 7 % longer with 16
+/// rows and 11 % with 32 (docs/records/2026-11-29/layer-orders.csv). A block therefore takes more than half of the
+/// shared memory.
+fn smem_bytes(plan: &Plan, blocks: u32, sms: u32) -> u32 {
+    if blocks > sms { plan.smem.bytes() } else { smem_bytes_max(plan) }
 }
 
 impl LoadedKernel {
@@ -121,7 +134,7 @@ impl LoadedKernel {
             blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
-            sharedMemBytes: self.plan().smem.bytes(),
+            sharedMemBytes: smem_bytes(self.plan(), blocks, sms),
             hStream: stream.raw(),
             attrs: attributes.as_mut_ptr(),
             // There are three attributes, so the cast is exact.
@@ -143,7 +156,27 @@ impl LoadedKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unweight_codegen::spec::{Arch, catalog};
+    use unweight_codegen::spec::{Arch, Op, catalog};
+
+    #[test]
+    fn no_multiprocessor_takes_two_blocks_of_a_small_grid() {
+        let limits = Arch::Sm90a.limits();
+        let mut raised = 0;
+        for spec in catalog::all(Arch::Sm90a) {
+            let plan = Plan::new(&spec).unwrap();
+            let (own, small) = (plan.smem.bytes(), smem_bytes(&plan, 132, 132));
+            assert_eq!(smem_bytes(&plan, 133, 132), own, "{spec}");
+            assert!(small <= limits.smem_bytes_per_block, "{spec}");
+            if matches!(spec.op, Op::GemmMma(_)) && plan.launch.pdl {
+                let two_blocks = 2 * (small + limits.smem_reserved_bytes_per_block);
+                assert!(two_blocks > limits.smem_bytes_per_sm, "{spec}: {small} bytes");
+                raised += usize::from(small > own);
+            } else {
+                assert_eq!(small, own, "{spec}");
+            }
+        }
+        assert!(raised > 10, "{raised}");
+    }
 
     /// Kernels whose blocks wait for each other are launched cooperatively or not at all.
     #[test]

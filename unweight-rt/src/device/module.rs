@@ -9,7 +9,11 @@ use cudarc::{
     driver::{CudaFunction, sys::CUfunction_attribute_enum as Attribute},
     nvrtc::Ptx,
 };
-use unweight_codegen::{VariantSpec, plan::Plan, spec::Arch};
+use unweight_codegen::{
+    VariantSpec,
+    plan::Plan,
+    spec::{Arch, Op},
+};
 
 use crate::{
     device::{Call, Device, DeviceError, LaunchError},
@@ -42,6 +46,7 @@ impl LoadedKernel {
             arch: spec.arch,
             args_bytes: spec.op.info().args.bytes,
             smem_bytes: plan.smem.bytes(),
+            smem_bytes_max: smem_bytes_max(&plan),
             threads: plan.launch.threads,
         };
         let Function { function, registers, resident_blocks } = expected.load(device, artifact)?;
@@ -83,14 +88,27 @@ impl LoadedKernel {
     }
 }
 
+/// Returns the maximum dynamic shared memory in bytes of any launch: for a `gemm_mma` with
+/// dependent launch, at least so much that a multiprocessor has no room for two blocks.
+pub(crate) fn smem_bytes_max(plan: &Plan) -> u32 {
+    const ALIGN: u32 = 128;
+    if !plan.launch.pdl || !matches!(plan.spec.op, Op::GemmMma(_)) {
+        return plan.smem.bytes();
+    }
+    let limits = plan.spec.arch.limits();
+    let half = limits.smem_bytes_per_sm / 2 - limits.smem_reserved_bytes_per_block;
+    plan.smem.bytes().max((half + 1).next_multiple_of(ALIGN))
+}
+
 /// The properties that an artifact must have.
 pub(crate) struct ExpectedArtifact<'a> {
     /// The symbol of the kernel.
     pub name: &'a str,
     pub arch: Arch,
     pub args_bytes: usize,
-    /// Dynamic shared memory in bytes.
+    /// Dynamic shared memory in bytes: what the kernel uses, and the maximum of any launch.
     pub smem_bytes: u32,
+    pub smem_bytes_max: u32,
     pub threads: u32,
 }
 
@@ -117,7 +135,7 @@ impl ExpectedArtifact<'_> {
         if takes != passes {
             return refuse(LaunchError::ArgumentBytes { takes, passes });
         }
-        let smem_bytes = u64::from(self.smem_bytes) + artifact.resources.static_smem_bytes;
+        let smem_bytes = u64::from(self.smem_bytes_max) + artifact.resources.static_smem_bytes;
         let limit = device.info().smem_bytes_per_block.into();
         if smem_bytes > limit {
             return refuse(LaunchError::SharedMemory { need: smem_bytes, limit });
@@ -136,7 +154,7 @@ impl ExpectedArtifact<'_> {
                 .set_attribute(
                     Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                     // At most the device's limit, which is an i32.
-                    self.smem_bytes.cast_signed(),
+                    self.smem_bytes_max.cast_signed(),
                 )
                 .call("raising the shared memory limit of a kernel")?;
         }
