@@ -88,8 +88,8 @@ impl LoadedKernel {
     }
 }
 
-/// Returns the maximum dynamic shared memory in bytes of any launch: for a `gemm_mma` with
-/// dependent launch, at least so much that a multiprocessor has no room for two blocks.
+/// Returns the maximum dynamic shared memory in bytes of any launch: for a `gemm_mma` with dependent launch, at least
+/// so much that a multiprocessor has no room for two blocks.
 pub(crate) fn smem_bytes_max(plan: &Plan) -> u32 {
     const ALIGN: u32 = 128;
     if !plan.launch.pdl || !matches!(plan.spec.op, Op::GemmMma(_)) {
