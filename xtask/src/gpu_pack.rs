@@ -207,7 +207,7 @@ pub fn command(cargo: &mut Command, arguments: &[&str]) -> Result<PathBuf, Strin
 }
 
 /// Runs cargo and returns its message and the file of each executable that it made.
-fn built_executables(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
+pub fn built_executables(command: &mut Command, arguments: &[&str]) -> Result<Vec<(Value, PathBuf)>, String> {
     command.args(arguments).arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     eprintln!("$ cargo {}", arguments.join(" "));
     let output = command.stderr(Stdio::inherit()).output().map_err(|error| format!("cargo: {error}"))?;

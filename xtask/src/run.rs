@@ -85,7 +85,8 @@ pub fn if_prepared(arguments: &[String]) -> Result<bool, String> {
     }
 }
 
-fn command_line(command: &Command) -> String {
+/// Returns the command as one line of text.
+pub fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(OsStr::to_string_lossy).collect::<Vec<_>>().join(" ")
 }

@@ -1,10 +1,27 @@
 //! `cargo xtask test` runs every test of the workspace, then the Python package's. `cargo xtask test-candle` runs those
 //! of `bindings/candle`.
 
+use std::{
+    collections::VecDeque,
+    env,
+    fmt::Write as _,
+    path::PathBuf,
+    process::{Command, Stdio},
+    sync::Mutex,
+    thread,
+    time::Instant,
+};
+
+use serde_json::Value;
+
 use crate::{
-    run::{self, cargo},
+    gpu_pack,
+    run::{self, cargo, command_line, output},
     setup, wheel,
 };
+
+/// The tests that take longest, which start first. Those of the server also wait, for time limits.
+const LONGEST: [&str; 5] = ["serve", "cpu", "format", "jit", "cli"];
 
 /// Prepares the environment and runs the tests. Arguments replace `--workspace`, for example to run one test.
 pub fn run(arguments: &[String]) -> Result<(), String> {
@@ -14,21 +31,100 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         command.arg("test").args(arguments);
         command.envs(environment.variables());
         // A snapshot that differs fails the test instead of writing a file for later review.
-        if std::env::var_os("INSTA_UPDATE").is_none() {
+        if env::var_os("INSTA_UPDATE").is_none() {
             command.env("INSTA_UPDATE", "no");
         }
-        run::run(&mut command)
+        command
     };
     if !arguments.is_empty() {
-        return test(&arguments.iter().map(String::as_str).collect::<Vec<_>>());
+        return run::run(&mut test(&arguments.iter().map(String::as_str).collect::<Vec<_>>()));
     }
     // Without naming what to build, cargo would build every example too, though no test runs one; clippy checks them.
     // Doc tests have a command of their own. It builds no crate again, as each has the same features in both.
-    test(&["--workspace", "--tests"])?;
-    test(&["--workspace", "--doc"])?;
+    let binaries = binaries(&mut test(&[]))?;
+    run_two_at_a_time(binaries, &|command| {
+        // What cargo sets for the tests that it runs.
+        command.envs(test(&[]).get_envs().filter_map(|(name, value)| Some((name, value?))));
+    })?;
+    run::run(&mut test(&["--workspace", "--doc"]))?;
     wheel::test(&environment)
 }
 
+/// A test binary.
+struct Binary {
+    name: String,
+    file: PathBuf,
+    /// The directory of its package.
+    package: PathBuf,
+}
+
+/// Builds the tests. Returns their binaries, those of [`LONGEST`] first.
+fn binaries(cargo: &mut Command) -> Result<Vec<Binary>, String> {
+    let mut binaries = Vec::new();
+    for (message, file) in gpu_pack::built_executables(cargo, &["--workspace", "--tests", "--no-run"])? {
+        if message["profile"]["test"] == true {
+            let text = |value: &Value| value.as_str().map(str::to_owned).ok_or_else(|| format!("cargo said {message}"));
+            let package = PathBuf::from(text(&message["manifest_path"])?).with_file_name("");
+            binaries.push(Binary { name: text(&message["target"]["name"])?, file, package });
+        }
+    }
+    let place = |binary: &Binary| LONGEST.iter().position(|&name| name == binary.name).unwrap_or(LONGEST.len());
+    // Cargo's order is that in which it finished them.
+    binaries.sort_by(|a, b| place(a).cmp(&place(b)).then_with(|| (&a.package, &a.name).cmp(&(&b.package, &b.name))));
+    Ok(binaries)
+}
+
+/// Runs binaries, two at a time, because many of their tests wait or run alone: one process from the first on, the
+/// other from the last on. Prints the output of each when it ends, and runs all even if one fails.
+fn run_two_at_a_time(binaries: Vec<Binary>, prepare: &(dyn Fn(&mut Command) + Sync)) -> Result<(), String> {
+    // Those of procedural macros link the standard library dynamically.
+    let libraries = output(Command::new("rustc").args(["--print", "target-libdir"]))?;
+    let left = Mutex::new(VecDeque::from(binaries));
+    let failed = Mutex::new(Vec::new());
+    let take = |from_the_first: bool| {
+        let mut left = left.lock().expect("no thread panics");
+        if from_the_first { left.pop_front() } else { left.pop_back() }
+    };
+    thread::scope(|scope| {
+        for from_the_first in [true, false] {
+            let (take, failed, libraries) = (&take, &failed, &libraries);
+            scope.spawn(move || {
+                while let Some(binary) = take(from_the_first) {
+                    let mut command = Command::new(&binary.file);
+                    prepare(&mut command);
+                    command.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
+                    command.env("LD_LIBRARY_PATH", libraries);
+                    let (passed, text) = run_one(&mut command);
+                    eprint!("{text}");
+                    if !passed {
+                        failed.lock().expect("no thread panics").push(binary.name);
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().expect("no thread panics");
+    if failed.is_empty() { Ok(()) } else { Err(format!("tests failed: {}", failed.join(", "))) }
+}
+
+/// Runs a command. Returns whether it succeeded, and its output with a title.
+fn run_one(command: &mut Command) -> (bool, String) {
+    let began = Instant::now();
+    let done = command.stdin(Stdio::null()).output();
+    let mut text = format!("$ {} ({:.0} s)\n", command_line(command), began.elapsed().as_secs_f64());
+    match done {
+        Ok(done) => {
+            for part in [&done.stdout, &done.stderr] {
+                text += &String::from_utf8_lossy(part);
+            }
+            if !done.status.success() {
+                _ = writeln!(text, "failed: {}", done.status);
+            }
+            (done.status.success(), text)
+        }
+        Err(error) => (false, format!("{text}{error}\n")),
+    }
+}
 /// Lints and tests `bindings/candle`, without candle's CUDA backend. With `--if-prepared`, fetches nothing, skips
 /// everything if cargo has no candle, and does not lint, because clippy needs another build of candle.
 pub fn candle(arguments: &[String]) -> Result<(), String> {
