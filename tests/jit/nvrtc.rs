@@ -1,4 +1,4 @@
-//! Compiles shipped kernels with NVRTC, on a machine without a GPU: one of each eighth, or all of them
+//! Compiles shipped kernels with NVRTC, on a machine without a GPU: one of each sixteenth, or all of them
 //! (`UNWEIGHT_TEST_ALL=1`).
 //!
 //! Checks what a compile alone can prove: the kernel compiles for sm_90a and does not spill; the assembler did not
@@ -348,12 +348,12 @@ fn the_catalogue_compiles_to_its_plans() {
         specs.retain(|spec| is_worst(spec) && blocks.insert(block(spec)));
         let left_out = all.iter().find(|spec| !blocks.contains(&block(spec)));
         assert_eq!(left_out, None, "no variant with the most registers was compiled for this block size");
-        // The first of each family, and each eighth after it.
+        // The first of each family, and each sixteenth after it.
         let mut blocks_of = BTreeMap::new();
         specs.retain(|spec| {
             let count = blocks_of.entry(spec.op.family()).or_insert(0);
             *count += 1;
-            *count % 8 == 1
+            *count % 16 == 1
         });
         assert_eq!(blocks_of.len(), FAMILIES.len());
     }
@@ -386,8 +386,8 @@ fn the_catalogue_compiles_to_its_plans() {
     assert!(wrong.is_empty(), "{} of {} variants:{report}", wrong.len(), specs.len());
 }
 
-/// Whether to compile every variant (ten minutes on two cores) or only the most demanding one of each eighth block. Set
-/// `UNWEIGHT_TEST_ALL` after a change of a kernel, the generator or NVRTC.
+/// Whether to compile every variant (ten minutes on two cores) or only the most demanding one of each sixteenth block.
+/// Set `UNWEIGHT_TEST_ALL` after a change of a kernel, the generator or NVRTC.
 fn whole_catalogue() -> bool {
     std::env::var_os("UNWEIGHT_TEST_ALL").is_some()
 }
@@ -459,7 +459,7 @@ fn stands_for(spec: &VariantSpec) -> VariantSpec {
 }
 
 /// Variants for other architectures compile to their plans without spills: each block as its most demanding variant
-/// (without `UNWEIGHT_TEST_ALL` a fourth of them, and none of large families), and on the oldest and the newest
+/// (without `UNWEIGHT_TEST_ALL` an eighth of them, and none of large families), and on the oldest and the newest
 /// data-center architecture one of each family (with `UNWEIGHT_TEST_ALL`: and batch tile, output format and KV cache).
 /// No such device was available, so this is their only test.
 #[test]
@@ -475,12 +475,12 @@ fn other_architectures_compile_to_their_plans() {
             _ => 0,
         };
         let is_new = blocks.insert(stands_for(&spec));
-        // These families have most blocks. All blocks are compiled every night, otherwise a fourth of the others.
+        // These families have most blocks. All blocks are compiled every night, otherwise an eighth of the others.
         let is_large = matches!(
             spec.op,
             Op::GemmMma(_) | Op::GemmCompact(_) | Op::Attention(_) | Op::DecodeHuffman(_) | Op::KvPack(_)
         );
-        let is_new = is_new && (whole_catalogue() || !is_large && blocks.len() % 4 == 0);
+        let is_new = is_new && (whole_catalogue() || !is_large && blocks.len() % 8 == 0);
         let is_compiled = whole_catalogue() || matches!(spec.arch, Arch::Sm80 | Arch::Sm100a);
         if is_compiled && kinds.insert((spec.arch, spec.op.family(), kind)) || is_new {
             specs.push(spec);
