@@ -119,7 +119,7 @@ impl Common {
             for (name, text) in unweight_templates::headers() {
                 key.add(name).add(text);
             }
-            for name in ["prelude.hpp", "simulator.hpp", "ptx.hpp", "simulator.cpp", "ptx.cpp"] {
+            for name in ["prelude.hpp", "simulator.hpp", "ptx.hpp", "state.hpp", "simulator.cpp", "ptx.cpp"] {
                 key.add(std::fs::read(simulator().join(name)).unwrap());
             }
             let home = Path::new(env!("CARGO_TARGET_TMPDIR"));

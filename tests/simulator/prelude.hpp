@@ -19,13 +19,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <functional>
-#include <map>
-#include <string>
-#include <sys/mman.h>
 #include <ucontext.h>
-#include <unordered_map>
 #include <vector>
 
 // To the end of the source. Without it the simulator, and statics of inline functions (a kernel's __shared__ objects),

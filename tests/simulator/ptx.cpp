@@ -1,5 +1,6 @@
 // What wrappers of ptx.hpp do that is more than a line or two: compiled once and not with each kernel.
 #include "prelude.hpp"
+#include "state.hpp"
 
 namespace uw::ptx {
 
@@ -93,22 +94,22 @@ u32 cvta_to_shared(const void* pointer) {
     return b.rank << cpu::kRankShift | (cpu::kSharedBase + static_cast<u32>(offset));
 }
 void st_release_global_u64(u64* p, u64 v) {
-    cpu::simulator().spoken[p] = cpu::self().clock;
+    cpu::state.spoken[p] = cpu::self().clock;
     cpu::write_global(p, v);
 }
 void st_release_global(u32* p, u32 v) {
-    cpu::simulator().spoken[p] = cpu::self().clock;
+    cpu::state.spoken[p] = cpu::self().clock;
     cpu::write_global(p, v);
 }
 u32 ld_acquire_global(const u32* p) {
     u32 v = cpu::read_global<u32>(p);
-    cpu::self().clock.merge(cpu::simulator().spoken[p]);
+    cpu::self().clock.merge(cpu::state.spoken[p]);
     cpu::poll();
     return v;
 }
 u64 ld_acquire_global_u64(const u64* p) {
     u64 v = cpu::read_global<u64>(p);
-    cpu::self().clock.merge(cpu::simulator().spoken[p]);
+    cpu::self().clock.merge(cpu::state.spoken[p]);
     cpu::poll();
     return v;
 }
@@ -194,7 +195,7 @@ static void start_store(u32 source, u32 bytes, std::function<void()> apply) {
     cpu::Fiber* f = &cpu::self();
     u32 group = static_cast<u32>(f->bulk_groups.size()) - 1;
     ++f->bulk_groups[group];
-    cpu::simulator().pending.push_back({[f, group, apply] {
+    cpu::state.pending.push_back({[f, group, apply] {
                                             apply();
                                             --f->bulk_groups[group];
                                         },
@@ -227,7 +228,7 @@ void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barr
     u8* to = cpu::shared_at(destination, bytes, 16);
     cpu::check_refill(destination, bytes, "cp_async_bulk_load");
     cpu::mbarrier_at(barrier);
-    cpu::simulator().pending.push_back({[to, source, bytes, barrier] {
+    cpu::state.pending.push_back({[to, source, bytes, barrier] {
                                             memcpy(to, source, bytes);
                                             cpu::mbarrier_bytes_landed(barrier, bytes);
                                         },
@@ -247,7 +248,7 @@ void tma_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, 
     detail::check_map_address(map, destination, "tma_load_2d");
     cpu::check_refill(destination, detail::map_box_bytes(map), "tma_load_2d");
     cpu::mbarrier_at(barrier);
-    cpu::simulator().pending.push_back({[=] {
+    cpu::state.pending.push_back({[=] {
                                             detail::each_piece(map, column, row, destination,
                                                                [](u8* s, u8* g, u32 bytes) {
                                                                    if (g) memcpy(s, g, bytes);
@@ -301,7 +302,7 @@ void cp_async_x4(u32 destination, const void* source, bool used) {
     cpu::Fiber* f = &cpu::self();
     u32 group = static_cast<u32>(f->async_groups.size()) - 1;
     ++f->async_groups[group];
-    cpu::simulator().pending.push_back({[=] {
+    cpu::state.pending.push_back({[=] {
                                             if (used) memcpy(to, source, 16);
                                             else memset(to, 0, 16);
                                             --f->async_groups[group];

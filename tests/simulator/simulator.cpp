@@ -1,9 +1,19 @@
 // The simulator of simulator.hpp: what kernels share, compiled once and not with each of them.
 #include "prelude.hpp"
+#include "state.hpp"
 
 namespace uw::cpu {
 
 Simulator instance;
+State state;
+
+Simulator::~Simulator() {
+    if (stacks) munmap(stacks, stack_bytes);
+}
+
+Clock::~Clock() {
+    if (stores && --stores->owners == 0) delete stores;
+}
 
 [[noreturn]] void fail(const char* format, ...) {
     Simulator& m = simulator();
@@ -14,7 +24,7 @@ Simulator instance;
     va_end(list);
     char where[64] = "";
     if (m.current) snprintf(where, sizeof where, "block %u thread %u: ", m.current->block->index, m.current->thread);
-    m.error = std::string(where) + text;
+    state.error = std::string(where) + text;
     _longjmp(m.launch, 1);
 }
 
@@ -132,7 +142,7 @@ void check_refill(u32 address, u32 bytes, const char* writer) {
     for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
         if (b.unfenced[g])
             fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
-    for (const Pending& p : simulator().pending)
+    for (const Pending& p : state.pending)
         if (p.bytes != 0 && p.source < address + bytes && address < p.source + p.bytes)
             fail("%s refills shared offset %u, which a bulk store is still reading (cp_async_bulk_wait_group_read)",
                  writer, first);
@@ -172,10 +182,11 @@ void check_global(const void* pointer, u64 bytes, u32 alignment, const char* wha
     if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
         fail("%s: global address %p is not %u-byte aligned", what, pointer, alignment);
     Simulator& m = simulator();
-    if (m.allocations.empty() || bytes == 0) return;
+    if (state.allocations.empty() || bytes == 0) return;
     const char* p = static_cast<const char*>(pointer);
-    auto it = m.allocations.upper_bound(p);
-    if (it == m.allocations.begin()) fail("%s: %llu bytes at %p are in no registered allocation", what, bytes, pointer);
+    auto it = state.allocations.upper_bound(p);
+    if (it == state.allocations.begin())
+        fail("%s: %llu bytes at %p are in no registered allocation", what, bytes, pointer);
     --it;
     const Allocation& a = it->second;
     if (p + bytes > a.begin + a.bytes)
@@ -213,7 +224,7 @@ void Clock::merge(const Clock& from) {
 
 bool is_partial(const void* p) {
     if (!simulator().partials) return false;
-    auto& all = simulator().allocations;
+    auto& all = state.allocations;
     auto it = all.upper_bound(static_cast<const char*>(p));
     return it != all.begin() && (--it)->second.name == "partials";
 }
@@ -222,8 +233,8 @@ void check_handed_over(const void* p, u64 bytes, const char* what) {
     Simulator& m = simulator();
     const Clock& own = self().clock;
     for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4) {
-        auto it = m.written.find(word);
-        if (it == m.written.end()) {
+        auto it = state.written.find(word);
+        if (it == state.written.end()) {
             if (*what == 'l') fail("load of `partials` at %p, which nobody has written in this launch", word);
             continue;
         }
@@ -243,7 +254,7 @@ void mark_partial(const void* p, u64 bytes) {
     const u32 thread = f.block->index * m.block_threads + f.thread;
     const u32 store = f.clock.count(thread, u64(m.grid) * m.block_threads);
     for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4)
-        m.written[word] = {thread, store};
+        state.written[word] = {thread, store};
 }
 
 void fence_device() {
@@ -254,7 +265,7 @@ void fence_device() {
 
 void atomic_speaks(const void* p) {
     Fiber& f = self();
-    Clock& spoken = simulator().spoken[p];
+    Clock& spoken = state.spoken[p];
     f.seen.merge(spoken);
     spoken.merge(f.fenced);
 }
@@ -437,10 +448,10 @@ static bool wgmma_progress() {
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 static void complete_one_copy() {
     Simulator& m = simulator();
-    u32 i = random_below(static_cast<u32>(m.pending.size()));
-    Pending p = std::move(m.pending[i]);
-    m.pending[i] = std::move(m.pending.back());
-    m.pending.pop_back();
+    u32 i = random_below(static_cast<u32>(state.pending.size()));
+    Pending p = std::move(state.pending[i]);
+    state.pending[i] = std::move(state.pending.back());
+    state.pending.pop_back();
     p.apply();
 }
 
@@ -456,7 +467,11 @@ static void fiber_main() {
     Simulator& m = simulator();
     std::map<std::string, std::vector<u32>> waits;
     for (Fiber* f : m.fibers)
-        if (!f->done) waits[f->wait ? f->wait->told() : "polls"].push_back(f->thread);
+        if (!f->done) {
+            char text[160] = "polls";
+            if (f->wait) f->wait->told(text, sizeof text);
+            waits[text].push_back(f->thread);
+        }
     std::string text = kind;
     for (auto& [what, threads] : waits) {
         text += "\n  " + std::to_string(threads.size()) + " threads (" + std::to_string(threads.front()) + ".." +
@@ -533,9 +548,9 @@ static void run_blocks() {
         }
         // Asynchronous work completes late: at random, or when nothing else can move.
         bool stuck = !progressed;
-        while (!m.pending.empty() && (stuck || random_below(3) == 0)) {
+        while (!state.pending.empty() && (stuck || random_below(3) == 0)) {
             // Of many, several: one a pass would be thousands of passes over threads that wait.
-            for (size_t due = 1 + m.pending.size() / 16; due > 0; --due) complete_one_copy();
+            for (size_t due = 1 + state.pending.size() / 16; due > 0; --due) complete_one_copy();
             progressed = true;
             stuck = false;
         }
@@ -548,9 +563,9 @@ static void run_blocks() {
             report_deadlock("livelock: threads poll and nothing changes");
         }
     }
-    for (Pending& p : m.pending)
+    for (Pending& p : state.pending)
         if (p.is_load) fail("the block ended while a bulk load was in flight");
-    while (!m.pending.empty()) complete_one_copy();
+    while (!state.pending.empty()) complete_one_copy();
     for (Block* b : m.blocks)
         for (Warpgroup& g : b->warpgroups)
             if (!g.queue.empty()) fail("the block ended with wgmma operations that nobody waited for");
@@ -579,13 +594,13 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
     if (m.random == 0) m.random = 1;
     m.entry = entry;
     m.arguments = arguments;
-    m.error.clear();
+    state.error.clear();
     m.current = nullptr;
-    m.pending.clear();
-    m.written.clear();
-    m.spoken.clear();
+    state.pending.clear();
+    state.written.clear();
+    state.spoken.clear();
     if (threads == 0 || threads % 32 != 0 || threads > 1024 || grid % m.cluster != 0) {
-        m.error = "a block has 32..1024 threads, a multiple of 32, and the grid is a multiple of the cluster";
+        state.error = "a block has 32..1024 threads, a multiple of 32, and the grid is a multiple of the cluster";
         return 1;
     }
     volatile int result = 0;
@@ -598,7 +613,7 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
         m.stacks = stacks == MAP_FAILED ? nullptr : static_cast<u8*>(stacks);
         m.stack_bytes = m.stacks ? stack_total : 0;
         if (!m.stacks) {
-            m.error = "no memory for the fibers' stacks";
+            state.error = "no memory for the fibers' stacks";
             return 1;
         }
     }
@@ -637,7 +652,7 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
     } else {
         result = 1;
         drop_blocks();
-        m.pending.clear();
+        state.pending.clear();
         m.current = nullptr;
     }
     return result;
@@ -646,13 +661,13 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
 }  // namespace uw::cpu
 
 // ---- C ABI of a library ---------------------------------------------------------------------------------------------
-const char* uw_cpu_last_error() { return uw::cpu::simulator().error.c_str(); }
+const char* uw_cpu_last_error() { return uw::cpu::state.error.c_str(); }
 void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name) {
     const char* p = static_cast<const char*>(begin);
-    uw::cpu::simulator().allocations[p] = {p, bytes, name};
+    uw::cpu::state.allocations[p] = {p, bytes, name};
     uw::cpu::simulator().partials |= strcmp(name, "partials") == 0;
 }
 void uw_cpu_clear_registered() {
-    uw::cpu::simulator().allocations.clear();
+    uw::cpu::state.allocations.clear();
     uw::cpu::simulator().partials = false;
 }

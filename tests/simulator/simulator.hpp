@@ -24,11 +24,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <functional>
-#include <map>
 #include <memory>
-#include <string>
-#include <sys/mman.h>
 #include <tuple>
 #include <ucontext.h>
 #include <unordered_map>
@@ -58,9 +54,7 @@ public:
         std::swap(stores, other.stores);
         return *this;
     }
-    ~Clock() {
-        if (stores && --stores->owners == 0) delete stores;
-    }
+    ~Clock();
     u32 of(u32 thread) const { return stores ? stores->of[thread] : 0; }
     // Counts one more store of a thread; returns its number. `threads`: of the grid.
     u32 count(u32 thread, u64 threads);
@@ -79,7 +73,7 @@ private:
 // What a fiber waits for. It lies on the fiber's own stack, and says so in words only when it is asked.
 struct Wait {
     virtual bool ready() const = 0;
-    virtual std::string told() const = 0;
+    virtual void told(char* text, u32 bytes) const = 0;
 };
 
 // What most fibers wait for: that a word changes. The scheduler asks these first, which lie beside each other; the
@@ -220,19 +214,6 @@ struct Block {
     std::unordered_map<u32, Mbarrier> mbarriers;
 };
 
-struct Pending {
-    std::function<void()> apply;
-    bool is_load;
-    // What a store reads: shared addresses.
-    u32 source = 0, bytes = 0;
-};
-
-struct Allocation {
-    const char* begin;
-    u64 bytes;
-    std::string name;
-};
-
 struct Simulator {
     u32 grid = 0, block_threads = 0, shared_bytes = 0, cluster = 1;
     u64 random = 1;
@@ -243,25 +224,16 @@ struct Simulator {
     std::vector<Watch> watches;  // of each of them
     std::vector<u32> members;    // of the turn
     std::vector<Block*> blocks;
-    std::vector<Pending> pending;
     u32 cluster_arrived = 0;
     u64 cluster_generation = 0;
-    std::map<const char*, Allocation> allocations;
     bool partials = false;  // one of them is called so
-    // Of words of `partials`: who has written each in this launch, and which of that thread's stores it was. Of words
-    // of atomics: what they speak for.
-    std::unordered_map<const char*, std::pair<u32, u32>> written;
-    std::unordered_map<const void*, Clock> spoken;
-    std::string error;
     void (*entry)(const void*) = nullptr;
     const void* arguments = nullptr;
     // Of fibers, kept from launch to launch.
     u8* stacks = nullptr;
     u64 stack_bytes = 0;
 
-    ~Simulator() {
-        if (stacks) munmap(stacks, stack_bytes);
-    }
+    ~Simulator();
 };
 
 extern Simulator instance;
@@ -284,10 +256,8 @@ void wait_until(Ready ready, const char* format, Words... words) {
     struct Own final : Wait {
         Own(Ready test, const char* format, Words... words) : test(test), format(format), words(words...) {}
         bool ready() const override { return test(); }
-        std::string told() const override {
-            char text[160];
-            std::apply([&](Words... each) { snprintf(text, sizeof text, format, each...); }, words);
-            return text;
+        void told(char* text, u32 bytes) const override {
+            std::apply([&](Words... each) { snprintf(text, bytes, format, each...); }, words);
         }
         Ready test;
         const char* format;
