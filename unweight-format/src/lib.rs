@@ -39,7 +39,7 @@ pub mod raw;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub(crate) use bits::{bf16, digest, histogram, layout, named};
+pub(crate) use bits::{bf16, digest, histogram, layout, named, parallel};
 pub use bits::{
     digest::Digest,
     error::CodecError,

@@ -3,9 +3,7 @@
 //! Floats are compared by their order: a difference of 1 is the next representable number. It is small where a training
 //! step changed a weight a little, whatever the weight's exponent.
 
-use rayon::prelude::*;
-
-use crate::Float;
+use crate::{Float, parallel};
 
 /// Bytes that a task handles.
 const SPAN: usize = 1 << 18;
@@ -31,7 +29,9 @@ fn each(float: Float, changed: &mut [u8], other: &[u8], [one, two, four]: [Chang
         2 => two,
         _ => four,
     };
-    changed.par_chunks_mut(SPAN).zip(other.par_chunks(SPAN)).for_each(|(changed, other)| function(changed, other));
+    parallel::for_each_chunk(changed, SPAN, &|span, changed| {
+        function(changed, &other[span * SPAN..][..changed.len()]);
+    });
 }
 
 /// Defines both directions for elements of the signed integer `$int`, without branches, so that they are vectorised.

@@ -7,9 +7,10 @@
 
 use std::{fmt, str::FromStr};
 
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
+
+use crate::parallel;
 
 /// Bytes of a leaf, which one XXH3-128 covers.
 pub const LEAF_BYTES: usize = 1 << 20;
@@ -25,7 +26,12 @@ impl Digest {
         if bytes.len() <= LEAF_BYTES {
             return Self::leaf(bytes);
         }
-        Self::of_leaves(&bytes.par_chunks(LEAF_BYTES).map(Self::leaf).collect::<Vec<_>>())
+        Self::of_leaves(&Self::leaves(bytes))
+    }
+
+    /// The digests of all leaves, computed on the current rayon pool.
+    fn leaves(bytes: &[u8]) -> Vec<Self> {
+        parallel::map(bytes.chunks(LEAF_BYTES), Self::leaf)
     }
 
     /// The digest of one leaf of at most [`LEAF_BYTES`].
@@ -96,7 +102,7 @@ impl Digester {
     /// Like [`Digester::update`], on the current rayon pool.
     pub(crate) fn update_together(&mut self, bytes: &[u8]) {
         let (full, rest) = self.complete_leaf(bytes);
-        self.leaves.par_extend(full.par_chunks_exact(LEAF_BYTES).map(Digest::leaf));
+        self.leaves.extend(Digest::leaves(full));
         self.partial.extend_from_slice(rest);
     }
 

@@ -11,6 +11,7 @@ pub mod float;
 pub mod histogram;
 pub mod layout;
 pub mod named;
+pub(crate) mod parallel;
 pub mod tile;
 
 pub use buffer::zeroed;

@@ -6,11 +6,10 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
-
 use crate::{
     Digest, TileGrid,
     layout::{PACKED_TILE_BYTES, TILE},
+    parallel,
 };
 
 /// Rows and columns of tiles in a block.
@@ -46,8 +45,9 @@ impl Blocks {
     /// The digests of all blocks, computed from the whole section.
     pub(crate) fn digests(self, packed: &[u8]) -> Vec<Digest> {
         let width = self.grid.tile_cols() * PACKED_TILE_BYTES;
-        let bands = packed.par_chunks(BLOCK_TILES * width);
-        bands.flat_map_iter(|band| (0..self.cols()).map(move |col| digest(band, width, self.run(col)))).collect()
+        let of_band =
+            |band| -> Vec<Digest> { (0..self.cols()).map(|col| digest(band, width, self.run(col))).collect() };
+        parallel::map(packed.chunks(BLOCK_TILES * width), of_band).concat()
     }
 
     /// The byte range of the tiles of a column of blocks in a row of tiles.

@@ -9,7 +9,6 @@ use std::{
     thread,
 };
 
-use rayon::prelude::*;
 use rustix::process::{Resource, getrlimit};
 use sha2::{Digest as _, Sha256};
 
@@ -23,6 +22,7 @@ use crate::{
     Digest, bits,
     bundle::manifest,
     digest::{Digester, LEAF_BYTES},
+    parallel,
 };
 
 /// Bytes read or copied at once.
@@ -148,10 +148,7 @@ impl Input {
         if out.len() <= CHUNK || rayon::current_thread_index().is_none() {
             return self.read_at(offset, out);
         }
-        let pieces = out.par_chunks_mut(CHUNK).enumerate();
-        let failed = pieces.map(|(i, piece)| self.read_at(offset + (i * CHUNK) as u64, piece));
-        // The first error by offset, not by time.
-        failed.find_map_first(Result::err).map_or(Ok(()), Err)
+        parallel::try_for_each_chunk(out, CHUNK, |i, piece| self.read_at(offset + (i * CHUNK) as u64, piece))
     }
 
     /// Like [`Input::read_at_together`], and returns the digest. Each leaf is digested by the thread that has read it,
@@ -161,12 +158,10 @@ impl Input {
             self.read_at(offset, out)?;
             return Ok(Digest::of_leaves(&out.chunks(LEAF_BYTES).map(Digest::leaf).collect::<Vec<_>>()));
         }
-        let leaves = out.par_chunks_mut(LEAF_BYTES).enumerate().map(|(i, leaf)| {
+        let leaves = parallel::try_map(out.chunks_mut(LEAF_BYTES).enumerate(), |(i, leaf)| {
             self.read_at(offset + (i * LEAF_BYTES) as u64, leaf)?;
             Ok(Digest::leaf(leaf))
-        });
-        // The first error by offset, not by time.
-        let leaves = leaves.collect::<Vec<_>>().into_iter().collect::<Result<Vec<_>, _>>()?;
+        })?;
         Ok(Digest::of_leaves(&leaves))
     }
 

@@ -35,6 +35,13 @@ pub(crate) fn on_threads<T: Send>(
     if threads.is_none() && rayon::current_thread_index().is_some() {
         return work();
     }
+    let (mut work, mut result) = (Some(work), None);
+    install(threads, &mut || result = work.take().map(|work| work()))?;
+    result.expect("a pool runs what is installed")
+}
+
+/// Does the work of [`on_threads`], compiled once for all types.
+fn install(threads: Option<usize>, work: &mut (dyn FnMut() + Send)) -> Result<(), BundleError> {
     static SHARED: OnceLock<rayon::ThreadPool> = OnceLock::new();
     match threads {
         Some(threads) => pool(threads.max(1))?.install(work),
@@ -42,10 +49,11 @@ pub(crate) fn on_threads<T: Send>(
             Some(shared) => shared.install(work),
             None => {
                 let new = pool(thread::available_parallelism().map_or(1, NonZero::get))?;
-                SHARED.get_or_init(|| new).install(work)
+                SHARED.get_or_init(|| new).install(work);
             }
         },
     }
+    Ok(())
 }
 
 fn pool(threads: usize) -> Result<rayon::ThreadPool, BundleError> {

@@ -8,8 +8,6 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use rayon::prelude::*;
-
 use super::{
     BundleError,
     blocks::Blocks,
@@ -26,6 +24,7 @@ use crate::{
         packed::{self, PackedTensor, Window, slice_lists},
     },
     layout::TILE,
+    parallel,
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
 
@@ -63,6 +62,9 @@ pub(crate) struct Shard {
 
 /// Bytes from which a section's buffer is used again.
 const REUSED_FROM: u64 = 4 << 20;
+
+/// Bytes of the rows that a task copies.
+const COPY_BYTES: usize = 1 << 18;
 
 impl Shard {
     /// Opens a shard of a bundle. Tensors that are differences from a base cannot be decoded without it
@@ -387,8 +389,13 @@ impl Shard {
         }
         let mut bytes = self.buffer((rows.len() * col_bytes.len()) as u64)?;
         let from = &decoded[(rows.start - first.0) * width * element..];
-        let pairs = bytes.par_chunks_exact_mut(col_bytes.len()).zip(from.par_chunks_exact(width * element));
-        pairs.for_each(|(out, row)| out.copy_from_slice(&row[col_bytes.clone()]));
+        let rows_at_once = (COPY_BYTES / col_bytes.len()).max(1);
+        parallel::for_each_chunk(&mut bytes, rows_at_once * col_bytes.len(), &|piece, out| {
+            let rows = from[piece * rows_at_once * width * element..].chunks_exact(width * element);
+            for (out, row) in out.chunks_exact_mut(col_bytes.len()).zip(rows) {
+                out.copy_from_slice(&row[col_bytes.clone()]);
+            }
+        });
         Ok(TensorPart { bytes, read_bytes })
     }
 
@@ -429,25 +436,21 @@ impl Shard {
             slice_lists(blocks.grid(), &heads, &escapes, rows, cols).map_err(codec)?;
         let (_, range) = find(Section::PACKED);
         let bands = blocks.bands(rows, cols);
-        let tiles: Vec<Vec<u8>> = bands
-            .rows()
-            .into_par_iter()
-            .map(|row| {
-                let mut read = self.buffer(bands.bytes_of(row) as u64)?;
-                let mut rest = &mut read[..];
-                for run in bands.runs(row) {
-                    let (piece, tail) = std::mem::take(&mut rest).split_at_mut(run.bytes);
-                    self.input.read_at(range.start + run.offset, piece)?;
-                    rest = tail;
-                }
-                if let Some((block, got)) = bands.first_mismatch(row, &read, digests) {
-                    let at = range.start + bands.runs(row).first().map_or(0, |run| run.offset);
-                    let what = || format!("{}, block {block}", what(Section::PACKED));
-                    self.compare(got, digests[block], at, Some(&entry.name), what)?;
-                }
-                Ok(bands.tiles(row, &read, rows, cols).concat())
-            })
-            .collect::<Result<_, BundleError>>()?;
+        let tiles: Vec<Vec<u8>> = parallel::try_map(bands.rows(), |row| {
+            let mut read = self.buffer(bands.bytes_of(row) as u64)?;
+            let mut rest = &mut read[..];
+            for run in bands.runs(row) {
+                let (piece, tail) = std::mem::take(&mut rest).split_at_mut(run.bytes);
+                self.input.read_at(range.start + run.offset, piece)?;
+                rest = tail;
+            }
+            if let Some((block, got)) = bands.first_mismatch(row, &read, digests) {
+                let at = range.start + bands.runs(row).first().map_or(0, |run| run.offset);
+                let what = || format!("{}, block {block}", what(Section::PACKED));
+                self.compare(got, digests[block], at, Some(&entry.name), what)?;
+            }
+            Ok(bands.tiles(row, &read, rows, cols).concat())
+        })?;
         let small_bytes =
             [Section::PACKED_WINDOW, Section::ESCAPE_HEADS, Section::ESCAPES].map(|name| find(name).0.bytes);
         let read_bytes = small_bytes.iter().sum::<u64>() + bands.bytes();
@@ -580,19 +583,14 @@ impl Shard {
         each: impl Fn(&TensorEntry) + Sync,
     ) -> Vec<Result<(), BundleError>> {
         let mut rest = out;
-        let pieces: Vec<(usize, &mut [u8])> = tensors
-            .map(|index| {
-                let (piece, tail) = std::mem::take(&mut rest).split_at_mut(self.original_bytes(index) as usize);
-                rest = tail;
-                (index, piece)
-            })
-            .collect();
-        pieces
-            .into_par_iter()
-            .map(|(index, piece)| {
-                each(&self.file.tensors[index]);
-                self.decode(index, piece, blocks)
-            })
-            .collect()
+        let pieces = tensors.map(|index| {
+            let (piece, tail) = std::mem::take(&mut rest).split_at_mut(self.original_bytes(index) as usize);
+            rest = tail;
+            (index, piece)
+        });
+        parallel::map(pieces, |(index, piece)| {
+            each(&self.file.tensors[index]);
+            self.decode(index, piece, blocks)
+        })
     }
 }

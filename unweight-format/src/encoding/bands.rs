@@ -7,12 +7,11 @@
 //! do not depend on the number of threads. `row_avx512` and `row_avx2` look up a row of 64 elements and merge their
 //! codes to eight 64-bit values in vector registers, so that only four appends per row are serial.
 
-use rayon::prelude::*;
-
 use crate::{
     Code, CodecError, Float, FloatMatrix, TileMetadata, bf16,
     bits::zeroed,
     layout::{PALETTE_TILE_BYTES, ROW_BITS_MAX, ROW_BITS_MIN, TILE, TILE_WORDS_MAX, WORDS_ALIGN},
+    parallel,
 };
 
 /// Lookup tables of one code.
@@ -119,25 +118,32 @@ pub(crate) fn bands<const HUFFMAN: bool>(
     let arena = if HUFFMAN { band_tiles * TILE_WORDS_MAX * 4 } else { 1 };
     let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { band_count }];
     let arenas = if HUFFMAN { words.as_mut_slice() } else { nothing };
-    let bands: Vec<Band> = sign_mantissa
-        .par_chunks_mut(band_bytes)
-        .zip(out.par_chunks_mut(band_tiles * tile_bytes))
-        .zip(metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES))
-        .zip(arenas.par_chunks_mut(arena))
+    let jobs = sign_mantissa
+        .chunks_mut(band_bytes)
+        .zip(out.chunks_mut(band_tiles * tile_bytes))
+        .zip(metadata.chunks_mut(band_tiles * TileMetadata::BYTES))
+        .zip(arenas.chunks_mut(arena))
         .enumerate()
-        .map(|(band, (((sign_mantissa, out), metadata), words))| {
-            let mut job = Job { matrix, tables, first_tile_row: band * band_rows, sign_mantissa, out, metadata, words };
-            #[cfg(target_arch = "x86_64")]
-            match tables.vectors {
-                // SAFETY: `Vectors::of` found that the processor has the instructions and codes are short enough.
-                Vectors::Avx512 => return unsafe { job.run_avx512::<HUFFMAN>() },
-                // SAFETY: the same.
-                Vectors::Avx2 => return unsafe { job.run_avx2::<HUFFMAN>() },
-                Vectors::None => {}
-            }
-            job.run_portable::<HUFFMAN>()
-        })
-        .collect();
+        .map(|(band, (((sign_mantissa, out), metadata), words))| Job {
+            matrix,
+            tables,
+            first_tile_row: band * band_rows,
+            sign_mantissa,
+            out,
+            metadata,
+            words,
+        });
+    let bands: Vec<Band> = parallel::map(jobs, |mut job| {
+        #[cfg(target_arch = "x86_64")]
+        match tables.vectors {
+            // SAFETY: `Vectors::of` found that the processor has the instructions and codes are short enough.
+            Vectors::Avx512 => return unsafe { job.run_avx512::<HUFFMAN>() },
+            // SAFETY: the same.
+            Vectors::Avx2 => return unsafe { job.run_avx2::<HUFFMAN>() },
+            Vectors::None => {}
+        }
+        job.run_portable::<HUFFMAN>()
+    });
     let word_bytes: u64 = bands.iter().map(|b| b.word_bytes as u64).sum();
     if word_bytes / 4 > 1 << 32 {
         return Err(CodecError::TooManyWords { words: word_bytes / 4 });
@@ -154,8 +160,9 @@ pub(crate) fn bands<const HUFFMAN: bool>(
             start
         })
         .collect();
-    metadata.par_chunks_mut(band_tiles * TileMetadata::BYTES).zip(&starts).for_each(|(chunk, &(words, rows))| {
-        for record in chunk.chunks_exact_mut(TileMetadata::BYTES) {
+    parallel::for_each_chunk(&mut metadata, band_tiles * TileMetadata::BYTES, &|band, records| {
+        let (words, rows) = starts[band];
+        for record in records.chunks_exact_mut(TileMetadata::BYTES) {
             let mut tile = TileMetadata::read(record, 0);
             tile.start_word = tile.start_word.wrapping_add(words);
             tile.verbatim_row_offset += rows;

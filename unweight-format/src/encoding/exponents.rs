@@ -5,8 +5,6 @@
 
 use std::borrow::Cow;
 
-use rayon::prelude::*;
-
 use super::{
     Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
     TileRows,
@@ -22,6 +20,7 @@ use crate::{
     Code, CodeLimit, CodecError, Float, FloatMatrix, TileGrid,
     bits::zeroed,
     layout::{FLOAT_FORMAT_BYTES, SECTION_ALIGN},
+    parallel,
     safetensors::Dtype,
 };
 
@@ -192,14 +191,16 @@ fn split(matrix: FloatMatrix<'_>) -> [Vec<u8>; 2] {
     let [mut bytes, mut bits] = rest.section_bytes(grid).map(zeroed);
     let ([used_bytes, used_bits], [piece_bytes, piece_bits]) =
         (rest.used_bytes(grid.elements()), rest.used_bytes(PIECE));
-    let sources = || matrix.bytes().par_chunks(PIECE * float.bytes());
+    let sources: Vec<&[u8]> = matrix.bytes().chunks(PIECE * float.bytes()).collect();
     if rest.bytes > 0 {
-        let pieces = sources().zip(bytes[..used_bytes].par_chunks_mut(piece_bytes));
-        pieces.for_each(|(source, out)| with_float!(lower_bytes(float, source, out)));
+        parallel::for_each_chunk(&mut bytes[..used_bytes], piece_bytes, &|piece, out| {
+            with_float!(lower_bytes(float, sources[piece], out));
+        });
     }
     if rest.bits > 0 {
-        let pieces = sources().zip(bits[..used_bits].par_chunks_mut(piece_bits));
-        pieces.for_each(|(source, out)| with_float!(upper_bits(float, source, out)));
+        parallel::for_each_chunk(&mut bits[..used_bits], piece_bits, &|piece, out| {
+            with_float!(upper_bits(float, sources[piece], out));
+        });
     }
     [bytes, bits]
 }

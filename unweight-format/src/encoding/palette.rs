@@ -2,8 +2,6 @@
 
 use std::borrow::Cow;
 
-use rayon::prelude::*;
-
 pub use super::code::Palette;
 use super::{
     Encoding, EncodingId, Extent, NotEncodable, ReadTileRows, Sample, Section, Sections, StoredTensor, Survey,
@@ -15,6 +13,7 @@ use super::{
 use crate::{
     Code, CodeLimit, CodecError, FloatMatrix, Matrix, TileGrid, TileMetadata,
     layout::{PALETTE_MAX, PALETTE_TILE_BYTES, TILE},
+    parallel,
     safetensors::Dtype,
 };
 
@@ -121,7 +120,7 @@ fn decode_tile_rows<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, first: usi
     let palette = tensor.palette();
     // Looks up both nibbles of a byte at once.
     let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
-    out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
+    parallel::for_each_chunk(out, TILE * grid.cols() * 2, &|tile_row, out| {
         let (tile_row, cols) = (first + tile_row, grid.cols());
         for tile_col in 0..grid.tile_cols() {
             let tile = tile_row * grid.tile_cols() + tile_col;

@@ -1,9 +1,7 @@
 //! Raw: the tensor's bytes (`docs/format.md` A.8), for tensors that no other encoding supports or shrinks.
 
-use rayon::prelude::*;
-
 use super::{Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, Survey};
-use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid, safetensors::Dtype};
+use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid, parallel, safetensors::Dtype};
 
 /// The raw encoding.
 #[derive(Debug, Clone, Copy)]
@@ -64,6 +62,6 @@ pub(crate) fn copy(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
     if from.len() != out.len() {
         return Err(CodecError::TensorBytes { expected: from.len() as u64, got: out.len() });
     }
-    out.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE)).for_each(|(to, from)| to.copy_from_slice(from));
+    parallel::for_each_chunk(out, PIECE, &|piece, to| to.copy_from_slice(&from[piece * PIECE..][..to.len()]));
     Ok(())
 }

@@ -6,12 +6,12 @@
 
 use std::{collections::BTreeMap, fs, io::Write, path::Path, sync::LazyLock};
 
-use rayon::prelude::*;
 use serde_json::json;
 
 use super::{Random, bf16};
 use crate::{
     bundle::{BundleError, pipeline::on_threads},
+    parallel,
     roles::{self, Role},
     safetensors::{Dtype, header_to_bytes},
 };
@@ -273,7 +273,7 @@ fn write_shard(path: &Path, all: &[Tensor], range: std::ops::Range<usize>, seed:
         for first in (0..tensor.rows()).step_by(rows_at_once) {
             let rows = rows_at_once.min(tensor.rows() - first);
             buffer.resize(rows * tensor.cols() * 2, 0);
-            buffer.par_chunks_mut(tensor.cols() * 2).enumerate().for_each(|(row, out)| {
+            parallel::for_each_chunk(&mut buffer, tensor.cols() * 2, &|row, out| {
                 fill_row(
                     out,
                     tensor,

@@ -201,7 +201,7 @@ pub const CRATES: [Crate; 11] = [
 pub const INNER: &[(&str, &str)] = &[
     (
         "unweight-format/src/bits",
-        "bf16 bitstream buffer digest layout named < dtype < float < delta error histogram < tile",
+        "bf16 bitstream buffer layout named parallel < digest dtype < float < delta error histogram < tile",
     ),
     (
         "unweight-format/src/encoding",

@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use rayon::prelude::*;
 use sha2::Sha256;
 
 use super::{
@@ -23,6 +22,7 @@ use crate::{
         plan::{Decision, EncodingChoice},
         source::SourceFile,
     },
+    parallel,
     safetensors::TensorInfo,
 };
 
@@ -52,13 +52,10 @@ impl Job<'_> {
     ) -> Result<Vec<Encoded<'s>>, BundleError> {
         let infos = &plan.header.tensors[range.clone()];
         let first = infos.first().map_or(0, |info| info.offset);
-        let tensors = infos.par_iter().zip(&plan.layout.decisions[range]);
-        tensors
-            .map(|(info, decision)| {
-                let at = (info.offset - first) as usize;
-                self.encode(plan.file, &bytes[at..at + info.bytes as usize], info, decision)
-            })
-            .collect()
+        parallel::try_map(infos.iter().zip(&plan.layout.decisions[range]), |(info, decision)| {
+            let at = (info.offset - first) as usize;
+            self.encode(plan.file, &bytes[at..at + info.bytes as usize], info, decision)
+        })
     }
 
     /// Prepares a large raw tensor: its digest is computed now, its bytes are read again when it is written.
@@ -95,12 +92,11 @@ impl Job<'_> {
         };
         let section_bytes = coded.iter().map(|(_, bytes)| bytes.len() as u64).sum();
         let digests = || {
-            let sections = coded.into_par_iter().map(|(name, bytes)| {
+            parallel::map(coded, |(name, bytes)| {
                 let blocks = grid.filter(|_| name == Section::PACKED).and_then(Blocks::of);
                 let blocks = blocks.map_or_else(Vec::new, |blocks| blocks.digests(bytes));
                 SectionEntry { name, bytes: bytes.len() as u64, digest: Digest::of(bytes), blocks }
-            });
-            sections.collect()
+            })
         };
         let sections: Vec<SectionEntry> = self.trace.time("digest", section_bytes, digests);
         let held_bytes = stored.held_bytes(info.bytes);

@@ -2,8 +2,6 @@
 
 use std::{path::Path, time::Instant};
 
-use rayon::prelude::*;
-
 use super::{report, tensor_names};
 use crate::{
     CodeLimit, Digest, EncodingId, Float, Section,
@@ -16,6 +14,7 @@ use crate::{
         source::{Kind, Source, SourceFile},
     },
     encoding::Sample,
+    parallel,
     safetensors::TensorInfo,
 };
 
@@ -118,8 +117,9 @@ fn predict(files: &[&SourceFile], settings: &[(&Planner, CodeLimit)]) -> Result<
             continue;
         };
         let input = Input::open_same(&file.path, &file.stamp)?;
-        let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, settings));
-        for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
+        let predicted_tensors =
+            parallel::try_map(&header.tensors, |info| predict_tensor(&file.name, info, &input, settings))?;
+        for reports in predicted_tensors {
             for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
                 *stored_bytes += report.stored_bytes;
                 tensors.push(report);

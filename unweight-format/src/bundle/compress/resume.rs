@@ -2,8 +2,6 @@
 
 use std::{collections::BTreeMap, fs::File, path::Path};
 
-use rayon::prelude::*;
-
 use super::{
     Job,
     journal::{JournalHead, Record, ShardState, journal_line, journal_texts, stored_contents},
@@ -20,6 +18,7 @@ use crate::{
         shard::Shard,
         source::{Kind, SourceFile},
     },
+    parallel,
     safetensors::TensorInfo,
 };
 
@@ -123,8 +122,8 @@ impl Job<'_> {
         }
         // Check the shard itself last: it cannot be taken over if a section was damaged since.
         let Ok(shard) = Shard::open(&self.stage.tree(), entry) else { return Ok(None) };
-        let sound = shard.source_header().is_ok()
-            && (0..shard.file.tensors.len()).into_par_iter().all(|index| shard.is_sound(index));
+        let check = |index| if shard.is_sound(index) { Ok(()) } else { Err(()) };
+        let sound = shard.source_header().is_ok() && parallel::try_map(0..shard.file.tensors.len(), check).is_ok();
         Ok(sound.then_some(shard.file))
     }
 

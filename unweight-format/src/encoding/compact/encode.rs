@@ -1,7 +1,5 @@
 //! The compact encoder: counts quads, chooses a book, then writes tile by tile.
 
-use rayon::prelude::*;
-
 use super::{
     CompactTensor, HEAD_LIST, HEAD_ONE, REGISTERS, UNIT, Uncompact, WORD,
     book::{self, CLASSES, Chosen, ClassBook, ClassWindow, Code, QUADS},
@@ -12,7 +10,7 @@ use crate::{
     bits::zeroed,
     encoding::bands::BAND_TILES,
     layout::{DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS, SECTION_ALIGN, STREAM_TILE_BYTES_MAX, TILE},
-    packed,
+    packed, parallel,
 };
 
 /// The sign bits of two halves.
@@ -33,22 +31,16 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
     let scheme = Scheme { matrix, window: classes.window, filler: classes.filler().into() };
     let bands = grid.tiles().div_ceil(BAND_TILES);
     let tiles_of = |band: usize| band * BAND_TILES..grid.tiles().min((band + 1) * BAND_TILES);
-    let quads = (0..bands)
-        .into_par_iter()
-        .map(|band| {
-            let mut quads = vec![0u64; QUADS];
-            tiles_of(band).for_each(|tile| scheme.count(tile, &mut quads));
-            quads
-        })
-        .reduce(|| vec![0; QUADS], |a, b| a.iter().zip(&b).map(|(a, b)| a + b).collect());
+    let quads = parallel::count(bands, QUADS, &|band, quads| {
+        tiles_of(band).for_each(|tile| scheme.count(tile, quads));
+    });
     let chosen = classes.choose(&quads)?;
     let codes = chosen.book.by_quad();
     let mut dense = zeroed(grid.tiles() * DENSE_TILE_BYTES);
-    let bands: Vec<Option<Band>> = dense
-        .par_chunks_mut(BAND_TILES * DENSE_TILE_BYTES)
-        .enumerate()
-        .map(|(band, dense)| scheme.band(tiles_of(band), dense, &chosen, &codes))
-        .collect();
+    let bands: Vec<Option<Band>> =
+        parallel::map(dense.chunks_mut(BAND_TILES * DENSE_TILE_BYTES).enumerate(), |(band, dense)| {
+            scheme.band(tiles_of(band), dense, &chosen, &codes)
+        });
     let Some(bands) = bands.into_iter().collect::<Option<Vec<Band>>>() else {
         return Err(scheme.first_without_operand());
     };

@@ -14,8 +14,6 @@ mod encode;
 
 use std::borrow::Cow;
 
-use rayon::prelude::*;
-
 pub use self::{
     book::{ClassBook, ClassWindow, QUADS, TABLE},
     encode::{Classes, Coding, encode},
@@ -34,7 +32,7 @@ use crate::{
         CLASS_CODE_MAX, CLASS_OPERAND_EXPONENT, CLASS_WINDOW_BYTES, DENSE_TILE_BYTES, LANE_CODES, LANES, ROW_BLOCKS,
         SECTION_ALIGN, STREAM_TILE_BYTES_MAX, TILE,
     },
-    packed,
+    packed, parallel,
     safetensors::Dtype,
 };
 
@@ -607,7 +605,7 @@ fn decode_tile_rows<B: AsRef<[u8]> + Sync>(
 ) -> Result<(), CodecError> {
     let grid = tensor.grid();
     let (cols, tile_cols, table) = (grid.cols(), grid.tile_cols(), tensor.book.table());
-    out.par_chunks_mut(TILE * cols * 2).enumerate().try_for_each(|(tile_row, out)| {
+    parallel::try_for_each_chunk(out, TILE * cols * 2, |tile_row, out| {
         for tile_col in 0..tile_cols {
             let tile = (first + tile_row) * tile_cols + tile_col;
             let registers = tensor.registers(tile, &table, tensor.window.base().into())?;

@@ -12,7 +12,7 @@
 //! joining, so that whole rows are read and written sequentially; code for several instruction sets, selected at run
 //! time.
 
-use rayon::prelude::*;
+use std::sync::{Mutex, PoisonError};
 
 use crate::{
     Code, CodecError, HuffmanTensor, PaletteTensor,
@@ -23,6 +23,7 @@ use crate::{
         tiles::{check_out, join, low_bits},
     },
     layout::{CODE_LENGTH_MAX, PALETTE_TILE_BYTES, ROW_BITS_MAX, TILE},
+    parallel,
 };
 
 /// Decodes to little-endian BF16 bytes.
@@ -98,11 +99,10 @@ fn decode_tile_rows<B: AsRef<[u8]> + Sync, J: Join>(
     first: usize,
     out: &mut [u8],
 ) -> Result<(), CodecError> {
-    out.par_chunks_mut(TILE * tensor.grid().cols() * rest.bytes())
-        .enumerate()
-        .try_for_each_init(Scratch::default, |scratch, (tile_row, out)| {
-            tile_row_into(tensor, table, rest, scratch, first + tile_row, out)
-        })
+    let scratches = Scratches::default();
+    parallel::try_for_each_chunk(out, TILE * tensor.grid().cols() * rest.bytes(), |tile_row, out| {
+        scratches.lend(|scratch| tile_row_into(tensor, table, rest, scratch, first + tile_row, out))
+    })
 }
 
 /// Decodes one tile row (up to 64 rows of the matrix) into `out`.
@@ -176,6 +176,20 @@ impl Default for Scratch {
             streams: Box::new([[0; STREAM_BYTES]; STREAMS]),
             strip: vec![[0; STRIP * TILE]; TILE],
         }
+    }
+}
+
+/// Scratch memory that tasks borrow one after the other, so that there is only as much as tasks run at once.
+#[derive(Default)]
+struct Scratches(Mutex<Vec<Scratch>>);
+
+impl Scratches {
+    fn lend<R>(&self, work: impl FnOnce(&mut Scratch) -> R) -> R {
+        let free = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = free().pop().unwrap_or_default();
+        let result = work(&mut scratch);
+        free().push(scratch);
+        result
     }
 }
 
@@ -481,21 +495,25 @@ pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Pal
     let table = Table::new(tensor.code());
     let index = tensor.code().palette().index();
     let mut packed = zeroed(grid.tiles() * PALETTE_TILE_BYTES);
-    packed.par_chunks_mut(PALETTE_TILE_BYTES).enumerate().try_for_each_init(
-        Scratch::default,
-        |scratch, (tile, packed)| {
-            decode_tile(tensor.exponents(), &table, scratch, tile, 0)?;
-            let bits = tensor.row_bits(tile);
-            for (row, packed) in packed.chunks_exact_mut(TILE / 2).enumerate().filter(|&(row, _)| bits[row] > 0) {
-                for (byte, pair) in packed.iter_mut().zip(scratch.strip[row][..TILE].chunks_exact(2)) {
-                    // A decoded symbol is in the palette; pad columns have palette index 0.
-                    let nibble = |exponent: u8| index[usize::from(exponent)].unwrap_or(0);
-                    *byte = nibble(pair[0]) | nibble(pair[1]) << 4;
-                }
+    let transcode_tile = |scratch: &mut Scratch, tile: usize, packed: &mut [u8]| {
+        decode_tile(tensor.exponents(), &table, scratch, tile, 0)?;
+        let bits = tensor.row_bits(tile);
+        for (row, packed) in packed.chunks_exact_mut(TILE / 2).enumerate().filter(|&(row, _)| bits[row] > 0) {
+            for (byte, pair) in packed.iter_mut().zip(scratch.strip[row][..TILE].chunks_exact(2)) {
+                // A decoded symbol is in the palette; pad columns have palette index 0.
+                let nibble = |exponent: u8| index[usize::from(exponent)].unwrap_or(0);
+                *byte = nibble(pair[0]) | nibble(pair[1]) << 4;
             }
-            Ok(())
-        },
-    )?;
+        }
+        Ok(())
+    };
+    let scratches = Scratches::default();
+    parallel::try_for_each_chunk(&mut packed, STRIP * PALETTE_TILE_BYTES, |strip, packed| {
+        scratches.lend(|scratch| {
+            let mut tiles = packed.chunks_exact_mut(PALETTE_TILE_BYTES).enumerate();
+            tiles.try_for_each(|(tile, packed)| transcode_tile(scratch, strip * STRIP + tile, packed))
+        })
+    })?;
     let mut metadata = tensor.tile_metadata().to_vec();
     metadata.chunks_exact_mut(crate::TileMetadata::BYTES).for_each(|record| record[..4].fill(0));
     let sections = [tensor.sign_mantissa().to_vec(), packed, metadata, tensor.verbatim_exponents().to_vec()];

@@ -1,7 +1,5 @@
 //! Packs a matrix: chooses the window, packs bands of tiles in parallel, and joins their lists of escapes.
 
-use rayon::prelude::*;
-
 use super::{
     PackedTensor, Unpackable, Window,
     container::{NO_OPERAND, pack_tile, sort_key},
@@ -13,6 +11,7 @@ use crate::{
     bits::zeroed,
     encoding::bands::BAND_TILES,
     layout::{PACKED_TILE_BYTES as TILE_BYTES, ROW_BLOCKS, WORDS_ALIGN},
+    parallel,
 };
 
 /// Packs a matrix, or returns why it cannot be packed. `histogram` is the histogram of this matrix.
@@ -25,12 +24,10 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
     let window = Window::covering(histogram)?;
     let mut packed = zeroed(grid.tiles() * TILE_BYTES);
     let mut heads = vec![0; grid.tiles() * ROW_BLOCKS * 4];
-    let bands: Vec<Option<Vec<u32>>> = packed
-        .par_chunks_mut(BAND_TILES * TILE_BYTES)
-        .zip(heads.par_chunks_mut(BAND_TILES * ROW_BLOCKS * 4))
-        .enumerate()
-        .map(|(band, (packed, heads))| pack_band(matrix, window, band * BAND_TILES, packed, heads))
-        .collect();
+    let bands = packed.chunks_mut(BAND_TILES * TILE_BYTES).zip(heads.chunks_mut(BAND_TILES * ROW_BLOCKS * 4));
+    let bands: Vec<Option<Vec<u32>>> = parallel::map(bands.enumerate(), |(band, (packed, heads))| {
+        pack_band(matrix, window, band * BAND_TILES, packed, heads)
+    });
     let Some(bands) = bands.into_iter().collect::<Option<Vec<Vec<u32>>>>() else {
         return Err(first_without_operand(matrix, window));
     };
@@ -44,16 +41,18 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
         let (_, outside) = Window::best(histogram);
         return Err(Unpackable::Escapes { outside, elements: histogram.total() });
     }
-    heads.par_chunks_mut(BAND_TILES * ROW_BLOCKS * 4).zip(starts).filter(|&(_, start)| start > 0).for_each(
-        |(heads, start)| {
-            for head in heads.chunks_exact_mut(4) {
-                let value = u32::from_le_bytes((&*head).try_into().expect("4 bytes"));
-                if value & HEAD_LIST != 0 {
-                    head.copy_from_slice(&(value + start).to_le_bytes());
-                }
+    parallel::for_each_chunk(&mut heads, BAND_TILES * ROW_BLOCKS * 4, &|band, heads| {
+        let start = starts[band];
+        if start == 0 {
+            return;
+        }
+        for head in heads.chunks_exact_mut(4) {
+            let value = u32::from_le_bytes((&*head).try_into().expect("4 bytes"));
+            if value & HEAD_LIST != 0 {
+                head.copy_from_slice(&(value + start).to_le_bytes());
             }
-        },
-    );
+        }
+    });
     let mut escapes: Vec<u8> = bands.iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
     escapes.resize(escapes.len().next_multiple_of(4 * WORDS_ALIGN), 0);
     Ok(PackedTensor { grid, window, packed, escape_heads: heads, escapes, escape_words: words })

@@ -2,8 +2,6 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use rayon::prelude::*;
-
 use super::{
     Packed, Window,
     container::{LANES, STEPS, element_at, fields, registers_from, sort_key, unpack_block, word, words_of},
@@ -16,6 +14,7 @@ use crate::{
         OPERAND_EXPONENT, PACKED_BLOCK_BYTES as BLOCK_BYTES, PACKED_TILE_BYTES as TILE_BYTES, ROW_BLOCKS,
         SECTION_ALIGN, TILE, WORDS_ALIGN,
     },
+    parallel,
 };
 
 /// A head with this bit contains the index of a list of escapes, in words of `escapes`.
@@ -274,7 +273,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         B: Sync,
     {
         let (cols, tile_cols) = (self.grid.cols(), self.grid.tile_cols());
-        out.par_chunks_mut(TILE * cols * 2).enumerate().for_each(|(tile_row, out)| {
+        parallel::for_each_chunk(out, TILE * cols * 2, &|tile_row, out| {
             // Row block by row block: writing 16 instead of 64 rows at a time causes fewer cache and TLB misses.
             for block in 0..ROW_BLOCKS {
                 for tile_col in 0..tile_cols {

@@ -6,8 +6,6 @@
 
 use std::cmp::Ordering;
 
-use rayon::prelude::*;
-
 use super::{
     BLOCK, CHUNK,
     coder::{self, prefetch, vectorised},
@@ -17,6 +15,7 @@ use super::{
 use crate::{
     Histogram, Matrix,
     encoding::sample::{MAGNITUDES, count_magnitudes},
+    parallel,
 };
 
 /// Fraction bits of a number of bits.
@@ -147,10 +146,13 @@ fn classes(matrix: Matrix<'_>, histogram: &Histogram) -> (Option<Vec<u8>>, Optio
         }
         sum_magnitudes(run_of(row), floor)
     };
-    let row_sums: Vec<u32> = (0..rows).into_par_iter().with_min_len(256).map(row_sum).collect();
+    let mut row_sums = vec![0; rows];
+    parallel::for_each(row_sums.chunks_mut(256).enumerate(), |(span, sums)| {
+        sums.iter_mut().enumerate().for_each(|(row, sum)| *sum = row_sum(span * 256 + row));
+    });
     let step = (rows / MEAN_OF).max(1);
     let mut col_sums = vec![0; cols];
-    col_sums.par_chunks_mut(4096).enumerate().for_each(|(span, sums)| {
+    parallel::for_each(col_sums.chunks_mut(4096).enumerate(), |(span, sums)| {
         for row in (0..rows).step_by(step) {
             add_magnitudes(&bytes[2 * (row * cols + span * 4096)..][..2 * sums.len()], floor, sums);
         }
@@ -229,7 +231,7 @@ fn count(matrix: Matrix<'_>, symbols: Symbols, contexts: &Contexts) -> Vec<Count
         }
         counts
     };
-    let chunks: Vec<_> = matrix.bytes().par_chunks(2 * CHUNK).enumerate().map(count_chunk).collect();
+    let chunks = parallel::map(matrix.bytes().chunks(2 * CHUNK).enumerate(), count_chunk);
     let mut sum = vec![[0; SYMBOLS_MAX]; CONTEXTS];
     for counts in chunks {
         for (sum, &count) in sum.iter_mut().flatten().zip(&counts) {

@@ -16,8 +16,6 @@ mod streams;
 
 use std::borrow::Cow;
 
-use rayon::prelude::*;
-
 pub(crate) use self::model::{Model, Symbols};
 use self::{
     coder::{DecodeTables, EncodeTables, STATE_MIN, STATES},
@@ -29,7 +27,7 @@ use super::{
     tiles::{check_out, debug_sizes},
 };
 use crate::{
-    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, bits::zeroed, layout::SECTION_ALIGN,
+    CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, bits::zeroed, layout::SECTION_ALIGN, parallel,
     safetensors::Dtype,
 };
 
@@ -119,8 +117,8 @@ fn encode_with(matrix: Matrix<'_>, model: Model) -> RansTensor<Vec<u8>> {
     let (tables, ids) = (EncodeTables::new(&model), TableIds::new(&model.contexts, grid.cols()));
     let mut nibbles = zeroed(nibble_bytes(grid));
     let streams = Streams::of_symbols(grid.elements(), matrix.bytes().len());
-    let chunks = matrix.bytes().par_chunks(2 * CHUNK).zip(nibbles.par_chunks_mut(CHUNK / 2)).enumerate();
-    chunks.for_each(|(chunk, (elements, nibbles))| {
+    let chunks = matrix.bytes().chunks(2 * CHUNK).zip(nibbles.chunks_mut(CHUNK / 2)).enumerate();
+    parallel::for_each(chunks, |(chunk, (elements, nibbles))| {
         streams.add(chunk, elements.len() / 2, |states, words, at| {
             let with = (&tables, &ids, model.symbols);
             encode_chunk(with, (chunk * CHUNK, elements, nibbles), states, (words, at));
@@ -169,8 +167,8 @@ pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &RansTensor<B>) -> Result<Vec<u8>, 
 fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &RansTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     check_out(tensor.grid, out)?;
     let (tables, ids) = (DecodeTables::new(&tensor.model), TableIds::new(&tensor.model.contexts, tensor.grid.cols()));
-    let chunks = out.par_chunks_mut(2 * CHUNK).zip(tensor.nibbles.as_ref().par_chunks(CHUNK / 2)).enumerate();
-    chunks.try_for_each(|(chunk, (out, nibbles))| {
+    parallel::try_for_each_chunk(out, 2 * CHUNK, |chunk, out| {
+        let nibbles = &tensor.nibbles.as_ref()[chunk * (CHUNK / 2)..];
         let (mut states, words) = tensor.chunk(chunk);
         let (mut of, mut codes, mut at) = ([0; BLOCK], [0; BLOCK], 0);
         for (block, (out, nibbles)) in out.chunks_mut(2 * BLOCK).zip(nibbles.chunks(BLOCK / 2)).enumerate() {

@@ -5,8 +5,6 @@
 //! elements of w bytes --> bytes, little-endian: byte i has table i mod w --> plane_streams, chunks of 2^19 bytes
 //! ```
 
-use rayon::prelude::*;
-
 use super::{
     BLOCK, CHUNK, MISSING_WORDS, UNEQUAL_END, choose, chunk_head, chunk_starts,
     coder::{self, DecodeTables, EncodeTables, STATE_MIN},
@@ -18,6 +16,7 @@ use crate::{
     CodeLimit, CodecError, Float, FloatMatrix, TileGrid,
     encoding::{Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, Survey},
     layout::SECTION_ALIGN,
+    parallel,
     safetensors::Dtype,
 };
 
@@ -77,13 +76,10 @@ impl Encoding for Planes {
 
 /// The sections of elements of `width` bytes.
 fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
-    let counts = bytes.par_chunks(CHUNK).map(|chunk| count(width, chunk)).reduce(
-        || vec![[0; SYMBOLS_MAX]; width],
-        |mut sum, counts| {
-            sum.as_flattened_mut().iter_mut().zip(counts.as_flattened()).for_each(|(sum, count)| *sum += count);
-            sum
-        },
-    );
+    let chunks: Vec<&[u8]> = bytes.chunks(CHUNK).collect();
+    let counts =
+        parallel::count(chunks.len(), width * SYMBOLS_MAX, &|chunk, counts| count(width, chunks[chunk], counts));
+    let counts = counts.as_chunks::<SYMBOLS_MAX>().0;
     let frequencies: Vec<Vec<u16>> = counts.iter().map(|counts| choose::frequencies(counts)).collect();
     let mut section = vec![width as u8];
     section.resize(FIXED_BYTES, 0);
@@ -93,7 +89,8 @@ fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
     section.resize(section.len().next_multiple_of(SECTION_ALIGN), 0);
     let (tables, ids) = (EncodeTables::new(&model_of(frequencies)), ids(width));
     let streams = Streams::of_symbols(bytes.len(), bytes.len());
-    bytes.par_chunks(CHUNK).enumerate().for_each(|(number, chunk)| {
+    parallel::run(chunks.len(), &|number| {
+        let chunk = chunks[number];
         streams.add(number, chunk.len(), |states, words, at| {
             let mut codes = [0; BLOCK];
             for block in chunk.chunks(BLOCK).rev() {
@@ -106,12 +103,11 @@ fn encode(width: usize, bytes: &[u8]) -> Vec<Vec<u8>> {
 }
 
 /// Counts the bytes at each position of an element.
-fn count(width: usize, bytes: &[u8]) -> Vec<[u64; SYMBOLS_MAX]> {
-    let mut counts = vec![[0; SYMBOLS_MAX]; width];
+fn count(width: usize, bytes: &[u8], counts: &mut [u64]) {
+    let counts = counts.as_chunks_mut::<SYMBOLS_MAX>().0;
     for element in bytes.chunks_exact(width) {
-        element.iter().zip(&mut counts).for_each(|(&byte, counts)| counts[usize::from(byte)] += 1);
+        element.iter().zip(&mut *counts).for_each(|(&byte, counts)| counts[usize::from(byte)] += 1);
     }
-    counts
 }
 
 /// The model of these frequencies: 256 symbols, none of which stands for several.
@@ -168,8 +164,8 @@ impl<'a> Stored<'a> {
             return Err(CodecError::TensorBytes { expected: self.bytes as u64, got: out.len() });
         }
         let ids = ids(self.width);
-        out.par_chunks_mut(CHUNK).zip(&self.starts).try_for_each(|(out, &start)| {
-            let (count, mut states, rest) = chunk_head(&self.streams[start..]).expect("it was checked");
+        parallel::try_for_each_chunk(out, CHUNK, |chunk, out| {
+            let (count, mut states, rest) = chunk_head(&self.streams[self.starts[chunk]..]).expect("it was checked");
             let (words, mut at, mut codes) = (&rest[..2 * count], 0, [0; BLOCK]);
             for block in out.chunks_mut(BLOCK) {
                 let codes = &mut codes[..block.len()];
