@@ -90,7 +90,8 @@ class Truth:
 
     def margin_ratio_of_bf16(self) -> float:
         """Returns how many times larger the BF16 error of the margin between the two most likely tokens is than that of
-        a logit: about 2, because these two logits are the largest, and BF16 rounds larger values more coarsely."""
+        a logit: about 2. It is the difference of two errors, and of the largest logits, which BF16 rounds most
+        coarsely."""
         squares, margins = [], []
         for rounded, true, mask in zip(self.rounded, self.logits, self.clear):
             rounded, true = rounded[mask].double(), true[mask].double()
@@ -148,7 +149,10 @@ def rms_by_length(
     for a, b, length, mask in zip(left, right, lengths, masks, strict=True):
         if a.shape != b.shape:
             raise ValueError(f"logits of a prompt are {tuple(a.shape)}, expected {tuple(b.shape)}")
-        squares[length] += (a[mask].double() - b[mask].double()).square().mean(-1).tolist()
+        own = (a[mask].double() - b[mask].double()).square().mean(-1)
+        if not own.isfinite().all():
+            raise ValueError(f"logits of a prompt of length {length} are not finite")
+        squares[length] += own.tolist()
     nearest = {length: sorted(own)[: math.ceil(kept * len(own))] for length, own in squares.items() if own}
     return {length: math.sqrt(sum(own) / len(own)) for length, own in nearest.items()}
 
