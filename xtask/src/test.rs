@@ -4,8 +4,9 @@
 use std::{
     collections::VecDeque,
     env,
-    fmt::Write as _,
-    path::PathBuf,
+    ffi::OsString,
+    fs::{self, File},
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Mutex,
     thread,
@@ -16,7 +17,7 @@ use serde_json::Value;
 
 use crate::{
     gpu_pack,
-    run::{self, cargo, command_line, output},
+    run::{self, cargo, command_line, output, target_dir},
     setup, wheel,
 };
 
@@ -77,28 +78,38 @@ fn binaries(cargo: &mut Command) -> Result<Vec<Binary>, String> {
 /// Runs binaries, two at a time, because many of their tests wait or run alone: one process from the first on, the
 /// other from the last on. Prints the output of each when it ends, and runs all even if one fails.
 fn run_two_at_a_time(binaries: Vec<Binary>, prepare: &(dyn Fn(&mut Command) + Sync)) -> Result<(), String> {
-    // Those of procedural macros link the standard library dynamically.
-    let libraries = output(Command::new("rustc").args(["--print", "target-libdir"]))?;
     let left = Mutex::new(VecDeque::from(binaries));
     let failed = Mutex::new(Vec::new());
+    let libraries = library_path()?;
+    let outputs = target_dir("test-output");
+    fs::create_dir_all(&outputs).map_err(|error| format!("{}: {error}", outputs.display()))?;
     let take = |from_the_first: bool| {
         let mut left = left.lock().expect("no thread panics");
         if from_the_first { left.pop_front() } else { left.pop_back() }
     };
+    let one = |binary: &Binary| {
+        let mut command = Command::new(&binary.file);
+        // What cargo set for xtask is not what it sets for a test.
+        for (name, _) in env::vars_os() {
+            if name.to_str().is_some_and(|name| name.starts_with("CARGO_PKG_") || name == "CARGO_MANIFEST_PATH") {
+                command.env_remove(name);
+            }
+        }
+        prepare(&mut command);
+        command.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
+        command.env("LD_LIBRARY_PATH", &libraries);
+        let output = outputs.join(binary.file.file_name().unwrap_or_default()).with_extension("txt");
+        if let Err(error) = run_one(&mut command, &output) {
+            eprintln!("{error}");
+            failed.lock().expect("no thread panics").push(binary.file.display().to_string());
+        }
+    };
     thread::scope(|scope| {
         for from_the_first in [true, false] {
-            let (take, failed, libraries) = (&take, &failed, &libraries);
+            let (take, one) = (&take, &one);
             scope.spawn(move || {
                 while let Some(binary) = take(from_the_first) {
-                    let mut command = Command::new(&binary.file);
-                    prepare(&mut command);
-                    command.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
-                    command.env("LD_LIBRARY_PATH", libraries);
-                    let (passed, text) = run_one(&mut command);
-                    eprint!("{text}");
-                    if !passed {
-                        failed.lock().expect("no thread panics").push(binary.name);
-                    }
+                    one(&binary);
                 }
             });
         }
@@ -107,24 +118,29 @@ fn run_two_at_a_time(binaries: Vec<Binary>, prepare: &(dyn Fn(&mut Command) + Sy
     if failed.is_empty() { Ok(()) } else { Err(format!("tests failed: {}", failed.join(", "))) }
 }
 
-/// Runs a command. Returns whether it succeeded, and its output with a title.
-fn run_one(command: &mut Command) -> (bool, String) {
-    let began = Instant::now();
-    let done = command.stdin(Stdio::null()).output();
-    let mut text = format!("$ {} ({:.0} s)\n", command_line(command), began.elapsed().as_secs_f64());
-    match done {
-        Ok(done) => {
-            for part in [&done.stdout, &done.stderr] {
-                text += &String::from_utf8_lossy(part);
-            }
-            if !done.status.success() {
-                _ = writeln!(text, "failed: {}", done.status);
-            }
-            (done.status.success(), text)
-        }
-        Err(error) => (false, format!("{text}{error}\n")),
-    }
+/// Returns the search path of libraries: those of procedural macros' tests, then the caller's.
+fn library_path() -> Result<OsString, String> {
+    let of_rust = PathBuf::from(output(Command::new("rustc").args(["--print", "target-libdir"]))?);
+    let own = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    env::join_paths([of_rust].into_iter().chain(env::split_paths(&own))).map_err(|error| error.to_string())
 }
+
+/// Runs a command with its output in a file, so that a process which it leaves behind does not hold it. Prints the
+/// output when it ends.
+fn run_one(command: &mut Command, output: &Path) -> Result<(), String> {
+    let line = command_line(command);
+    eprintln!("$ {line} > {}", output.display());
+    let began = Instant::now();
+    let io = |error: std::io::Error| format!("{}: {error}", output.display());
+    let file = File::create(output).map_err(io)?;
+    let stderr = file.try_clone().map_err(io)?;
+    let status = command.stdin(Stdio::null()).stdout(file).stderr(stderr).status();
+    let status = status.map_err(|error| format!("{line}: {error}"))?;
+    let text = fs::read(output).map_err(io)?;
+    eprint!("{line}: {:.0} s\n{}", began.elapsed().as_secs_f64(), String::from_utf8_lossy(&text));
+    if status.success() { Ok(()) } else { Err(format!("`{line}` failed: {status}")) }
+}
+
 /// Lints and tests `bindings/candle`, without candle's CUDA backend. With `--if-prepared`, fetches nothing, skips
 /// everything if cargo has no candle, and does not lint, because clippy needs another build of candle.
 pub fn candle(arguments: &[String]) -> Result<(), String> {
