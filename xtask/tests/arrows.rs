@@ -69,6 +69,11 @@ fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<String> {
     let missing = |name: &&str, what: &str| format!("{name} {what}: update xtask/tests/arrows/orders.rs");
     let mut found: Vec<String> = children.difference(&declared).map(|name| missing(name, "has no level")).collect();
     found.extend(declared.difference(&children).map(|name| missing(name, "has a level but does not exist")));
+    if of.is_empty() {
+        found.extend(
+            tree.globs_of_root().map(|from| format!("{}: import names of the crate, not `*`", from.join("::"))),
+        );
+    }
     for (from, to, reference) in tree.arrows(of) {
         if let (Some(from_level), Some(to_level)) = (level(from), level(to))
             && to_level >= from_level
@@ -163,6 +168,13 @@ fn planted_cycles_are_found() {
     assert_eq!(arrows(own_name), ["planted.rs:1: low -> high (high::X)"], "the crate under its own name");
     let hidden = "pub use high::X; mod low { use crate::X; } mod high { pub struct X; }";
     assert_eq!(arrows(hidden), ["planted.rs:1: low -> high (high::X)"], "a re-export hides no arrow");
+    for glob in
+        ["use crate::*;", "use super::*;", "use crate as root; use root::*;", "mod inner { use super::super::*; }"]
+    {
+        let found = with(&format!("{glob} fn f(_: X) {{}}"), "");
+        assert!(found.iter().any(|fault| fault.starts_with("low") && fault.ends_with("not `*`")), "{glob}: {found:?}");
+    }
+    assert_eq!(with("mod inner { use super::*; } #[cfg(test)] mod tests { use crate::*; }", ""), [""; 0]);
     let restricted = "pub(super) struct Y; pub(in crate::high) struct Z;";
     assert_eq!(with(restricted, ""), [""; 0], "a visibility is no arrow");
     for test in ["#[cfg(test)] mod tests { use crate::high::X; }", "#[cfg(test)] use crate::high::X;"] {

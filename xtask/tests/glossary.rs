@@ -8,7 +8,7 @@ mod workspace;
 use workspace::{files, shown};
 
 /// Identifiers that the glossary retired, their replacements, and paths where they still have another meaning.
-const RETIRED: [(&str, &str, &[&str]); 16] = [
+const RETIRED: [(&str, &str, &[&str]); 25] = [
     ("FormId", "EncodingId", &[]),
     ("Lane", "ExecContext", &[]),
     ("Refusal", "LaunchError", &[]),
@@ -31,6 +31,21 @@ const RETIRED: [(&str, &str, &[&str]); 16] = [
     ),
     ("LyingMlp", "Placement", &[]),
     ("MlpMode", "Pipeline", &[]),
+    ("Lie", "Placement", &[]),
+    ("Way", "Route or Pipeline", &[]),
+    // What a command line names.
+    ("Wanted", "Route", &["src/cli"]),
+    ("Giver", "the role of a warp or a block", &[]),
+    ("Taker", "the role of a warp or a block", &[]),
+    ("Scout", "the role of a warp or a block", &[]),
+    // Configurations, texts and damaged bundles.
+    (
+        "Rejected",
+        "LaunchError",
+        &["src/text/compiled.rs", "unweight-model/src/config", "unweight-format/examples", "tests/serve/memory.rs"],
+    ),
+    ("BadOption", "LaunchError", &[]),
+    ("Machine", "GpuModel or simulator", &[]),
 ];
 
 /// Retired options, which documents must not use, either, and their replacements.

@@ -62,6 +62,15 @@ impl Tree {
         tree
     }
 
+    /// Returns the modules that import everything from the root of the crate: what they use of it has no arrow.
+    pub fn globs_of_root(&self) -> impl Iterator<Item = &ModulePath> {
+        let is_root = |from: &ModulePath, glob: &ModulePath| {
+            self.resolve(from, glob, &mut BTreeSet::new()).is_some_and(|place| place.is_empty())
+        };
+        let modules = self.names.iter().filter(|(path, _)| !path.is_empty());
+        modules.filter(move |(path, names)| names.globs.iter().any(|glob| is_root(path, glob))).map(|(path, _)| path)
+    }
+
     /// Returns the child modules of a module.
     pub fn children(&self, of: &[String]) -> BTreeSet<&str> {
         let inside = self.names.keys().filter(|path| path.len() == of.len() + 1 && path.starts_with(of));
