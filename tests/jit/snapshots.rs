@@ -265,7 +265,7 @@ fn key_table() -> String {
         for axis in family.axes {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
-                Values::Flag => "flag".to_owned(),
+                Values::Flag => "bool".to_owned(),
                 _ => axis.allowed.to_owned(),
             };
             if let Some(only) = axis.only {

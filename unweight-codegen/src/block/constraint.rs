@@ -62,9 +62,10 @@ impl Constraint {
                     Some(stages) => text.str("; try stages <= ").num(stages),
                     None => text.str("; no number of stages fits"),
                 };
-                match fitting_other {
-                    Some((axis, value)) => text.str(" or ").str(axis).str(" <= ").num(value),
-                    None => text,
+                match (fitting_stages, fitting_other) {
+                    (Some(_), Some((axis, value))) => text.str(" or ").str(axis).str(" <= ").num(value),
+                    (None, Some((axis, value))) => text.str("; try ").str(axis).str(" <= ").num(value),
+                    (_, None) => text,
                 }
             }
             Self::SumsExceedRing { sum_bytes, ring_bytes, fitting_stages } => {

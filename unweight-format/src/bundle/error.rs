@@ -419,7 +419,7 @@ pub enum BundleError {
         file: String,
     },
     /// The bundle has a development version, or an older major version.
-    #[error("{}: format version {version} of a development version of the program, but this one reads {supported}; compress the model again with this program", path.display())]
+    #[error("{}: format version {version} of a development version of the program, a different format; this program reads {supported}: compress the model again with this program", path.display())]
     OldVersion {
         /// Path of the manifest.
         path: PathBuf,

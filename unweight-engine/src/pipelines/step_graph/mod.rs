@@ -22,8 +22,6 @@ mod build;
 mod check;
 mod clock;
 #[cfg(test)]
-mod simulate;
-#[cfg(test)]
 mod tests;
 
 pub use build::{BuildError, Layout, SlotRule, build};

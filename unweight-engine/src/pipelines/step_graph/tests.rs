@@ -10,10 +10,11 @@ use proptest::prelude::*;
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::testing::Random;
 
-use super::{
-    simulate::{Span, Timeline, simulate},
-    *,
-};
+use super::*;
+
+mod simulate;
+
+use simulate::{Span, Timeline, simulate};
 
 const HARD: Mlp = [Pipeline::Exponents, Pipeline::FullDecode, Pipeline::Transcode];
 const EASY: Mlp = [Pipeline::Palette, Pipeline::Palette, Pipeline::Raw];

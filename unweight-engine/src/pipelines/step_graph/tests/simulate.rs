@@ -4,7 +4,7 @@
 //! multiprocessors are free. Concurrent jobs do not slow each other down, so a simulation is a bound: in reality they
 //! share memory bandwidth.
 
-use super::{Job, Step, StepGraph, Violation};
+use crate::pipelines::step_graph::{Job, Step, StepGraph, Violation};
 
 /// The cost of a job that runs alone.
 pub trait Cost {
