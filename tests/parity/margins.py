@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import models
-from hf_parity import Cli, tokens_of
-from truth import CLEAR, top_margin
+from hf_parity import Cli, dump_logits
+from truth import CLEAR, Truth, margin_errors, top_margin
 
 WINDOW = 200
 WINDOWS = 400
@@ -32,24 +31,18 @@ COLUMNS = (
 ).split()
 
 
-@torch.no_grad()
 def compare(logits: torch.Tensor, true: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
     """Returns for each position: the margin, the squared errors of the margin and of a logit, that of transformers'
     BF16, and whether the most likely token differs."""
-    two = true.topk(2, dim=-1).indices
-    difference = logits.gather(-1, two) - true.gather(-1, two)
-    margin_error = difference[:, 0] - difference[:, 1]
     errors = [(other - true).square().mean(-1) for other in (logits, rounded)]
     departs = (logits.argmax(-1) != true.argmax(-1)).float()
-    return torch.stack([top_margin(true), margin_error.square(), *errors, departs], 1).cpu()
+    return torch.stack([top_margin(true), margin_errors(logits, true).square(), *errors, departs], 1)
 
 
 def measure(spec: models.Spec, cli: Cli, work: Path, texts: list[str]) -> list[list]:
     folder, bundle, file = work / "model", work / "bundle", work / "logits.safetensors"
     spec.save(folder, texts, "cuda", steps=600)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    f32 = load(folder, dtype=torch.float32, attn_implementation="eager").cuda().eval()
-    bf16 = load(folder, dtype=torch.bfloat16).cuda().eval()
+    truth = Truth(folder, "cuda")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     cli("compress", folder, "-o", bundle, "--profile", "packed")
     corpus = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
@@ -58,17 +51,11 @@ def measure(spec: models.Spec, cli: Cli, work: Path, texts: list[str]) -> list[l
     found = {name: [] for name in ("transformers", *RUNS)}
     for first in range(0, len(windows), PROMPTS):
         prompts = windows[first : first + PROMPTS]
-        ids = [torch.tensor([prompt], device="cuda") for prompt in prompts]
-        with torch.no_grad():
-            true = [f32(input_ids=one).logits[0].float() for one in ids]
-            rounded = [bf16(input_ids=one).logits[0].float() for one in ids]
+        true, rounded = ([truth.routed(model, one)[0] for one in prompts] for model in (truth.f32, truth.bf16))
         all_logits = {"transformers": rounded}
         for name, flags in RUNS.items():
-            output = ("--max-new-tokens", 0, "--dump-logits", file, "--max-batch", 16)
-            cli("generate", bundle, *tokens_of(prompts), *output, *flags)
-            tensors = load_file(file)
-            all_logits[name] = [tensors[f"logits.{index}"].float().cuda() for index in range(len(prompts))]
-            file.unlink()
+            logits = dump_logits(cli, bundle, file, prompts, "--max-batch", 16, *flags)
+            all_logits[name] = [one.float() for one in logits]
         for name, logits in all_logits.items():
             found[name] += map(compare, logits, true, rounded)
     rows, bounds = [], None

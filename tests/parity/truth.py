@@ -95,10 +95,8 @@ class Truth:
         squares, margins = [], []
         for rounded, true, mask in zip(self.rounded, self.logits, self.clear):
             rounded, true = rounded[mask].double(), true[mask].double()
-            two = true.topk(2, dim=-1).indices
-            differences = rounded.gather(-1, two) - true.gather(-1, two)
             squares.append((rounded - true).square().mean(-1))
-            margins.append((differences[:, 0] - differences[:, 1]).square())
+            margins.append(margin_errors(rounded, true).square())
         squares, margins = torch.cat(squares), torch.cat(margins)
         nearest = squares.argsort()[: math.ceil(self.kept * len(squares))]
         return float((margins[nearest].mean() / squares[nearest].mean()).sqrt())
@@ -155,6 +153,13 @@ def rms_by_length(
         squares[length] += own.tolist()
     nearest = {length: sorted(own)[: math.ceil(kept * len(own))] for length, own in squares.items() if own}
     return {length: math.sqrt(sum(own) / len(own)) for length, own in nearest.items()}
+
+
+def margin_errors(logits: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """Returns how far off the margin between the truth's two most likely tokens is, for each position."""
+    two = true.topk(2, dim=-1).indices
+    first, second = (logits - true).gather(-1, two).unbind(-1)
+    return first - second
 
 
 def top_margin(logits: torch.Tensor) -> torch.Tensor:
