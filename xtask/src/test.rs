@@ -27,27 +27,25 @@ const LONGEST: [&str; 5] = ["serve", "cpu", "format", "jit", "cli"];
 /// Prepares the environment and runs the tests. Arguments replace `--workspace`, for example to run one test.
 pub fn run(arguments: &[String]) -> Result<(), String> {
     let environment = setup::prepare()?;
-    let test = |arguments: &[&str]| {
-        let mut command = cargo();
-        command.arg("test").args(arguments);
+    let prepare = |command: &mut Command| {
         command.envs(environment.variables());
         // A snapshot that differs fails the test instead of writing a file for later review.
         if env::var_os("INSTA_UPDATE").is_none() {
             command.env("INSTA_UPDATE", "no");
         }
+    };
+    let cargo_test = || {
+        let mut command = cargo();
+        prepare(command.arg("test"));
         command
     };
     if !arguments.is_empty() {
-        return run::run(&mut test(&arguments.iter().map(String::as_str).collect::<Vec<_>>()));
+        return run::run(cargo_test().args(arguments));
     }
     // Without naming what to build, cargo would build every example too, though no test runs one; clippy checks them.
     // Doc tests have a command of their own. It builds no crate again, as each has the same features in both.
-    let binaries = binaries(&mut test(&[]))?;
-    run_two_at_a_time(binaries, &|command| {
-        // What cargo sets for the tests that it runs.
-        command.envs(test(&[]).get_envs().filter_map(|(name, value)| Some((name, value?))));
-    })?;
-    run::run(&mut test(&["--workspace", "--doc"]))?;
+    run_two_at_a_time(binaries(&mut cargo_test())?, &prepare)?;
+    run::run(cargo_test().args(["--workspace", "--doc"]))?;
     wheel::test(&environment)
 }
 
