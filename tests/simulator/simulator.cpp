@@ -181,7 +181,6 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
 void check_global(const void* pointer, u64 bytes, u32 alignment, const char* what) {
     if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
         fail("%s: global address %p is not %u-byte aligned", what, pointer, alignment);
-    Simulator& m = simulator();
     if (state.allocations.empty() || bytes == 0) return;
     const char* p = static_cast<const char*>(pointer);
     auto it = state.allocations.upper_bound(p);
@@ -447,7 +446,6 @@ static bool wgmma_progress() {
 
 // ---- asynchronous copies -------------------------------------------------------------------------------------------
 static void complete_one_copy() {
-    Simulator& m = simulator();
     u32 i = random_below(static_cast<u32>(state.pending.size()));
     Pending p = std::move(state.pending[i]);
     state.pending[i] = std::move(state.pending.back());
