@@ -5,7 +5,7 @@ use std::{hint::black_box, time::Duration};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use unweight_format::{
-    CodeLimit, Digest, Histogram, Matrix, Survey,
+    CodeLimit, Digest, Float, Histogram, Matrix, Survey,
     raw::{Code, huffman, packed, palette},
     testing::Weights,
 };
@@ -34,7 +34,7 @@ fn stages(c: &mut Criterion) {
             group.bench_function(name, |b| b.iter(|| pool.install(&mut *run)));
         };
         stage("digest", &mut || _ = black_box(Digest::of(black_box(&bytes))));
-        stage("survey", &mut || drop(black_box(Survey::of(black_box(&bytes)))));
+        stage("survey", &mut || drop(black_box(Survey::of(Float::Bf16, black_box(&bytes)))));
         stage("encode huffman", &mut || drop(black_box(huffman::encode_with(matrix, &code))));
         stage("encode palette", &mut || drop(black_box(palette::encode_with(matrix, &code))));
         stage("pack", &mut || drop(black_box(packed::pack(matrix, &histogram))));

@@ -23,7 +23,7 @@ use std::{
 
 use rayon::prelude::*;
 use unweight_format::{
-    CodeLimit, Digest, EncodingId, Matrix, StoredTensor, Survey, TileGrid,
+    CodeLimit, Digest, EncodingId, Float, Matrix, StoredTensor, Survey, TileGrid,
     raw::{keep_freed_memory, zeroed},
 };
 
@@ -160,7 +160,7 @@ fn round(pool: &rayon::ThreadPool, matrices: &[Matrix<'_>], encoding: EncodingId
 }
 
 fn store(matrix: Matrix<'_>, encoding: EncodingId) -> Result<Stored, String> {
-    let survey = Survey::of(matrix.bytes());
+    let survey = Survey::of(Float::Bf16, matrix.bytes());
     let tensor = StoredTensor::encode(encoding, matrix.into(), &survey, CodeLimit::DEFAULT);
     let tensor = tensor.map_err(|error| error.to_string())?;
     let sections: Vec<&[u8]> = tensor.sections().map(|(_, bytes)| bytes).collect();

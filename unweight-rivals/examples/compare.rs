@@ -7,7 +7,7 @@
 use std::{error::Error, fs};
 
 use unweight_format::{
-    CodeLimit, ENCODINGS, Encoding, EncodingId, Float, FloatMatrix, Histogram, Matrix, Survey,
+    CodeLimit, ENCODINGS, Encoding, EncodingId, Float, FloatMatrix, Matrix, Survey,
     raw::exponents,
     testing::{Random, Weights, float_weights, round_to},
 };
@@ -67,7 +67,7 @@ fn add_bf16(contenders: &mut Vec<Contender>) {
         let run = move || {
             let matrix = Matrix::new(weights, rows, cols)?;
             let encode = || {
-                let survey = Survey::of(weights);
+                let survey = Survey::of(Float::Bf16, weights);
                 Ok(encoding.encode(matrix.into(), &survey, CodeLimit::DEFAULT)?)
             };
             let bytes = |sections: &Vec<Vec<u8>>| sections.iter().map(|section| section.len() as u64).sum();
@@ -206,7 +206,7 @@ fn print_exponent_savings() -> Result<(), Box<dyn Error>> {
     println!("\n| weights | exponent bits | entropy | Huffman | bits per element, all sections | saved |");
     println!("|---|---:|---:|---:|---:|---:|");
     for (name, float, bytes) in floats() {
-        let (entropy, coded) = bits(Histogram::of_float(float, &bytes).counts());
+        let (entropy, coded) = bits(Survey::of(float, &bytes).histogram.counts());
         let elements = bytes.len() / float.bytes();
         let matrix = FloatMatrix::new(float, &bytes, elements / 4096, 4096)?;
         let stored = exponents::encode(matrix, CodeLimit::DEFAULT)?.coded_bytes();

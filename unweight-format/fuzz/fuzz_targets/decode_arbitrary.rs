@@ -303,7 +303,7 @@ fn planes_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
             .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 20).trailing_zeros() as u8 * u8::from(i % 3 == 0))
             .collect();
         let matrix = FloatMatrix::new(float, &weights, rows, cols).expect("the shape is right");
-        let survey = Survey::of_float(float, &weights);
+        let survey = Survey::of(float, &weights);
         let tensor = StoredTensor::encode(EncodingId::PLANES, matrix, &survey, CodeLimit::DEFAULT).expect("any matrix");
         let damaged = |(number, (_, bytes)): (usize, (Section, &[u8]))| {
             let mut bytes = bytes.to_vec();

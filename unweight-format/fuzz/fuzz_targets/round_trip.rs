@@ -42,7 +42,7 @@ fuzz_target!(|data: &[u8]| {
         let rows = weights.len() / float.bytes() / cols;
         let weights = &weights[..rows * cols * float.bytes()];
         let Ok(matrix) = FloatMatrix::new(float, weights, rows, cols) else { continue };
-        let survey = Survey::of_float(float, weights);
+        let survey = Survey::of(float, weights);
         let planes = StoredTensor::encode(EncodingId::PLANES, matrix, &survey, limit).expect("any matrix");
         let mut out = vec![0; weights.len()];
         planes.decode(&mut out).expect("valid");

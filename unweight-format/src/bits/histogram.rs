@@ -21,7 +21,7 @@ impl Histogram {
     }
 
     /// Counts the exponents of little-endian elements of another type; an incomplete last element is ignored.
-    pub fn of_float(float: Float, bytes: &[u8]) -> Self {
+    pub(crate) fn of_float(float: Float, bytes: &[u8]) -> Self {
         let mut counter = Counter::default();
         counter.add_float(float, bytes);
         counter.finish()

@@ -184,12 +184,12 @@ impl TileGrid {
     }
 
     /// Matrix rows in a tile row: 64, or fewer in the last one.
-    pub fn rows_in(&self, tile_row: usize) -> usize {
+    pub(crate) fn rows_in(&self, tile_row: usize) -> usize {
         TILE.min(self.rows - tile_row * TILE)
     }
 
     /// Matrix columns in a tile column: 64, or fewer in the last one.
-    pub fn cols_in(&self, tile_col: usize) -> usize {
+    pub(crate) fn cols_in(&self, tile_col: usize) -> usize {
         TILE.min(self.cols - tile_col * TILE)
     }
 }

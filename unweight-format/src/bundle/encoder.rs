@@ -112,7 +112,7 @@ impl Encoder for CpuEncoder {
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
         encoding.encoding().fits(matrix.grid())?;
-        let survey = Survey::of_float(matrix.float(), matrix.bytes());
+        let survey = Survey::of(matrix.float(), matrix.bytes());
         Ok((survey.digest, StoredTensor::encode(encoding, matrix, &survey, limit)?))
     }
 }

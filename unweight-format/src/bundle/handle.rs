@@ -100,14 +100,6 @@ impl<'a> TensorHandle<'a> {
         on_threads(None, || self.shard.decode(self.index, out, false))
     }
 
-    /// Decodes rows of a matrix with all columns; see [`TensorHandle::decode_part`].
-    ///
-    /// # Errors
-    /// The errors of [`TensorHandle::decode_part`].
-    pub fn decode_rows(&self, rows: Range<usize>) -> Result<TensorPart, BundleError> {
-        self.decode_part(rows, 0..self.shape().last().copied().unwrap_or(0))
-    }
-
     /// Decodes rows and columns of a matrix, such as the shard of a tensor-parallel rank. Of a packed tensor larger
     /// than 512 x 512, only the blocks that contain them are read and decoded; of any other tensor, everything.
     ///

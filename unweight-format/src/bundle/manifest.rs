@@ -467,7 +467,7 @@ impl TensorEntry {
 /// The digest by which `config.json` names a bundle (`docs/format.md` B.9). It is the digest of the digests (as text,
 /// 32 digits each) of every source file with weights, its shard's header, and the sections of its tensors, in order. It
 /// covers no other file, so a `config.json` can contain it.
-pub fn weights_digest(files: &[FileEntry]) -> Digest {
+pub(crate) fn weights_digest(files: &[FileEntry]) -> Digest {
     let mut digester = Digester::default();
     let mut put = |digest: Digest| digester.update(digest.to_string().as_bytes());
     for file in files.iter().filter_map(FileEntry::weights) {

@@ -69,7 +69,6 @@ pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
 };
 pub use part::{PARTS_MAX, Part};
-pub use part_file::FILE_NAME as PART_FILE_NAME;
 pub use plan::{PlanFile, Rule};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, model_files};

@@ -72,11 +72,6 @@ impl Encoding for Exponents {
         Self::FLOATS
     }
 
-    /// About the size of nine section names in a shard's header and in the manifest.
-    fn least_saved(&self) -> u64 {
-        2048
-    }
-
     fn fits(&self, _: TileGrid) -> Result<(), NotEncodable> {
         Ok(())
     }
@@ -153,7 +148,7 @@ pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
 /// # Errors
 /// The matrix is BF16, which has its own encodings, or the coded words would exceed 2^32.
 pub fn encode(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
-    let histogram = Survey::of_float(matrix.float(), matrix.bytes()).histogram;
+    let histogram = Survey::of(matrix.float(), matrix.bytes()).histogram;
     encode_with(matrix, &Code::from_histogram(&histogram, limit).expect("a matrix has elements"))
 }
 

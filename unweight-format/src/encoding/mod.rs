@@ -73,11 +73,6 @@ pub trait Encoding: Sync {
         EncodingId::RAW
     }
 
-    /// The minimum number of bytes that the encoding must save; otherwise the tensor is stored raw.
-    fn least_saved(&self) -> u64 {
-        1
-    }
-
     /// Checks whether a matrix of this shape can have the encoding.
     ///
     /// # Errors

@@ -45,14 +45,9 @@ pub(crate) fn count_magnitudes<'a>(pieces: impl Iterator<Item = &'a [u8]>, count
 }
 
 impl Sample {
-    /// Samples contiguous pieces of BF16 elements. Each piece is divided into rows of 64; an incomplete row at its end
-    /// is not counted.
-    pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
-        Self::of_float(Float::Bf16, pieces, limit)
-    }
-
-    /// Samples contiguous pieces of elements of another type, as [`Sample::of`] does.
-    pub fn of_float(float: Float, pieces: &[&[u8]], limit: CodeLimit) -> Self {
+    /// Samples contiguous pieces of little-endian elements. Each piece is divided into rows of 64; an incomplete row at
+    /// its end is not counted.
+    pub fn of(float: Float, pieces: &[&[u8]], limit: CodeLimit) -> Self {
         let mut histogram = Histogram::default();
         pieces.iter().for_each(|piece| histogram.merge(&Histogram::of_float(float, piece)));
         let mut magnitudes = Vec::new();

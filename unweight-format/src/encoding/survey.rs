@@ -12,13 +12,8 @@ pub struct Survey {
 }
 
 impl Survey {
-    /// Surveys BF16 bytes in one pass.
-    pub fn of(bytes: &[u8]) -> Self {
-        Self::of_float(Float::Bf16, bytes)
-    }
-
-    /// Surveys the bytes of another type in one pass.
-    pub fn of_float(float: Float, bytes: &[u8]) -> Self {
+    /// Surveys little-endian elements in one pass.
+    pub fn of(float: Float, bytes: &[u8]) -> Self {
         const SPAN: usize = 16;
         let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
         let spans = leaves.chunks_mut(SPAN).zip(bytes.chunks(SPAN * LEAF_BYTES));

@@ -14,8 +14,7 @@ use unweight_format::{
     CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, NotEncodable, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
-        Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
-        verify,
+        Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, plan, verify,
     },
     testing::{
         Random,
@@ -363,7 +362,7 @@ fn config_json_names_its_weights() {
         let report = compress(&source, &made, &options, &Silent).unwrap();
         assert!(report.unmarked_configs.is_empty());
         let bundle = Bundle::open(&made).unwrap();
-        let digest = manifest::weights_digest(&bundle.manifest().files).to_string();
+        let digest = bundle.weights_digest().to_string();
         let keys = format!(
             "{{\n    \"quantization_config\": {{\"quant_method\": \"unweight\", \"manifest\": \"{digest}\"}},\n    \
              \"transformers_weights\": \"unweight.json\","
@@ -385,8 +384,8 @@ fn config_json_names_its_weights() {
     // Another README changes the manifest, but not the digest of the weights.
     let digest = |source: &Path, name: &str| {
         compress(source, &scratch.path(name), &CompressOptions::default(), &Silent).unwrap();
-        let manifest = Bundle::open(&scratch.path(name)).unwrap().manifest().clone();
-        (manifest::weights_digest(&manifest.files), manifest.manifest_digest)
+        let bundle = Bundle::open(&scratch.path(name)).unwrap();
+        (bundle.weights_digest(), bundle.manifest().manifest_digest)
     };
     let before = digest(&source, "before");
     assert_eq!(before.0.to_string(), digests[0]);
@@ -429,7 +428,7 @@ fn config_of_another_bundle_is_rejected() {
         assert!(matches!(&error, BundleError::OtherConfig { path, .. } if *path == config), "{error}");
         assert_eq!(error.class(), ErrorClass::Mismatch);
         // Any other contents do not name other weights.
-        let digest = manifest::weights_digest(&Bundle::open_weights(&two).unwrap().manifest().files).to_string();
+        let digest = Bundle::open_weights(&two).unwrap().weights_digest().to_string();
         for text in [
             format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"manifest\": \"{digest}\"}}}}"),
             "{\"quantization_config\": {\"quant_method\": \"unweight\"}}".into(),

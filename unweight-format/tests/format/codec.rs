@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, EncodingId, Histogram, Matrix, StoredTensor, Survey, TileGrid,
+    CodeLimit, CodecError, EncodingId, Float, Histogram, Matrix, StoredTensor, Survey, TileGrid,
     raw::{
         CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata,
         compact::{self, ClassWindow, Uncompact},
@@ -415,7 +415,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn a_survey_counts_and_digests() {
     let bytes = Weights::TRAINED.bytes(1500 * 1100, 5);
-    let survey = Survey::of(&bytes);
+    let survey = Survey::of(Float::Bf16, &bytes);
     assert_eq!(survey.digest, unweight_format::Digest::of(&bytes));
     assert_eq!(survey.histogram, Histogram::of(&bytes));
 }
@@ -659,7 +659,7 @@ fn uncompactable_matrices_name_the_reason() {
         .collect();
     let matrix = Matrix::new(&two, 256, 256).unwrap();
     let encoding = EncodingId::COMPACT.encoding();
-    let why = encoding.encode(matrix.into(), &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
+    let why = encoding.encode(matrix.into(), &Survey::of(Float::Bf16, &two), CodeLimit::DEFAULT).unwrap_err();
     assert!(matches!(why.reason(), Some(Uncompact::Larger { .. })), "{why}");
     assert_eq!(encoding.fallback(), EncodingId::HUFFMAN);
 }
@@ -683,7 +683,7 @@ fn compact_bytes_do_not_depend_on_the_number_of_threads() {
 fn predicted_compact_size_is_close() {
     let bytes = Weights::TRAINED.bytes(512 * 512, 4);
     let (grid, encoding) = (TileGrid::new(512, 512).unwrap(), EncodingId::COMPACT.encoding());
-    let sample = unweight_format::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
+    let sample = unweight_format::Sample::of(Float::Bf16, &[&bytes[..1 << 17]], CodeLimit::DEFAULT);
     let predicted = encoding.predict(grid, &sample).unwrap() as f64;
     let stored =
         compact::encode(Matrix::new(&bytes, 512, 512).unwrap(), &Histogram::of(&bytes)).unwrap().stored_bytes();

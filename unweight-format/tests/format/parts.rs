@@ -12,13 +12,16 @@ use std::{
 use unweight_format::{
     Digest,
     bundle::{
-        Bundle, BundleError, CompressOptions, CompressReport, DecompressOptions, ErrorClass, MergeOptions,
-        PART_FILE_NAME, Part, Profile, Progress, Signer, Silent, VerifyAfter, compress, decompress, merge, verify,
+        Bundle, BundleError, CompressOptions, CompressReport, DecompressOptions, ErrorClass, MergeOptions, Part,
+        Profile, Progress, Signer, Silent, VerifyAfter, compress, decompress, merge, verify,
     },
     testing::demo_model,
 };
 
 use crate::common::{self, Scratch, chain, narrow, read_tree, safetensors_file, tensor};
+
+/// What a part has instead of a manifest (ADR 0007).
+const PART_FILE_NAME: &str = "unweight.part";
 
 /// Four shards, a separate weights file, an index, a configuration, and other files.
 fn model(scratch: &Scratch) -> PathBuf {

@@ -271,7 +271,7 @@ fn other_types_and_wrong_buffers_are_refused() {
     let view = RansTensor::of(stored.borrowed()).unwrap();
     assert_eq!(view.section(Section::RANS_STREAMS), tensor.section(Section::RANS_STREAMS));
     let half = FloatMatrix::new(Float::F16, &weights, 64, 64).unwrap();
-    let survey = Survey::of_float(Float::F16, &weights);
+    let survey = Survey::of(Float::F16, &weights);
     assert!(StoredTensor::encode(EncodingId::RANS, half, &survey, CodeLimit::DEFAULT).is_err());
     // Classes are those of another shape.
     let scaled = scaled(768, 512, 0.4, 9);

@@ -95,7 +95,7 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
         if profile == Profile::Packed {
             let stored = entry(&bundle, "tall").stored_bytes();
             let tall = bundle.tensor("tall").unwrap();
-            let read = [0..1088, 1088..2176].map(|rows| tall.decode_rows(rows).unwrap().read_bytes);
+            let read = [0..1088, 1088..2176].map(|rows| tall.decode_part(rows, 0..tall.shape()[1]).unwrap().read_bytes);
             assert!(read.iter().all(|bytes| bytes * 10 < stored * 8), "{read:?} of {stored}");
         }
     }

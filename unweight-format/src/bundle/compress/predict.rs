@@ -202,7 +202,7 @@ impl Samples<'_> {
         let read = self.pieces.insert(read);
         let pieces: Vec<&[u8]> = read.iter().map(Vec::as_slice).collect();
         let index = self.by_limit.len();
-        self.by_limit.push((limit, Sample::of_float(float, &pieces, limit)));
+        self.by_limit.push((limit, Sample::of(float, &pieces, limit)));
         Ok(&self.by_limit[index].1)
     }
 }
