@@ -45,7 +45,7 @@ pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, L
 /// Without this, a multiprocessor that is done early with the previous kernel would take two blocks of a `gemm_mma`
 /// that has at most one for each multiprocessor, and others would have none: the products of a layer took 7 % longer
 /// with 16 rows and 12 % with 32 (docs/records/2026-11-29/layer-orders.csv). A block therefore takes more than half of
-/// the shared memory.
+/// the shared memory. `gemm_join` and `gemm_compact` gain nothing from it (one-block.csv there).
 fn smem_bytes(plan: &Plan, blocks: u32, sms: u32) -> u32 {
     if blocks > sms { plan.smem.bytes() } else { smem_bytes_max(plan) }
 }
