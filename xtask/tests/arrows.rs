@@ -17,8 +17,8 @@ mod workspace;
 
 use orders::{CRATES, INNER};
 use references::Tree;
-use sources::{modules, modules_of};
-use workspace::{files, read, root};
+use sources::{modules, modules_of, product_lines};
+use workspace::{files, read, root, shown};
 
 /// Dependencies that only these crates may use.
 const OWNERS: [(&str, &[&str]); 8] = [
@@ -183,23 +183,38 @@ fn planted_cycles_are_found() {
     assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: update xtask/tests/arrows/orders.rs"]);
 }
 
-/// Returns (file, line number, line) of all Rust below a directory, without comments and without test modules, which
-/// are at the end of files.
-fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
-    let mut lines = Vec::new();
-    for path in files(&[folder], &["rs"], &[]) {
-        let text = read(&path);
-        let code = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
-        let code = code.filter(|(_, line)| !line.trim_start().starts_with("//"));
-        lines.extend(code.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
+/// Returns the numbers and texts of the lines of product code that contain one of the words. Comments do not count.
+fn with_words(text: &str, words: &[&str]) -> Result<Vec<(usize, String)>, syn::Error> {
+    // Parsing takes time, and few files contain a word.
+    if !words.iter().any(|word| text.contains(word)) {
+        return Ok(Vec::new());
     }
-    lines
+    let code = product_lines(text)?.into_iter().zip(1..).filter(|(line, _)| !line.trim_start().starts_with("//"));
+    let hits = code.filter(|(line, _)| words.iter().any(|word| line.contains(word)));
+    Ok(hits.map(|(line, number)| (number, line.trim().to_owned())).collect())
 }
 
-/// Returns the lines that contain one of the words.
+/// Returns the lines of all Rust below a directory that contain one of the words.
 fn found(folder: &str, words: &[&str]) -> Vec<String> {
-    let hits = code(folder).into_iter().filter(|(.., line)| words.iter().any(|word| line.contains(word)));
-    hits.map(|(path, number, line)| format!("{}:{number}: {}", path.display(), line.trim())).collect()
+    let of_file = |path: PathBuf| {
+        let shown = shown(&path);
+        let hits = with_words(&read(&path), words).unwrap_or_else(|error| panic!("{shown}: {error}"));
+        hits.into_iter().map(move |(number, line)| format!("{shown}:{number}: {line}"))
+    };
+    files(&[folder], &["rs"], &[]).into_iter().flat_map(of_file).collect()
+}
+
+#[test]
+fn planted_words_are_found_below_test_modules() {
+    let found = |text: &str| with_words(text, &["tera::"]).expect("Rust");
+    let hit = [(3, "use tera::Tera;".to_owned())];
+    for test in
+        ["#[cfg(test)]\nmod tests;", "#[cfg(test)]\nmod tests { use tera::Tera; }", "#[test]\nfn f() { tera::f(); }"]
+    {
+        assert_eq!(found(&format!("{test}\nuse tera::Tera;\n")), hit, "{test}");
+    }
+    assert_eq!(found("#[cfg(test)] use tera::X; use tera::Y;"), [(1, "use tera::Y;".to_owned())]);
+    assert_eq!(found("impl S {\n    #[cfg(test)]\n    fn f() {\n        tera::f();\n    }\n}\n// tera::f\n"), []);
 }
 
 /// Dispatch is decided once per device. Otherwise a measured table would apply to some layers and not to others.

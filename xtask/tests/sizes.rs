@@ -2,7 +2,6 @@
 
 use syn::{Block, ImplItem, Item, Signature, TraitItem, spanned::Spanned, visit};
 
-#[allow(dead_code, reason = "only the files of the modules are used")]
 mod sources;
 mod workspace;
 

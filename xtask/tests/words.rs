@@ -11,8 +11,10 @@ use std::{
 
 use proc_macro2::{TokenStream, TokenTree};
 
+mod sources;
 mod workspace;
 
+use sources::product_lines;
 use workspace::{files, read, root, shown};
 
 /// Forbidden phrases, matched as whole words in any case.
@@ -126,7 +128,7 @@ fn documents_use_plain_words() {
 fn public_docs_and_errors_use_plain_words() {
     let all = files(&SOURCES, &["rs"], &[]);
     assert!(all.len() > 200, "{} sources", all.len());
-    let hits: Vec<String> = all.iter().flat_map(|path| found(path, public_text(&read(path)).into_iter())).collect();
+    let hits: Vec<String> = all.iter().flat_map(|path| found(path, public_text_of(path).into_iter())).collect();
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
@@ -144,11 +146,16 @@ fn line_comments(source: &str) -> Vec<(usize, String)> {
     source.lines().enumerate().filter_map(comment).collect()
 }
 
+/// Returns the [`public_text`] of the product code of a file.
+fn public_text_of(path: &Path) -> Vec<(usize, String)> {
+    public_text(&product_lines(&read(path)).unwrap_or_else(|error| panic!("{}: {error}", shown(path))))
+}
+
 /// Returns the doc comment lines of modules and public items, and the lines of `#[error]`, with line numbers from 1.
-fn public_text(source: &str) -> Vec<(usize, String)> {
+fn public_text(lines: &[String]) -> Vec<(usize, String)> {
     let (mut text, mut pending, mut in_error) = (Vec::new(), Vec::new(), false);
-    for (at, line) in source.lines().take_while(|line| *line != "#[cfg(test)]").enumerate() {
-        let (at, trimmed) = (at + 1, line.trim_start());
+    for (line, at) in lines.iter().zip(1..) {
+        let trimmed = line.trim_start();
         if trimmed.starts_with("//!") {
             text.push((at, trimmed.to_owned()));
         } else if trimmed.starts_with("///") {
@@ -198,10 +205,7 @@ fn public_docs_are_sentences() {
     let hits: Vec<String> = all
         .iter()
         .flat_map(|path| {
-            fragments(&public_text(&read(path)))
-                .into_iter()
-                .map(|at| format!("{}:{at}", shown(path)))
-                .collect::<Vec<_>>()
+            fragments(&public_text_of(path)).into_iter().map(|at| format!("{}:{at}", shown(path))).collect::<Vec<_>>()
         })
         .collect();
     assert!(hits.is_empty(), "these doc comments do not define their item in a sentence: {}", hits.join("\n"));
@@ -327,7 +331,7 @@ fn planted_long_lines_are_found() {
 
 #[test]
 fn planted_fragments_are_found() {
-    let found = |text: &str| fragments(&public_text(text));
+    let found = |text: &str| fragments(&public_text(&text.lines().map(str::to_owned).collect::<Vec<_>>()));
     assert_eq!(found("/// The same.\npub a: u8,\n/// Which.\n/// More.\npub fn f() {}\n"), [1, 3]);
     assert_eq!(found("/// The same bytes as the library function writes.\npub fn f() {}\n"), [0; 0]);
     // A continuation line does not count.
@@ -342,7 +346,14 @@ fn planted_phrases_are_found() {
     assert_eq!(phrases("there is no matrix, and it is no longer one; some more"), [""; 0]);
     assert_eq!(phrases("some 12 percent of it"), ["some NUMBER", "of it"]);
     assert_eq!(line_comments("u32 a;  // of it\nint b;\n// c\n"), [(1, " of it".into()), (3, " c".into())]);
-    let lines = |text: &str| public_text(text).into_iter().map(|(at, _)| at).collect::<Vec<_>>();
+    let lines = |text: &str| {
+        let text = public_text(&product_lines(text).expect("Rust"));
+        text.into_iter().map(|(at, _)| at).collect::<Vec<_>>()
+    };
     assert_eq!(lines("//! module\n/// item\npub fn f() {}\n/// private\nfn g() {}\n"), [1, 2]);
-    assert_eq!(lines("#[error(\n    \"x\"\n)]\nX,\n#[cfg(test)]\n/// y\npub fn f() {}\n"), [1, 2, 3]);
+    assert_eq!(
+        lines("enum E {\n    #[error(\n        \"x\"\n    )]\n    X,\n}\n#[cfg(test)]\n/// y\npub fn f() {}\n"),
+        [2, 3, 4]
+    );
+    assert_eq!(lines("#[cfg(test)]\nmod tests;\n/// y\npub fn f() {}\n"), [3], "product code below tests");
 }

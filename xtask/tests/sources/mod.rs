@@ -1,8 +1,10 @@
 //! Parses the product code of a crate: the modules that its root files declare, without code that only tests compile.
+#![allow(dead_code, reason = "each test uses only some of these")]
 
 use std::path::{Path, PathBuf};
 
-use syn::{Attribute, ImplItem, Item, Meta, TraitItem};
+use proc_macro2::{LineColumn, Span};
+use syn::{Attribute, ImplItem, Item, Meta, TraitItem, spanned::Spanned, visit};
 
 use super::workspace::{read, root};
 
@@ -72,6 +74,57 @@ pub fn of_tests(attributes: &[Attribute]) -> bool {
         attribute.path().is_ident("cfg")
             && (condition == "test" || words[0] == "all" && words.contains(&"test") && !words.contains(&"not"))
     })
+}
+
+/// Collects the spans of items that only tests compile.
+#[derive(Default)]
+struct TestItems(Vec<Span>);
+
+impl<'ast> visit::Visit<'ast> for TestItems {
+    fn visit_item(&mut self, item: &'ast Item) {
+        if of_tests(item_attributes(item)) {
+            self.0.push(item.span());
+        } else {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_impl_item(&mut self, item: &'ast ImplItem) {
+        if of_tests(impl_attributes(item)) {
+            self.0.push(item.span());
+        } else {
+            visit::visit_impl_item(self, item);
+        }
+    }
+
+    fn visit_trait_item(&mut self, item: &'ast TraitItem) {
+        if of_tests(trait_attributes(item)) {
+            self.0.push(item.span());
+        } else {
+            visit::visit_trait_item(self, item);
+        }
+    }
+}
+
+/// Returns the lines of a Rust source without the items that only tests compile. Every line keeps its place: what is
+/// cut leaves an empty line.
+pub fn product_lines(source: &str) -> Result<Vec<String>, syn::Error> {
+    let mut items = TestItems::default();
+    visit::Visit::visit_file(&mut items, &syn::parse_file(source)?);
+    let ranges: Vec<(LineColumn, LineColumn)> = items.0.iter().map(|span| (span.start(), span.end())).collect();
+    let lines = source.lines().zip(1..).map(|(text, line)| {
+        let here: Vec<_> = ranges.iter().filter(|(start, end)| (start.line..=end.line).contains(&line)).collect();
+        if here.is_empty() {
+            return text.to_owned();
+        }
+        let is_product = |column| {
+            let at = LineColumn { line, column };
+            !here.iter().any(|(start, end)| *start <= at && at < *end)
+        };
+        let kept = text.chars().enumerate().filter(|(column, _)| is_product(*column));
+        kept.map(|(_, c)| c).collect()
+    });
+    Ok(lines.collect())
 }
 
 pub fn item_attributes(item: &Item) -> &[Attribute] {
