@@ -4,12 +4,12 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use unweight_codegen::{
     VariantSpec,
-    family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
+    family::Instruction,
     kv::packed,
     spec::{
         Arch, AttentionStep, EmbedSource, EmbedSpec, GateFunction, HeadDim, KvCache, KvPackSpec, KvPackStage,
-        KvUnpackSpec, LogprobsSpec, NormKind, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm,
-        ScaleSpec, SiluMulSpec, catalog,
+        KvUnpackSpec, LogprobsSpec, NormKind, NormSpec, Op, RopeHeadDim, RopeSpec, SampleSpec, ScaleForm, ScaleSpec,
+        SiluMulSpec, catalog,
     },
 };
 use unweight_model::{Activation, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
@@ -36,10 +36,14 @@ use unweight_rt::{
 
 use crate::{
     attention::{self, SplitPlan},
-    error::{EngineError, UnsupportedSize},
+    budget::sizes,
+    error::EngineError,
     kv_cache::PackedKernels,
     options::{BUCKETS, EngineOptions},
 };
+
+// `budget` may not name a module with launches, so it has a copy of this limit.
+const _: () = assert!(sizes::GROUP_MAX == GROUP_MAX, "the budget checks what attention takes");
 
 /// The kernel variants of a model. All use programmatic dependent launch if the architecture supports it, because a
 /// step is one chain of launches on one stream.
@@ -94,7 +98,7 @@ impl Variants {
         source: EmbedSource,
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
-        check(config)?;
+        sizes::check(config)?;
         let cache = options.chosen_kv_cache();
         if cache == KvCache::Packed && !packed::takes(config.head_dim) {
             return Err(EngineError::PackedHeads { head_dim: config.head_dim });
@@ -160,7 +164,7 @@ impl Variants {
             Some(((sample, adjusted), logprobs)),
         ) = all
         else {
-            return Err(unsupported_head_dim(config).into());
+            return Err(sizes::unsupported_head_dim(config).into());
         };
         let mut experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
         if options.resident_experts.is_some() {
@@ -251,42 +255,6 @@ fn packed_variants(arch: Arch, head_dim: u32) -> Option<[VariantSpec; 4]> {
         pack(KvPackStage::Release),
         VariantSpec::kv_unpack(arch, KvUnpackSpec { head_dim, pdl }),
     ])
-}
-
-fn unsupported_head_dim(config: &ModelConfig) -> UnsupportedSize {
-    UnsupportedSize { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
-}
-
-/// Rejects sizes that no kernel supports.
-pub(crate) fn check(config: &ModelConfig) -> Result<(), UnsupportedSize> {
-    let check = |key, value, ok, takes| if ok { Ok(()) } else { Err(UnsupportedSize { key, value, takes }) };
-    let ModelConfig { hidden, intermediate, heads, kv_heads, .. } = *config;
-    let whole = hidden.is_multiple_of(8) && hidden <= COLUMNS_MAX;
-    check("hidden_size", hidden, whole, "multiples of 8 up to 16384")?;
-    check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
-    let dense = config.dense_intermediate();
-    check("intermediate_size", dense, dense.is_multiple_of(8), "multiples of 8")?;
-    check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "at most 16 heads per KV head")?;
-    if config.qk_norm == QkNorm::Whole {
-        let width = heads * config.head_dim;
-        check("num_attention_heads", heads, width <= COLUMNS_MAX, "at most 16384 elements of all heads")?;
-    }
-    if let Some(mixture) = config.mixture {
-        let (experts, places) = (mixture.all_experts(), mixture.places());
-        check(
-            "the number of experts",
-            experts,
-            experts <= RouteSpec::EXPERTS_MAX,
-            "up to 512, the shared expert's parts included",
-        )?;
-        let takes = "up to 32, the shared expert's parts included";
-        check("num_experts_per_tok", places, places <= RouteSpec::TOP_K_MAX, takes)?;
-        let whole = |size: u32| size.is_multiple_of(64);
-        check("hidden_size", hidden, whole(hidden), "multiples of 64 for mixtures of experts")?;
-        check("the width of an expert", intermediate, whole(intermediate), "multiples of 64")?;
-    }
-    let has_rope_kernel = config.rope.dim.is_multiple_of(4) && config.rope.dim <= config.head_dim;
-    if has_rope_kernel && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(unsupported_head_dim(config)) }
 }
 
 /// The loaded kernels of a model.

@@ -151,6 +151,7 @@ fn planted_cycles_are_found() {
         "fn f(_: crate::high::X) {}",
         "fn f() { super::high::X; }",
         "fn f() { println!(\"{}\", crate::high::X); }",
+        "make! { x: crate::high::X }",
         "mod inner { fn f() { use super::super::high::X; } }",
         "struct S; impl S { fn f() -> Option<crate::high::X> { None } }",
         "use crate as root; fn f(_: root::high::X) {}",
@@ -229,15 +230,79 @@ fn layers_take_the_chooser_from_the_kernel_set() {
     }
 }
 
+/// Returns the names of a module and its children that are `never` or in it, by file and line. A glob over an ancestor
+/// counts, because it may import them.
+fn named(tree: &Tree, of: &[String], never: &[&str]) -> Vec<String> {
+    let never: Vec<Vec<&str>> = never.iter().map(|path| path.split("::").collect()).collect();
+    let mut found = BTreeSet::new();
+    for reference in tree.named_in(of) {
+        let is_never = match reference.to.split_last() {
+            Some((last, module)) if last == "*" => {
+                never.iter().any(|path| module.iter().zip(path).all(|(name, never)| name == never))
+            }
+            _ => never.iter().any(|path| {
+                path.len() <= reference.to.len() && path.iter().zip(&reference.to).all(|(never, name)| name == never)
+            }),
+        };
+        if is_never {
+            let file = reference.file.strip_prefix(root()).unwrap_or(&reference.file).display();
+            found.insert(format!("{file}:{}: {}", reference.line, reference.to.join("::")));
+        }
+    }
+    found.into_iter().collect()
+}
+
 /// The planning of steps does not depend on a device.
 #[test]
 fn the_engine_plans_steps_without_a_device() {
+    let tree = Tree::new(&modules("unweight-engine/src"));
     let never = ["unweight_rt", "crate::engine", "crate::forward", "crate::kernels", "crate::weights"];
-    for folder in ["unweight-engine/src/pipelines/step_graph", "unweight-engine/src/pipelines/tune"] {
-        assert_eq!(found(folder, &never), [""; 0], "{folder}");
-    }
     let device = ["unweight_rt::raw::device", "unweight_rt::raw::ops", "unweight_rt::raw::layer"];
-    assert_eq!(found("unweight-engine/src/budget", &[&device[..], &never[1..]].concat()), [""; 0]);
+    let device = [&device[..], &never[1..]].concat();
+    for (module, never) in
+        [("pipelines::step_graph", &never[..]), ("pipelines::tune", &never[..]), ("budget", &device[..])]
+    {
+        let of: Vec<String> = module.split("::").map(str::to_owned).collect();
+        assert!(!tree.named_in(&of).is_empty(), "{module} names nothing");
+        assert_eq!(named(&tree, &of, never), [""; 0], "{module}");
+    }
+}
+
+/// Every spelling of a forbidden name is found, and names that are allowed are not.
+#[test]
+fn planted_names_of_a_device_are_found() {
+    let found = |text: &str| {
+        let tree =
+            Tree::new(&modules_of(&format!("mod kernels {{ pub fn f() {{}} }} mod a {{}} mod pure {{ {text} }}")));
+        named(&tree, &["pure".to_owned()], &["crate::kernels", "unweight_rt::raw::ops"])
+    };
+    for text in [
+        "use crate::{a, kernels, b};",
+        "use crate::{a::{self, X}, kernels::{f as g}};",
+        "use super::{a, kernels};",
+        "use crate as root; fn f() { root::kernels::f(); }",
+        "use crate::*;",
+        "mod inner { use super::super::*; }",
+        "fn f() { println!(\"{}\", crate::kernels::f()); }",
+        "#[cfg(test)] mod tests; use crate::{a, kernels};",
+        "use unweight_rt::{ContextSize, raw::{choose::cost, ops::attention}};",
+        "use unweight_rt::raw; fn f() { raw::ops::f(); }",
+        "fn f() { use unweight_rt::raw as r; r::ops::f(); }",
+        "use unweight_rt::raw; use raw as r; fn f(_: r::ops::X) {}",
+        "use unweight_rt::raw::*;",
+        "fn f() { unweight_rt::raw::ops::f(); }",
+        "fn f() { println!(\"{}\", ::unweight_rt::raw::ops::f()); }",
+    ] {
+        assert!(!found(text).is_empty(), "{text}");
+    }
+    for text in [
+        "use crate::{a, kernels_of, b};",
+        "use unweight_rt::{ContextSize, raw::choose::*}; fn f() { kernels::f(); }",
+        "#[cfg(test)] mod tests { use crate::{a, kernels}; }",
+        "mod inner { use super::*; }",
+    ] {
+        assert_eq!(found(text), [""; 0], "{text}");
+    }
 }
 
 /// A family defines plans and specs. Only `render` turns them into source text.

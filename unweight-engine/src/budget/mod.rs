@@ -11,6 +11,7 @@
 //! they need buffers for decoded weights. Alternatively, units stay compact, with one buffer for the largest of them. A
 //! plan never has both, because no engine runs both. Experts are packed, or BF16 if they cannot be packed.
 
+pub(crate) mod sizes;
 mod solve;
 #[cfg(test)]
 mod tests;
@@ -31,7 +32,6 @@ use unweight_rt::{
 
 use crate::{
     error::UnsupportedSize,
-    kernels,
     memory::{self, Memory, Shared},
     options::{EngineOptions, KvCache, OptionError, Placement, runs_pipelines},
 };
@@ -561,7 +561,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     let BudgetRequest { memory, max_slowdown, batch, context, arch, .. } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
-    kernels::check(config)?;
+    sizes::check(config)?;
     if context > config.max_positions {
         return Err(BudgetError::Context { context, most: config.max_positions });
     }

@@ -34,12 +34,14 @@ struct Names {
 pub struct Tree {
     names: BTreeMap<ModulePath, Names>,
     references: Vec<Reference>,
+    /// What each module names, with its file.
+    visitors: Vec<(ModulePath, PathBuf, Visitor)>,
 }
 
 impl Tree {
     pub fn new(modules: &[Module]) -> Self {
         let mut names: BTreeMap<ModulePath, Names> = BTreeMap::new();
-        let mut references = Vec::new();
+        let (mut references, mut visitors) = (Vec::new(), Vec::new());
         let crate_aliases = aliases_of_crate(modules);
         for module in modules {
             // A library and a program have two roots, both with an empty path.
@@ -47,13 +49,14 @@ impl Tree {
             for item in &module.items {
                 module_names.add(item);
             }
-            let mut visitor = Visitor { found: Vec::new(), aliases: crate_aliases.clone() };
+            let mut visitor = Visitor { aliases: crate_aliases.clone(), ..Visitor::default() };
             visitor.collect_aliases(&module.items);
             module.items.iter().for_each(|item| visit::Visit::visit_item(&mut visitor, item));
             let of = |(to, line)| Reference { from: module.path.clone(), to, file: module.file.clone(), line };
-            references.extend(visitor.found.into_iter().map(of));
+            references.extend(visitor.found.iter().cloned().map(of));
+            visitors.push((module.path.clone(), module.file.clone(), visitor));
         }
-        let mut tree = Self { names, references: Vec::new() };
+        let mut tree = Self { names, references: Vec::new(), visitors };
         let resolve = |reference: Reference| {
             let to = tree.resolve(&reference.from, &reference.to, &mut BTreeSet::new())?;
             Some(Reference { to, ..reference })
@@ -69,6 +72,22 @@ impl Tree {
         };
         let modules = self.names.iter().filter(|(path, _)| !path.is_empty());
         modules.filter(move |(path, names)| names.globs.iter().any(|glob| is_root(path, glob))).map(|(path, _)| path)
+    }
+
+    /// Returns the paths that a module and its children name, as written and as resolved: in this crate from `crate`
+    /// on, otherwise from the name of a crate. That of a glob ends with `*`.
+    pub fn named_in(&self, of: &[String]) -> Vec<Reference> {
+        let mut all = Vec::new();
+        for (from, file, visitor) in self.visitors.iter().filter(|(from, ..)| from.starts_with(of)) {
+            for (path, line) in visitor.named() {
+                let glob = path.iter().position(|name| name == "*").unwrap_or(path.len());
+                let resolved = self.resolve(from, &path[..glob], &mut BTreeSet::new());
+                let in_crate = resolved.map(|to| [&["crate".to_owned()], to.as_slice(), &path[glob..]].concat());
+                let with = |to| Reference { from: from.clone(), to, file: file.clone(), line };
+                all.extend([Some(path), in_crate].into_iter().flatten().map(with));
+            }
+        }
+        all
     }
 
     /// Returns the child modules of a module.
@@ -190,8 +209,13 @@ fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, ModulePath> {
 }
 
 /// Collects paths that may lead into the crate, with their lines. Aliases are resolved; other names stay as written.
+#[derive(Default)]
 struct Visitor {
     found: Vec<(ModulePath, usize)>,
+    /// Paths that begin with another name.
+    others: Vec<(ModulePath, usize)>,
+    /// Names that `use` imports, including those in functions, with their paths.
+    imports: Vec<(String, ModulePath)>,
     /// Aliases of the crate or of an enclosing module, from `use crate as x` and `use super::{self as x}`, with their
     /// targets.
     aliases: BTreeMap<String, ModulePath>,
@@ -243,16 +267,25 @@ impl Visitor {
             Some(TokenTree::Ident(ident)) => Some(ident),
             _ => None,
         };
+        // After `a::` or `a<B>::`; not after `a: ` or `::`.
+        let continues = |at: usize| {
+            let before = at.checked_sub(3).filter(|_| is_colon(at - 1) && is_colon(at - 2));
+            before.is_some_and(|before| match &tokens[before] {
+                TokenTree::Ident(_) => true,
+                TokenTree::Punct(punct) => punct.as_char() == '>',
+                _ => false,
+            })
+        };
         for (at, token) in tokens.iter().enumerate() {
             match token {
                 TokenTree::Group(group) => self.tokens(group.stream()),
-                TokenTree::Ident(first) if self.is_start(first) && !(at > 0 && is_colon(at - 1)) => {
+                TokenTree::Ident(first) if !continues(at) => {
                     let (mut path, mut at) = (vec![first.to_string()], at + 1);
                     while let (true, true, Some(next)) = (is_colon(at), is_colon(at + 1), ident(at + 2)) {
                         path.push(next.to_string());
                         at += 3;
                     }
-                    self.add(path, first.span().start().line);
+                    self.add_code(path, first, first.span().start().line);
                 }
                 _ => {}
             }
@@ -263,6 +296,30 @@ impl Visitor {
         if path.len() > 1 {
             self.found.push((expand_alias(path, &self.aliases), line));
         }
+    }
+
+    /// Adds a path in code.
+    fn add_code(&mut self, path: ModulePath, first: &Ident, line: usize) {
+        if self.is_start(first) {
+            self.add(path, line);
+        } else if path.len() > 1 {
+            self.others.push((path, line));
+        }
+    }
+
+    /// Returns all paths, those of globs with `*` at the end. For one that begins with an imported name, also returns
+    /// it with the path of the import.
+    fn named(&self) -> BTreeSet<(ModulePath, usize)> {
+        let (mut open, mut named) = ([self.found.as_slice(), self.others.as_slice()].concat(), BTreeSet::new());
+        while let Some((path, line)) = open.pop() {
+            // A path that grows without end would not compile.
+            if path.len() > 64 || !named.insert((path.clone(), line)) {
+                continue;
+            }
+            let imports = self.imports.iter().filter(|(name, import)| *name == path[0] && import[0] != *name);
+            open.extend(imports.map(|(_, import)| ([import, &path[1..]].concat(), line)));
+        }
+        named
     }
 }
 
@@ -287,15 +344,19 @@ impl<'ast> visit::Visit<'ast> for Visitor {
 
     fn visit_item_use(&mut self, item: &'ast ItemUse) {
         let line = item.tree.span().start().line;
-        for (path, _) in leaves(&item.tree, &[]) {
+        for (path, name) in leaves(&item.tree, &[]) {
+            match name {
+                Some(name) => self.imports.push((name, path.clone())),
+                None => self.others.push(([path.as_slice(), &["*".to_owned()]].concat(), line)),
+            }
             self.add(path, line);
         }
     }
 
     fn visit_path(&mut self, path: &'ast Path) {
-        if path.segments.first().is_some_and(|first| self.is_start(&first.ident)) {
+        if let Some(first) = path.segments.first() {
             let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
-            self.add(names, path.span().start().line);
+            self.add_code(names, &first.ident, first.ident.span().start().line);
         }
         visit::visit_path(self, path);
     }
