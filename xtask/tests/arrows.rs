@@ -3,8 +3,11 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
-    path::PathBuf,
+    path::{Path, PathBuf},
+    process::Command,
 };
+
+use serde_json::Value;
 
 #[path = "arrows/drawing.rs"]
 mod drawing;
@@ -32,13 +35,44 @@ const OWNERS: [(&str, &[&str]); 8] = [
     ("tokio", &["."]),
 ];
 
-/// Returns the names under `[dependencies]`.
-fn dependencies(folder: &str) -> Vec<String> {
-    let text = read(&root().join(folder).join("Cargo.toml"));
-    let section = text.split("\n[dependencies]\n").nth(1).unwrap_or_default();
-    let lines = section.lines().take_while(|line| !line.starts_with('['));
-    let names = lines.filter_map(|line| line.split(['.', ' ', '=']).next()).filter(|name| !name.is_empty());
-    names.filter(|name| !name.starts_with('#')).map(str::to_owned).collect()
+/// Returns the packages that a manifest depends on for any target, in builds or in build scripts; not those for tests.
+fn dependencies_of(manifest: &Path) -> BTreeSet<String> {
+    let arguments = ["metadata", "--format-version", "1", "--no-deps", "--offline", "--manifest-path"];
+    let output = Command::new("cargo").args(arguments).arg(manifest).output().expect("cargo runs");
+    assert!(output.status.success(), "{}: {}", manifest.display(), String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON from cargo");
+    let packages = metadata["packages"].as_array().expect("packages");
+    let package = packages.iter().find(|package| package["manifest_path"].as_str().map(Path::new) == Some(manifest));
+    let all = package.and_then(|package| package["dependencies"].as_array()).expect("dependencies");
+    let product = all.iter().filter(|dependency| dependency["kind"] != "dev");
+    product.map(|dependency| dependency["name"].as_str().expect("a name").to_owned()).collect()
+}
+
+/// Returns the [`dependencies_of`] a package of the workspace.
+fn dependencies(folder: &str) -> BTreeSet<String> {
+    let folder = if folder == "." { root().to_owned() } else { root().join(folder) };
+    dependencies_of(&folder.join("Cargo.toml"))
+}
+
+#[test]
+fn planted_dependencies_are_found_in_every_section() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("planted-dependencies");
+    fs::create_dir_all(folder.join("src")).expect("a directory");
+    fs::write(folder.join("src/lib.rs"), "").expect("a source");
+    let manifest = folder.join("Cargo.toml");
+    for (section, is_found) in [
+        ("[dependencies]\ntera = \"1\"", true),
+        ("[dependencies.tera]\nversion = \"1\"", true),
+        ("[dependencies]\nother = { package = \"tera\", version = \"1\" }", true),
+        ("[target.'cfg(unix)'.dependencies]\ntera = \"1\"", true),
+        ("[target.'cfg(unix)'.build-dependencies]\ntera = \"1\"", true),
+        ("[build-dependencies]\ntera = \"1\"", true),
+        ("[dev-dependencies]\ntera = \"1\"", false),
+    ] {
+        let text = format!("[package]\nname = \"planted\"\nedition = \"2024\"\n[workspace]\n{section}\n");
+        fs::write(&manifest, text).expect("a manifest");
+        assert_eq!(dependencies_of(&manifest).contains("tera"), is_found, "{section}");
+    }
 }
 
 #[test]
@@ -55,7 +89,7 @@ fn dependencies_are_named_only_by_their_owner() {
     let named: BTreeMap<_, _> = CRATES.iter().map(|krate| (krate.folder, dependencies(krate.folder))).collect();
     for (name, owners) in OWNERS {
         for (folder, names) in &named {
-            assert_eq!(names.iter().any(|n| n == name), owners.contains(folder), "{folder}/Cargo.toml: {name}");
+            assert_eq!(names.contains(name), owners.contains(folder), "{folder}/Cargo.toml: {name}");
         }
     }
 }
