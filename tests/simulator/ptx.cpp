@@ -368,7 +368,7 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     detail::MmaLane lane{d, a, b};
     cpu::warp_collective("mma", &lane, [](void** lanes) {
         auto at = [&](u32 l) { return static_cast<detail::MmaLane*>(lanes[l]); };
-        // Each sum in the order of k; the columns beside each other, for the compiler's vectors.
+        // Each sum in the order of k; adjacent columns, for the compiler's vectors.
         float w[16][8];
         for (u32 k = 0; k < 16; ++k)
             for (u32 column = 0; column < 8; ++column)

@@ -367,7 +367,7 @@ static void wgmma_check_fenced(Block& b, const WgmmaOperation& op) {
 }
 
 static void wgmma_execute(Block& b, const WgmmaOperation& op) {
-    // By k, then by row: each sum in the order of k, the rows beside each other, for the compiler's vectors.
+    // By k, then by row: each sum in the order of k, adjacent rows, for the compiler's vectors.
     float a[16][64];
     for (u32 row = 0; row < 64; ++row) {
         for (u32 k = 0; k < 16; ++k) {
@@ -485,7 +485,7 @@ static void fiber_main() {
     fail("%s", text.c_str());
 }
 
-// Who runs in the coming passes: all fibers but [begin, end), or only these; everybody where there are none.
+// Who runs in the coming passes: all fibers but [begin, end), or only these; all fibers if there are none.
 struct Turn {
     u32 begin = 0, end = 0, passes = 1;
     bool others = true;

@@ -3,8 +3,8 @@
 // include/unweight/ptx onto it.
 //
 //   launch ── cluster by cluster ── blocks of a cluster together ── one fiber per thread
-//                                        │ a fiber runs until it must wait, then names what it waits for; everybody in
-//                                        │ turns, or a group of warps ahead of the others, or left behind (seeded)
+//                                        │ a fiber runs until it must wait, then names what it waits for; all in turn,
+//                                        │ or a group of warps ahead of the others, or left behind (seeded)
 //                                        └ pending: bulk copies and wgmma, each completed at a random later point
 //                                        (seeded)
 //
@@ -70,13 +70,13 @@ private:
     Stores* stores = nullptr;  // nothing: none of anybody
 };
 
-// What a fiber waits for. It lies on the fiber's own stack, and says so in words only when it is asked.
+// What a fiber waits for. Is on the fiber's own stack. Its text is made only when a message needs it.
 struct Wait {
     virtual bool ready() const = 0;
     virtual void told(char* text, u32 bytes) const = 0;
 };
 
-// What most fibers wait for: that a word changes. The scheduler asks these first, which lie beside each other; the
+// What most fibers wait for: that a word changes. The scheduler asks these first, which are adjacent; the
 // fibers and their stacks are far apart.
 struct Watch {
     const u64* word = nullptr;  // nothing: the fiber is asked itself
@@ -106,7 +106,7 @@ private:
     std::vector<std::unique_ptr<u64[]>> pages;
 };
 
-// Of each granule the number of a thread's last load of it; 0: none.
+// Of each granule the number of a thread's last load; 0: none.
 class LastReads {
 public:
     u64 of(u32 granule) const {
@@ -278,7 +278,7 @@ void wait_for_change(const u64& word, u64 value, const char* format, Words... wo
     watch = {};
 }
 
-// One turn of a polling loop: lets everybody else run.
+// One turn of a polling loop: lets all other fibers run.
 void poll();
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -294,9 +294,9 @@ void fence_own_writes();
 void check_fenced(Block& b, u32 offset, const char* reader);
 
 // Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the
-// thread's own, or by an arrival on an mbarrier, its own or of a thread that it has met since, for whose phase somebody
-// has waited. A copy into bytes with such loads is a race that a GPU shows a few times in a hundred launches. Loads
-// from other blocks of the cluster are not followed.
+// thread's own, or by an arrival on an mbarrier, its own or of a thread that it has met since, for whose phase a
+// thread has waited. A copy into bytes with such loads is a race that a GPU shows a few times in a hundred launches.
+// Loads from other blocks of the cluster are not followed.
 void mark_read(u32 address, u32 bytes);
 void release_own_reads();
 // An arrival speaks for the thread's own loads, and for those that others had made when they met it: their warp, or a
@@ -362,7 +362,7 @@ Mbarrier& mbarrier_at(u32 address);
 void mbarrier_arrive_at(u32 address, u32 bytes);
 void mbarrier_bytes_landed(u32 address, u32 bytes);
 
-// All 32 lanes meet; the last one computes for everybody.
+// All 32 lanes meet; the last one computes for all.
 void warp_collective(const char* operation, void* lane_data, void (*finish)(void**));
 
 // ---- wgmma ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// What a stress run needs beside the kernels under test. One entry is compiled at a time.
+// What a stress run needs in addition to the kernels under test. One entry is compiled at a time.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 #ifdef UW_LOAD
 // Without shared words: streams memory, so that the copy engine and the second-level cache have other things to do.
 // With them: keeps the multiprocessor's shared memory busy with loads of 32 words from one bank, so that the loads of
-// the block beside it stay in flight for long: what makes a race with the copy engine show.
+// its neighbour block stay in flight for long: what makes a race with the copy engine show.
 extern "C" __global__ void __launch_bounds__(256, 1)
     uw_stress_load(uint4* memory, u64 pieces, u32 rounds, u32 shared_words) {
     extern __shared__ volatile u32 shared[];

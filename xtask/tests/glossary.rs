@@ -1,11 +1,9 @@
 //! Checks that names and comments do not use words that the glossary (CONTRIBUTING.md) retired: no identifier, part of
 //! an identifier, path or comment.
 
-use std::{fs, path::PathBuf};
-
 mod workspace;
 
-use workspace::{files, shown};
+use workspace::{comment_mark, shown, split_comment, texts};
 
 /// Identifiers that the glossary retired, their replacements, and paths where they still have another meaning.
 const RETIRED: [(&str, &str, &[&str]); 25] = [
@@ -27,7 +25,13 @@ const RETIRED: [(&str, &str, &[&str]); 25] = [
     (
         "MlpWeights",
         "Placement",
-        &["unweight-model", "unweight-engine/src/weights", "tests/gpu/mixtures.rs", "xtask/tests/public_api.rs"],
+        &[
+            "unweight-model",
+            "unweight-engine/src/weights",
+            "docs/api/unweight-model.txt",
+            "tests/gpu/mixtures.rs",
+            "xtask/tests/public_api.rs",
+        ],
     ),
     ("LyingMlp", "Placement", &[]),
     ("MlpMode", "Pipeline", &[]),
@@ -84,10 +88,16 @@ const RETIRED_WORDS: [(&[&str], &str); 21] = [
     (&["elect", "one"], "elect_sync"),
 ];
 
-/// Returns every source file of the repository.
-fn sources() -> Vec<PathBuf> {
-    let extensions = ["rs", "cuh", "tera", "cpp", "hpp", "py", "pyi", "md", "json", "toml", "svg"];
-    files(&["."], &extensions, &["records", "snapshots", "fixtures"])
+/// Returns every text file of the repository as a path and its text, except the list itself, and a comparison with
+/// builds from before the glossary, which uses their options.
+fn sources() -> Vec<(String, String)> {
+    let all: Vec<_> = texts().into_iter().map(|(path, text)| (shown(&path), text)).collect();
+    for known in ["install.sh", ".ci/run", ".github/workflows/ci.yml", "unweight-bench/src/stress.cu"] {
+        assert!(all.iter().any(|(shown, _)| shown == known), "{known} is not read");
+    }
+    let is_checked =
+        |shown: &String| !["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&shown.as_str());
+    all.into_iter().filter(|(shown, _)| is_checked(shown)).collect()
 }
 
 /// Returns the words of a line: runs of letters, digits and `_`.
@@ -128,13 +138,7 @@ fn retired(text: &str) -> Vec<(String, &'static str)> {
 #[test]
 fn retired_words_are_gone() {
     let mut found = Vec::new();
-    for path in sources() {
-        let shown = shown(&path);
-        // The list itself, and a comparison with earlier builds.
-        if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
-            continue;
-        }
-        let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
+    for (shown, text) in sources() {
         // The path, as line 0, and the lines.
         for (line, at) in [&*shown].into_iter().chain(text.lines()).zip(0..) {
             let retired = retired(line).into_iter();
@@ -166,36 +170,54 @@ fn planted_words_are_found() {
     assert_eq!(parts("HTTPServer x2_CTARank"), ["http", "server", "x2", "cta", "rank"]);
 }
 
+/// Returns the retired identifiers and options of a file.
+fn retired_names(shown: &str, text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    // A listing of Rust, or what the compiler says.
+    let is_listing = shown.starts_with("docs/api/") || shown.ends_with(".stderr");
+    // In prose, such a name may be an ordinary word.
+    let mark = comment_mark(shown, text).filter(|_| !shown.ends_with(".toml"));
+    for (line, number) in text.lines().zip(1..) {
+        let code = mark.map_or(line, |mark| split_comment(line, mark).0);
+        let names = words(if mark.is_some() || is_listing { code } else { "" });
+        let retired = names.filter_map(|word| RETIRED.iter().find(|(name, ..)| *name == word));
+        for (name, replacement, allowed) in retired {
+            if !allowed.iter().any(|place| shown.starts_with(place)) {
+                found.push(format!("{shown}:{number}: {name}; use {replacement}"));
+            }
+        }
+        let options = RETIRED_OPTIONS.iter().filter(|(option, _)| code.contains(option));
+        found.extend(options.map(|(option, new)| format!("{shown}:{number}: {option}; use {new}")));
+    }
+    found
+}
+
 #[test]
 fn retired_identifiers_are_gone() {
-    let mut found = Vec::new();
-    for path in sources() {
-        let shown = shown(&path);
-        // A comparison with builds from before the glossary uses their options.
-        if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
-            continue;
-        }
-        let prose = [".md", ".json", ".toml", ".svg"].iter().any(|end| shown.ends_with(end));
-        let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
-        for (number, line) in text.lines().enumerate() {
-            // In prose, such a name may be an ordinary word.
-            let code = line.split("//").next().unwrap_or_default();
-            let code = if shown.ends_with(".py") || shown.ends_with(".pyi") {
-                line.split('#').next().unwrap_or_default()
-            } else {
-                code
-            };
-            let names = words(if prose { "" } else { code });
-            let retired = names.filter_map(|word| RETIRED.iter().find(|(name, ..)| *name == word));
-            for (name, replacement, allowed) in retired {
-                if !allowed.iter().any(|place| shown.starts_with(place)) {
-                    found.push(format!("{shown}:{}: {name}; use {replacement}", number + 1));
-                }
-            }
-            let whole = if prose { line } else { code };
-            let options = RETIRED_OPTIONS.iter().filter(|(option, _)| whole.contains(option));
-            found.extend(options.map(|(option, new)| format!("{shown}:{}: {option}; use {new}", number + 1)));
-        }
-    }
+    let found: Vec<String> = sources().iter().flat_map(|(shown, text)| retired_names(shown, text)).collect();
     assert_eq!(found, [""; 0], "retired identifiers and options");
+}
+
+#[test]
+fn planted_identifiers_are_found() {
+    let found = |shown: &str, text: &str| retired_names(shown, text).len();
+    for (shown, text) in [
+        ("src/a.rs", "struct Refusal; // Lane"),
+        ("unweight-bench/src/stress.cu", "struct Lane {};"),
+        ("docs/api/unweight.txt", "pub struct Refusal"),
+        ("tests/ui/a.stderr", "expected `Refusal`"),
+        ("install.sh", "unweight run --mlp packed # --mlp"),
+        (".ci/run", "unweight run --mlp packed"),
+        (".github/workflows/ci.yml", "run: unweight run --mlp packed"),
+        ("docs/a.md", "Way: `--mlp`"),
+        ("docs/reference/support.inc", "`--mlp`"),
+    ] {
+        assert_eq!(found(shown, text), 1, "{shown}: {text}");
+    }
+    for (shown, text) in
+        [("docs/a.md", "Way"), ("install.sh", "# Way"), ("Containerfile", "# --mlp"), ("a.rs", "// Way")]
+    {
+        assert_eq!(found(shown, text), 0, "{shown}: {text}");
+    }
+    assert_eq!(split_comment("[ $# -eq 1 ] # one", "#"), ("[ $# -eq 1 ] ", " one"));
 }

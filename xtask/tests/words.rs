@@ -1,4 +1,4 @@
-//! Checks the language of documents, help texts, errors, public doc comments and comments of kernel headers: no
+//! Checks the language of documents, help texts, errors, public doc comments, and comments outside of Rust: no
 //! unidiomatic phrases, doc comments are sentences, and documents and code have at most 120 columns.
 //!
 //! Help texts are checked in `docs/reference/cli.md` and `unweight-bench/commands.txt`, which print them. Records are
@@ -15,7 +15,7 @@ mod sources;
 mod workspace;
 
 use sources::product_lines;
-use workspace::{files, read, root, shown};
+use workspace::{comment_mark, files, read, root, shown, split_comment, texts};
 
 /// Forbidden phrases, matched as whole words in any case.
 const PHRASES: [&str; 25] = [
@@ -113,13 +113,13 @@ fn documents() -> Vec<PathBuf> {
 }
 
 #[test]
-fn documents_use_plain_words() {
-    let hits: Vec<String> = documents()
-        .iter()
-        .flat_map(|path| {
-            found(path, read(path).lines().map(str::to_owned).enumerate().map(|(at, line)| (at + 1, line)))
-        })
-        .collect();
+fn documents_and_comments_use_plain_words() {
+    let all = texts();
+    for known in ["README.md", "install.sh", ".ci/run", ".github/workflows/ci.yml", "unweight-bench/src/stress.cu"] {
+        assert!(all.iter().any(|(path, _)| shown(path) == known), "{known} is not read");
+    }
+    let hits: Vec<String> =
+        all.iter().flat_map(|(path, text)| found(path, prose(&shown(path), text).into_iter())).collect();
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
@@ -132,18 +132,15 @@ fn public_docs_and_errors_use_plain_words() {
     assert!(hits.is_empty(), "{}", hits.join("\n"));
 }
 
-#[test]
-fn kernel_comments_use_plain_words() {
-    let all = files(&["templates", "unweight-rivals", "unweight-bench"], &["cuh"], &[]);
-    assert!(all.len() > 60, "{} headers", all.len());
-    let hits: Vec<String> = all.iter().flat_map(|path| found(path, line_comments(&read(path)).into_iter())).collect();
-    assert!(hits.is_empty(), "{}", hits.join("\n"));
-}
-
-/// Returns the texts of `//` comments with line numbers from 1. No string of a kernel header contains `//`.
-fn line_comments(source: &str) -> Vec<(usize, String)> {
-    let comment = |(at, line): (usize, &str)| Some((at + 1, line.split_once("//")?.1.to_owned()));
-    source.lines().enumerate().filter_map(comment).collect()
+/// Returns what a file says, with line numbers from 1: comments of code, and all of anything else. No string of a
+/// kernel contains `//`. For Rust, see [`public_text`].
+fn prose(shown: &str, text: &str) -> Vec<(usize, String)> {
+    if shown.ends_with(".rs") {
+        return Vec::new();
+    }
+    let mark = comment_mark(shown, text);
+    let lines = text.lines().map(|line| mark.map_or(line, |mark| split_comment(line, mark).1).to_owned());
+    (1..).zip(lines).filter(|(_, line)| !line.is_empty()).collect()
 }
 
 /// Returns the [`public_text`] of the product code of a file.
@@ -345,7 +342,19 @@ fn planted_phrases_are_found() {
     assert_eq!(phrases("It is no matrix"), ["is no"]);
     assert_eq!(phrases("there is no matrix, and it is no longer one; some more"), [""; 0]);
     assert_eq!(phrases("some 12 percent of it"), ["some NUMBER", "of it"]);
-    assert_eq!(line_comments("u32 a;  // of it\nint b;\n// c\n"), [(1, " of it".into()), (3, " c".into())]);
+    for (shown, text, said) in [
+        ("a/b.cu", "u32 a;  // of it\nint b;\n", " of it"),
+        ("a/b.hpp", "// of it\nint b;\n", " of it"),
+        ("install.sh", "[ $# = 1 ] # of it\n", " of it"),
+        (".ci/run", "nobody=1 # of it\n", " of it"),
+        ("a/b.py", "nobody = 1 # of it\n", " of it"),
+        ("tests/bin", "#!of it\n", "!of it"),
+        (".github/workflows/ci.yml", "# of it\n", "# of it"),
+        ("docs/a.inc", "of it\n", "of it"),
+        ("a.txt", "of it\n", "of it"),
+    ] {
+        assert_eq!(prose(shown, text), [(1, said.to_owned())], "{shown}");
+    }
     let lines = |text: &str| {
         let text = public_text(&product_lines(text).expect("Rust"));
         text.into_iter().map(|(at, _)| at).collect::<Vec<_>>()

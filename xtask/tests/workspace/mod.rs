@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 /// Returns the workspace root.
@@ -41,6 +42,43 @@ pub fn files(folders: &[&str], extensions: &[&str], skipped: &[&str]) -> Vec<Pat
     }
     found.sort();
     found
+}
+
+/// Returns the text files of the repository, new ones included, with their texts. Skips records, snapshots and lock
+/// files, which are written by programs, and what is not UTF-8.
+pub fn texts() -> Vec<(PathBuf, String)> {
+    let arguments = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+    let output = Command::new("git").current_dir(root()).args(arguments).output().expect("git runs");
+    assert!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).expect("paths are UTF-8");
+    let written = ["docs/records/", "tests/snapshots/", "unweight-format/fuzz/seeds/"];
+    let is_read =
+        |name: &&str| !name.is_empty() && !name.ends_with(".lock") && !written.iter().any(|w| name.starts_with(w));
+    let texts = names.split('\0').filter(is_read).filter_map(|name| {
+        let path = root().join(name);
+        // git also lists what was deleted since the last commit.
+        let text = String::from_utf8(fs::read(&path).ok()?).ok()?;
+        Some((path, text))
+    });
+    texts.collect()
+}
+
+/// Returns what begins a comment in a file, if the file is code.
+pub fn comment_mark(shown: &str, text: &str) -> Option<&'static str> {
+    let name = shown.rsplit('/').next().unwrap_or(shown);
+    match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
+        "rs" | "cu" | "cuh" | "hpp" | "cpp" | "tera" => Some("//"),
+        "py" | "pyi" | "sh" | "toml" | "gitignore" | "clang-format" => Some("#"),
+        "" if text.starts_with("#!") || name == "Containerfile" || shown.starts_with(".ci/") => Some("#"),
+        _ => None,
+    }
+}
+
+/// Returns a line of code before a comment, and the comment. A `#` within a word, as in `$#`, begins none.
+pub fn split_comment<'a>(line: &'a str, mark: &str) -> (&'a str, &'a str) {
+    let begins = |at: &usize| mark != "#" || line[..*at].chars().last().is_none_or(char::is_whitespace);
+    let start = line.match_indices(mark).map(|(at, _)| at).find(begins);
+    start.map_or((line, ""), |at| (&line[..at], &line[at + mark.len()..]))
 }
 
 /// Returns the manifests of published packages, by directory.
