@@ -22,7 +22,7 @@ tasks of this workspace
 
 usage: cargo xtask <task> [options]
 
-  test [ARGS]         install the test tools, then run all tests; ARGS replace `--workspace`
+  test [ARGS]         install the test tools, then run all tests; ARGS are those of `cargo test`
   setup               only install the test tools: g++, NVRTC, and Python with safetensors, numpy and openai
   test-wheel          build the Python wheel and test it in an empty virtual environment; a part of `test`
   test-python         test the wheel with torch and transformers on the CPU; downloads 5 GB, unless
