@@ -45,10 +45,6 @@ u32 shfl_sync_up(u32 value, u32 delta) {
     return detail::exchange("shfl_sync_up", value, delta,
                             [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i < a ? i : i - a; }); });
 }
-u32 shfl_sync_down(u32 value, u32 delta) {
-    return detail::exchange("shfl_sync_down", value, delta,
-                            [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i + a > 31 ? i : i + a; }); });
-}
 u32 vote_sync_ballot(bool predicate) {
     return detail::exchange("vote_sync_ballot", predicate, 0, [](void** lanes) {
         u32 bits = 0;
@@ -129,10 +125,6 @@ void barrier_cluster_wait() {
 void mbarrier_init(u32 barrier, u32 arrivals) {
     cpu::shared_at(barrier, 8, 8);
     cpu::block_of(barrier).mbarriers[barrier & ((1u << cpu::kRankShift) - 1)] = cpu::Mbarrier{arrivals, arrivals, 0, 0};
-}
-void mbarrier_inval(u32 barrier) {
-    cpu::mbarrier_at(barrier);
-    cpu::block_of(barrier).mbarriers.erase(barrier & ((1u << cpu::kRankShift) - 1));
 }
 void mbarrier_arrive(u32 barrier) {
     cpu::speak_for_reads(cpu::mbarrier_at(barrier));

@@ -18,7 +18,6 @@ void bar_warp_sync();
 u32 shfl_sync_idx(u32 value, u32 source_lane);
 u32 shfl_sync_bfly(u32 value, u32 lane_mask);
 u32 shfl_sync_up(u32 value, u32 delta);
-u32 shfl_sync_down(u32 value, u32 delta);
 u32 vote_sync_ballot(bool predicate);
 u32 match_any_sync(u32 value);
 u32 redux_sync_max(u32 value);
@@ -121,7 +120,6 @@ inline void st_global(void* p, u32 v) { cpu::write_global(p, v); }
 inline void st_global_u16(void* p, u32 v) { cpu::write_global(p, static_cast<u16>(v)); }
 inline void st_global_u8(void* p, u32 v) { cpu::write_global(p, static_cast<u8>(v)); }
 inline void st_global_cs_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
-inline void st_global_cg_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
 inline u32 atom_add_global(u32* p, u32 v) {
     u32 old = cpu::read_global<u32>(p);
     cpu::write_global(p, old + v);
@@ -137,7 +135,6 @@ inline void red_add_global(u32* p, u32 v) { atom_add_global(p, v); }
 inline void red_max_global_u64(u64* p, u64 v) {
     if (cpu::read_global<u64>(p) < v) cpu::write_global(p, v);
 }
-inline void red_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
 void st_release_global_u64(u64* p, u64 v);
 void st_release_global(u32* p, u32 v);
 // Loads that others may be waiting behind: a turn of a polling loop.
@@ -148,13 +145,9 @@ inline void fence_acq_rel_gpu() { cpu::fence_device(); }
 // ---- barrier.cuh ---------------------------------------------------------------------------------------------------
 template <class NamedBarrier>
 inline void bar_sync(NamedBarrier barrier, u32 threads) {
-    cpu::named_barrier(static_cast<u32>(barrier), threads, true);
+    cpu::named_barrier(static_cast<u32>(barrier), threads);
 }
-template <class NamedBarrier>
-inline void bar_arrive(NamedBarrier barrier, u32 threads) {
-    cpu::named_barrier(static_cast<u32>(barrier), threads, false);
-}
-inline void bar_sync() { cpu::named_barrier(0, cpu::simulator().block_threads, true); }
+inline void bar_sync() { cpu::named_barrier(0, cpu::simulator().block_threads); }
 inline u32 cluster_ctarank() { return cpu::self().block->rank; }
 inline u32 cluster_nctarank() { return cpu::simulator().cluster; }
 void barrier_cluster_arrive();
@@ -166,7 +159,6 @@ inline void st_shared_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
 
 // ---- mbarrier.cuh --------------------------------------------------------------------------------------------------
 void mbarrier_init(u32 barrier, u32 arrivals);
-void mbarrier_inval(u32 barrier);
 void mbarrier_arrive(u32 barrier);
 inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
 // What starts a copy announces it this way, on the barrier that the copy itself completes: that releases nothing.
@@ -184,7 +176,6 @@ inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wai
 void fence_proxy_async_shared();
 inline void fence_proxy_async() { fence_proxy_async_shared(); }
 inline void fence_mbarrier_init() {}
-inline void fence_acq_rel_cta() {}
 
 // ---- bulk.cuh ------------------------------------------------------------------------------------------------------
 inline u64 createpolicy_l2(L2) { return 0; }

@@ -270,7 +270,7 @@ void atomic_speaks(const void* p) {
 }
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
-void named_barrier(u32 id, u32 threads, bool wait) {
+void named_barrier(u32 id, u32 threads) {
     if (id >= 16) fail("named barrier %u: there are 16", id);
     if (threads % 32 != 0 || threads == 0) fail("named barrier %u: %u threads is not a multiple of 32", id, threads);
     NamedBarrier& b = self().block->named[id];
@@ -287,10 +287,9 @@ void named_barrier(u32 id, u32 threads, bool wait) {
     }
     self().met_barrier[id] = self().loads;
     self().met_generation[id] = generation + 1;
-    if (wait)
-        wait_for_change(b.generation, generation, "named barrier %u (%u threads)", id, threads);
+    wait_for_change(b.generation, generation, "named barrier %u (%u threads)", id, threads);
     // Of this generation, or of a later one that this thread has not met: threads that wait here arrived there, too.
-    if (wait) self().clock.merge(b.handed);
+    self().clock.merge(b.handed);
 }
 
 Mbarrier& mbarrier_at(u32 address) {

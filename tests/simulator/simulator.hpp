@@ -356,7 +356,7 @@ void write_global(void* p, T value) {
 }
 
 // ---- barriers ------------------------------------------------------------------------------------------------------
-void named_barrier(u32 id, u32 threads, bool wait);
+void named_barrier(u32 id, u32 threads);
 
 Mbarrier& mbarrier_at(u32 address);
 void mbarrier_arrive_at(u32 address, u32 bytes);

@@ -15,10 +15,6 @@ template <class NamedBarrier>
 UW_DEVICE void bar_sync(NamedBarrier barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(static_cast<u32>(barrier)), "r"(threads) : "memory");
 }
-template <class NamedBarrier>
-UW_DEVICE void bar_arrive(NamedBarrier barrier, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<u32>(barrier)), "r"(threads) : "memory");
-}
 
 UW_DEVICE u32 cluster_ctarank() {
     u32 rank;

@@ -36,7 +36,6 @@ UW_DEVICE u32 shfl_sync_idx(u32 value, u32 source_lane) { return __shfl_sync(0xf
 UW_DEVICE u32 shfl_sync_bfly(u32 value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 // Lane l receives lane l - delta; lanes below delta keep their own value.
 UW_DEVICE u32 shfl_sync_up(u32 value, u32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
-UW_DEVICE u32 shfl_sync_down(u32 value, u32 delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
 UW_DEVICE u32 vote_sync_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 UW_DEVICE u32 match_any_sync(u32 value) { return __match_any_sync(0xffffffffu, value); }
 // The largest, and the smallest, value of the warp's lanes.

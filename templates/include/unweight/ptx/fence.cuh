@@ -14,7 +14,6 @@ UW_DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shar
 UW_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // Makes preceding mbarrier_init visible to bulk copies and to the cluster.
 UW_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-UW_DEVICE void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 }  // namespace uw::ptx
 

@@ -137,13 +137,9 @@ UW_DEVICE void st_global_u16(void* p, u32 v) {
     asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(v)) : "memory");
 }
 UW_DEVICE void st_global_u8(void* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-// .cs: streaming, evicted first. .cg: cached in L2 only.
+// .cs: streaming, evicted first.
 UW_DEVICE void st_global_cs_x4(void* p, U32x4 v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                 : "memory");
-}
-UW_DEVICE void st_global_cg_x4(void* p, U32x4 v) {
-    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
 UW_DEVICE u32 atom_add_global(u32* p, u32 v) {
@@ -161,9 +157,6 @@ UW_DEVICE void red_add_global(u32* p, u32 v) {
 }
 UW_DEVICE void red_max_global_u64(u64* p, u64 v) {
     asm volatile("red.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
-}
-UW_DEVICE void red_add_global_f32(float* p, float v) {
-    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
 // Release store of a flag that publishes earlier writes, and the acquire load that reads it.
 UW_DEVICE void st_release_global_u64(u64* p, u64 v) {

@@ -434,11 +434,6 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         (0..self.grid.tiles()).map(|tile| self.records(tile).count() as u64).sum()
     }
 
-    /// The maximum bytes of one tile's streams, which a kernel's slot must hold.
-    pub fn max_stream_bytes(&self) -> usize {
-        (0..self.grid.tiles()).map(|tile| self.stream(tile).len()).max().unwrap_or(0)
-    }
-
     /// The streams of a tile: 32 lengths, then the lanes' codes.
     ///
     /// # Panics
