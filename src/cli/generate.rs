@@ -125,7 +125,7 @@ struct Report {
     cache_tokens: u64,
     /// KV cache per token.
     cache_token_bytes: u64,
-    /// Activations, tables, workspaces, slot.
+    /// Activations, tables, workspaces.
     working_bytes: u64,
     /// Buffer for expanded weights.
     slot_bytes: u64,
@@ -501,7 +501,8 @@ impl Generate {
             cache_bytes: memory.cache,
             cache_tokens: memory.tokens(),
             cache_token_bytes: memory.token,
-            working_bytes: memory.working,
+            // A part of `working`; its own key here.
+            working_bytes: memory.working.saturating_sub(memory.slot),
             slot_bytes: memory.slot,
             placement: engine.options().placement.unwrap_or_default(),
             kv_cache: memory.kv_cache.tag(),
