@@ -324,7 +324,7 @@ class Read(Case):
         unweight.compress(self.home / "model", other, profile="packed")
         named = unweight.Bundle(other).weights_digest
         config = self.home / "bundle" / "config.json"
-        self.assertIn(f'"manifest": "{bundle.weights_digest}"', config.read_text())
+        self.assertIn(f'"weights_digest": "{bundle.weights_digest}"', config.read_text())
         config.write_bytes((other / "config.json").read_bytes())
         with self.assertRaises(unweight.DamagedError) as refused:
             unweight.Bundle(self.home / "bundle")

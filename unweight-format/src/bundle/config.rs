@@ -67,14 +67,14 @@ pub(crate) fn check_names(path: &Path, weights: Digest) -> Result<(), BundleErro
 /// The weights that a `quantization_config` of ours names; the outer `None` if it is not ours.
 fn named(method: &[u8]) -> Option<Option<String>> {
     let method: serde_json::Value = serde_json::from_slice(&strict(method)).ok()?;
-    (method["quant_method"] == manifest::FORMAT).then(|| method["manifest"].as_str().map(str::to_owned))
+    (method["quant_method"] == manifest::FORMAT).then(|| method["weights_digest"].as_str().map(str::to_owned))
 }
 
 /// Inserts the two keys into a [`check`]ed text; all other bytes stay. A key whose value is `null` gets the value;
 /// missing keys follow the opening brace. A `quantization_config` of another method stays, because only one method can
 /// be named. One of ours, saved from another bundle, gets the value, too.
 pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
-    let method = format!(r#"{{"quant_method": "{}", "manifest": "{weights}"}}"#, manifest::FORMAT);
+    let method = format!(r#"{{"quant_method": "{}", "weights_digest": "{weights}"}}"#, manifest::FORMAT);
     let file = format!(r#""{}""#, manifest::FILE_NAME);
     let (mut replaced, mut missing) = (Vec::new(), Vec::new());
     for (key, value) in [(METHOD_KEY, method), (WEIGHTS_KEY, file)] {
@@ -186,7 +186,7 @@ fn strict(text: &[u8]) -> Cow<'_, [u8]> {
 mod tests {
     use super::*;
 
-    const OWN: &str = r#""quantization_config": {"quant_method": "unweight", "manifest": "D"},"#;
+    const OWN: &str = r#""quantization_config": {"quant_method": "unweight", "weights_digest": "D"},"#;
 
     fn marked(text: &str) -> String {
         assert_eq!(check(text.as_bytes()), Ok(()), "{text}");
@@ -208,7 +208,7 @@ mod tests {
             assert_eq!(marked(text), expected);
             let value: serde_json::Value = serde_json::from_str(&marked(text)).unwrap();
             assert_eq!(
-                (&value["quantization_config"]["manifest"], &value["transformers_weights"]),
+                (&value["quantization_config"]["weights_digest"], &value["transformers_weights"]),
                 (&"D".into(), &"unweight.json".into())
             );
             let mut rest = value.as_object().unwrap().clone();
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn a_key_without_a_value_gets_one_and_a_method_of_its_own_stays() {
         let (method, file) =
-            (r#"{"quant_method": "unweight", "manifest": "D"}"#, r#""transformers_weights": "unweight.json""#);
+            (r#"{"quant_method": "unweight", "weights_digest": "D"}"#, r#""transformers_weights": "unweight.json""#);
         for (text, expected) in [
             (
                 "{\n  \"a\": [1, {\"quantization_config\": null}],\n  \"quantization_config\" : null\n}",
@@ -247,7 +247,7 @@ mod tests {
                 ),
             ),
             (
-                r#"{"quantization_config": {"manifest": "of another", "quant_method": "unweight"}, "c": NaN}"#,
+                r#"{"quantization_config": {"weights_digest": "of another", "quant_method": "unweight"}, "c": NaN}"#,
                 format!(r#"{{{file},"quantization_config": {method}, "c": NaN}}"#),
             ),
             (

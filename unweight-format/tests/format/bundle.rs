@@ -364,7 +364,7 @@ fn config_json_names_its_weights() {
         let bundle = Bundle::open(&made).unwrap();
         let digest = bundle.weights_digest().to_string();
         let keys = format!(
-            "{{\n    \"quantization_config\": {{\"quant_method\": \"unweight\", \"manifest\": \"{digest}\"}},\n    \
+            "{{\n    \"quantization_config\": {{\"quant_method\": \"unweight\", \"weights_digest\": \"{digest}\"}},\n    \
              \"transformers_weights\": \"unweight.json\","
         );
         for folder in ["", "deeper/"] {
@@ -430,7 +430,7 @@ fn config_of_another_bundle_is_rejected() {
         // Any other contents do not name other weights.
         let digest = Bundle::open_weights(&two).unwrap().weights_digest().to_string();
         for text in [
-            format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"manifest\": \"{digest}\"}}}}"),
+            format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"weights_digest\": \"{digest}\"}}}}"),
             "{\"quantization_config\": {\"quant_method\": \"unweight\"}}".into(),
             text_before.replace("\"a\": 1", "\"a\": 2, \"b\": NaN"),
             "{\"quantization_config\": \"".into(),
@@ -450,7 +450,7 @@ fn config_of_another_bundle_is_rejected() {
 #[test]
 fn config_gets_a_quantization_method() {
     let scratch = Scratch::new();
-    let saved = r#"{"quant_method": "unweight", "manifest": "of the bundle that it was saved from"}"#;
+    let saved = r#"{"quant_method": "unweight", "weights_digest": "of the bundle that it was saved from"}"#;
     for (name, value, method) in
         [("null", "null", "unweight"), ("fp8", r#"{"quant_method": "fp8"}"#, "fp8"), ("saved", saved, "unweight")]
     {

@@ -89,8 +89,8 @@ class Bundle(_native.Bundle):
     def refuse_other(self, named: Optional[str]) -> None:
         """Checks that a model configuration belongs to this bundle.
 
-        `named` is `manifest` in its `quantization_config`, or `None`. Opening the bundle checks the `config.json` in
-        its directory; this checks a configuration that an engine got from elsewhere.
+        `named` is `weights_digest` in its `quantization_config`, or `None`. Opening the bundle checks the `config.json`
+        in its directory; this checks a configuration that an engine got from elsewhere.
 
         Raises:
             DamagedError: the configuration names the weights of another bundle.

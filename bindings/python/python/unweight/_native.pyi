@@ -30,7 +30,7 @@ class Bundle:
         """The digest of the manifest, which has a digest of every file: equal digests mean equal bundles."""
     @property
     def weights_digest(self) -> str:
-        """The digest of the weights. `config.json` names it as `manifest` in `quantization_config`."""
+        """The digest of the weights. `config.json` names it as `weights_digest` in `quantization_config`."""
     def _rows(self) -> list[dict[str, Any]]: ...
     def _row(self, name: str, *, file: Optional[str] = None) -> dict[str, Any]: ...
     def is_of_model(self, file: str) -> bool:

@@ -83,7 +83,7 @@ class BaseQuantizer(HfQuantizer):
         """
         if getattr(config, "transformers_weights", None) == MANIFEST:
             config.transformers_weights = None
-        _loading_state.is_packed, _loading_state.named_digest = True, self.quantization_config.manifest
+        _loading_state.is_packed, _loading_state.named_digest = True, self.quantization_config.weights_digest
         return config
 
     def update_dtype(self, dtype: Any) -> Any:

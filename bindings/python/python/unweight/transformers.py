@@ -38,12 +38,12 @@ __all__ = ["UnweightConfig"]
 class UnweightConfig(QuantizationConfigMixin):
     """The quantization config that packs weights: `quantization_config=UnweightConfig()`.
 
-    It has no options, because packing is lossless. `manifest` is for the `config.json` of bundles.
+    It has no options, because packing is lossless. `weights_digest` is for the `config.json` of bundles.
     """
 
-    def __init__(self, manifest: Optional[str] = None, **_: Any) -> None:
+    def __init__(self, weights_digest: Optional[str] = None, **_: Any) -> None:
         self.quant_method = "unweight"
-        self.manifest = manifest
+        self.weights_digest = weights_digest
         """The digest of the bundle's weights; `None` for a model that is not a bundle."""
 
 

@@ -160,7 +160,7 @@ class UnweightConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         """Returns the config of a bundle or, for a model with another quantization, the config of both."""
         is_ours = config.get("quant_method", NAME) == NAME
-        return cls(config.get("manifest")) if is_ours else _config_over(config)
+        return cls(config.get("weights_digest")) if is_ours else _config_over(config)
 
     @classmethod
     def override_quantization_method(
