@@ -50,7 +50,7 @@ use syn::{Path, parse_quote};
 ///
 /// | item | what it is |
 /// |---|---|
-/// | `GateUp::SPEC` | the `VariantSpec`, a constant |
+/// | `GateUp::SPEC` | the `VariantSpec`, a constant of the trait `unweight::codegen::Variant` |
 /// | `<GateUp as Variant>::Family` | the typed spec of its family, here `GemmMmaSpec` |
 /// | `GateUp::load(&kernels)?` | the launcher of its op, here `PackedGemm`, by the trait `unweight_rt::LoadVariant` |
 /// | `kernels.register::<GateUp>()?` | dispatch then chooses among the shipped variants and this one |
