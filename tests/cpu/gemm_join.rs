@@ -108,7 +108,7 @@ fn planted_bugs_are_caught() {
                 from: "            release_to_copy_engine();",
                 to: "            ptx::bar_warp_sync();",
             },
-            Symptom::Error("nobody has released"),
+            Symptom::Error("no thread has released"),
         ),
     ];
     check_caught_by(&Problem::random(&spec, 8, 128, 640, 3), &spec, bugs, 1);

@@ -400,7 +400,7 @@ fn planted_bugs_are_caught() {
                 to: "mbarrier_wait_parity(full(c.slot), c.parity ^ 1)",
             },
             // A slot's readers run a phase ahead of its bytes.
-            Error("nobody has released"),
+            Error("no thread has released"),
         ),
         (
             Edit {

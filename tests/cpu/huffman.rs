@@ -105,8 +105,8 @@ fn expected(output: DecodeOutput, case: &Case, tensor: &HuffmanTensor<Vec<u8>>, 
             for (i, byte) in out.iter_mut().enumerate() {
                 let (tile, row, column) = (i / 4096, i / 64 % 64, i % 64);
                 let (tile_row, tile_col) = (tile / grid.tile_cols(), tile % grid.tile_cols());
-                let inside = column < (grid.cols() - tile_col * 64);
-                *byte = if row >= (grid.rows() - tile_row * 64) {
+                let inside = column < grid.cols() - tile_col * 64;
+                *byte = if row >= grid.rows() - tile_row * 64 {
                     0
                 } else if inside {
                     bf16::exponent(case.matrix().get(tile_row * 64 + row, tile_col * 64 + column))

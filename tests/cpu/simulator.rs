@@ -312,7 +312,7 @@ fn stream_k_partial_sums_are_handed_over() {
             with(&LAST.replace("ACQUIRE", ""), Some(("TELL", "TELL if (thread == 32) fence_acq_rel_gpu();"))),
             Some(unread),
         ),
-        (with(LAST, Some(("own ^ 1) * 64", "own) * 64 + 128"))), Some("nobody has written in this launch")),
+        (with(LAST, Some(("own ^ 1) * 64", "own) * 64 + 128"))), Some("no thread has written in this launch")),
         (with(LAST, Some(("parts + own * 64 + thread, 7", "parts + thread, 7"))), Some("store of `partials`")),
         (with(FLAG, Some(("LOAD", "ld_global(flag)"))), Some(unread)),
         (with(FLAG, Some(("MEET", half))), Some(unread)),
@@ -426,36 +426,36 @@ fn simulator_reports_mistakes() {
         ),
         (
             "float d[4] = {}; wgmma(d, mma::k_major_descriptor(shared), mma::k_major_descriptor(shared)); wgmma_commit_group();",
-            "nobody waited for",
+            "no thread waited for",
         ),
         ("trap();", "trap"),
         // The copy engine must not overwrite what ordinary loads have read ...
-        ("LOADED bar_warp_sync(); REFILL", "nobody has released"),
-        ("LOADED bar_sync(1, 32); REFILL", "nobody has released"),
+        ("LOADED bar_warp_sync(); REFILL", "no thread has released"),
+        ("LOADED bar_sync(1, 32); REFILL", "no thread has released"),
         // ... unless every reader has fenced.
-        ("LOADED if (lane < 31) fence_proxy_async_shared(); bar_warp_sync(); REFILL", "nobody has released"),
-        ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); bar_warp_sync(); REFILL", "nobody has released"),
+        ("LOADED if (lane < 31) fence_proxy_async_shared(); bar_warp_sync(); REFILL", "no thread has released"),
+        ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); bar_warp_sync(); REFILL", "no thread has released"),
         // An arrival covers only threads that have met before it, and only for threads that wait for it.
-        ("LOADED bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
+        ("LOADED bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "no thread has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } bar_sync(); \
              if (thread < 32) { ld_shared_x4(shared + 128); bar_sync(1, 32); } \
              else if (thread == 32) { mbarrier_arrive(shared + 8); } \
              else if (thread == 64) { mbarrier_wait_parity(shared + 8, 0); while (!mbarrier_try_wait_parity(shared, 1)) {} \
              for (u32 i = 0; i < 64; ++i) cpu::poll(); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
-            "nobody has released",
+            "no thread has released",
         ),
         (
             "ld_shared_x4(shared + 128); bar_sync(); if (thread == 0) { mbarrier_init(shared, 1); \
              mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
-            "nobody has released",
+            "no thread has released",
         ),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); fence_proxy_async_shared(); cp_async_bulk_store(args.input, shared + 128, 64); \
              cp_async_bulk_commit_group(); mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "still reading",
         ),
-        ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); bar_warp_sync(); REFILL", "nobody has released"),
+        ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); bar_warp_sync(); REFILL", "no thread has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); st_shared(shared + 128, 1); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "written by an ordinary store",

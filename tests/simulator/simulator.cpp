@@ -135,7 +135,7 @@ void check_refill(u32 address, u32 bytes, const char* writer) {
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
             if (f->read_at.of(g) > f->released)
                 fail(
-                    "%s refills shared offset %u, which thread %u has read with ordinary loads that nobody has "
+                    "%s refills shared offset %u, which thread %u has read with ordinary loads that no thread has "
                     "released (fence.proxy.async by every reader, or an arrival on an mbarrier and a wait for it)",
                     writer, g * 16, f->thread);
     }
@@ -234,13 +234,13 @@ void check_handed_over(const void* p, u64 bytes, const char* what) {
     for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4) {
         auto it = state.written.find(word);
         if (it == state.written.end()) {
-            if (*what == 'l') fail("load of `partials` at %p, which nobody has written in this launch", word);
+            if (*what == 'l') fail("load of `partials` at %p, which no thread has written in this launch", word);
             continue;
         }
         auto [thread, store] = it->second;
         if (own.of(thread) < store)
             fail(
-                "%s of `partials` at %p, which thread %u of block %u has written and nobody has handed over (a meeting "
+                "%s of `partials` at %p, which thread %u of block %u has written but not handed over (a meeting "
                 "of its block, fence.acq_rel.gpu and an atomic; an atomic, fence.acq_rel.gpu and a meeting of this "
                 "one)",
                 what, word, thread % m.block_threads, thread / m.block_threads);
@@ -565,7 +565,7 @@ static void run_blocks() {
     while (!state.pending.empty()) complete_one_copy();
     for (Block* b : m.blocks)
         for (Warpgroup& g : b->warpgroups)
-            if (!g.queue.empty()) fail("the block ended with wgmma operations that nobody waited for");
+            if (!g.queue.empty()) fail("the block ended with wgmma operations that no thread waited for");
 }
 
 static void drop_blocks() {

@@ -67,10 +67,10 @@ private:
         u32 owners = 1;
     };
     explicit Clock(Stores* stores) : stores(stores) {}
-    Stores* stores = nullptr;  // nothing: none of anybody
+    Stores* stores = nullptr;  // null: no stores
 };
 
-// What a fiber waits for. Is on the fiber's own stack. Its text is made only when a message needs it.
+// What a fiber waits for. It is on the fiber's own stack. Its text is made only when a message needs it.
 struct Wait {
     virtual bool ready() const = 0;
     virtual void told(char* text, u32 bytes) const = 0;

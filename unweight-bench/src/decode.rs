@@ -109,7 +109,7 @@ pub struct EngineRow {
     pub weight_bytes: u64,
     /// Bytes of the KV cache.
     pub cache_bytes: u64,
-    /// Bytes of everything else.
+    /// Bytes of everything else, the slot included.
     pub working_bytes: u64,
     /// Bytes of experts in host memory.
     pub host_bytes: u64,

@@ -17,10 +17,11 @@
 //!
 //! One tensor:
 //! ```
-//! use unweight_format::{CodeLimit, EncodingId, Matrix, StoredTensor, Survey};
+//! use unweight_format::{CodeLimit, EncodingId, Float, Matrix, StoredTensor, Survey};
 //! let bf16: Vec<u8> = (0..128 * 64u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
 //! let matrix = Matrix::new(&bf16, 128, 64)?;
-//! let stored = StoredTensor::encode(EncodingId::HUFFMAN, matrix.into(), &Survey::of(Float::Bf16, &bf16), CodeLimit::DEFAULT)?;
+//! let survey = Survey::of(Float::Bf16, &bf16);
+//! let stored = StoredTensor::encode(EncodingId::HUFFMAN, matrix.into(), &survey, CodeLimit::DEFAULT)?;
 //! assert!(stored.stored_bytes() < bf16.len() as u64);
 //! let mut back = vec![0; bf16.len()];
 //! stored.decode(&mut back)?;

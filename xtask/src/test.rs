@@ -98,9 +98,9 @@ impl Binary {
     fn command(&self) -> String {
         match self.kind.as_str() {
             "test" | "bin" | "example" | "bench" => {
-                format!("cargo test -p {} --{} {}", self.package, self.kind, self.name)
+                format!("cargo xtask test -p {} --{} {}", self.package, self.kind, self.name)
             }
-            _ => format!("cargo test -p {} --lib", self.package),
+            _ => format!("cargo xtask test -p {} --lib", self.package),
         }
     }
 }
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_binary_is_named_as_a_command_of_cargo() {
+    fn a_failed_binary_is_named_by_the_command_that_runs_it() {
         let of = |id: &str, kind: &str| {
             let message = serde_json::json!({
                 "manifest_path": "/a/unweight-rt/Cargo.toml",
@@ -251,9 +251,9 @@ mod tests {
             binary.command()
         };
         let named = "path+file:///a/unweight-rt#other@0.1.0";
-        assert_eq!(of(named, "test"), "cargo test -p other --test t");
-        assert_eq!(of(named, "bin"), "cargo test -p other --bin t");
-        assert_eq!(of("path+file:///a/unweight-rt#0.1.0", "lib"), "cargo test -p unweight-rt --lib");
-        assert_eq!(of("path+file:///a/unweight-rt#0.1.0", "proc-macro"), "cargo test -p unweight-rt --lib");
+        assert_eq!(of(named, "test"), "cargo xtask test -p other --test t");
+        assert_eq!(of(named, "bin"), "cargo xtask test -p other --bin t");
+        assert_eq!(of("path+file:///a/unweight-rt#0.1.0", "lib"), "cargo xtask test -p unweight-rt --lib");
+        assert_eq!(of("path+file:///a/unweight-rt#0.1.0", "proc-macro"), "cargo xtask test -p unweight-rt --lib");
     }
 }

@@ -38,7 +38,8 @@ const OWNERS: [(&str, &[&str]); 8] = [
 /// Returns the packages that a manifest depends on for any target, in builds or in build scripts; not those for tests.
 fn dependencies_of(manifest: &Path) -> BTreeSet<String> {
     let arguments = ["metadata", "--format-version", "1", "--no-deps", "--offline", "--manifest-path"];
-    let output = Command::new("cargo").args(arguments).arg(manifest).output().expect("cargo runs");
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo).args(arguments).arg(manifest).output().expect("cargo runs");
     assert!(output.status.success(), "{}: {}", manifest.display(), String::from_utf8_lossy(&output.stderr));
     let metadata: Value = serde_json::from_slice(&output.stdout).expect("JSON from cargo");
     let packages = metadata["packages"].as_array().expect("packages");
